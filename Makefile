@@ -1,0 +1,63 @@
+# Each target does all of its own set-up: an environment in .venv, then the thing itself.
+#   make demo        ask a question about a long stored text, at several budgets
+#   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_cli.py narrows it)
+#   make lint        style and types
+#   make docs        build/docs/index.html from the docstrings
+#   make clean       remove .venv and build/
+# PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
+
+SHELL := /bin/bash
+VENV := .venv
+CANDIDATES := python3 python3.13 python3.12 python3.11 python \
+  $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+  if "$$p" -c '$(USABLE)' >/dev/null 2>&1; then command -v "$$p"; break; fi; done)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint types docs clean
+
+demo: $(VENV)/.installed
+	@$(VENV)/bin/ckv demo $(ARGS)
+
+test: $(VENV)/.tested
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.tested types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+# mypy does not follow setuptools' package-dir, so it is shown the tree as it is installed.
+types: $(VENV)/.tested
+	@rm -rf build/types && mkdir -p build/types/ckv_jax
+	@ln -s $(CURDIR)/ckv_jax/* $(CURDIR)/storage $(CURDIR)/kernels_pallas build/types/ckv_jax/
+	cd build/types && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p ckv_jax
+
+docs: $(VENV)/.documented
+	@$(VENV)/bin/python docs/build.py build/docs
+	@echo "open build/docs/index.html"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv and pip was found." \
+	  "Install one (Debian, Ubuntu: apt-get install python3-venv) or say PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(USABLE)' || { echo "$(PYTHON) is older than 3.11 or has no venv module" >&2; exit 1; }
+	@echo "creating $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv --clear $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing ckv-jax and what it needs into $(VENV) (minutes, the first time)"
+	@$(PIP) install --quiet -e .
+	@touch $@
+
+$(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
+	@echo "installing ckv-jax with its test tools into $(VENV) (minutes, the first time)"
+	@$(PIP) install --quiet -e '.[test]' $(TORCH)
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.documented: pyproject.toml | $(VENV)/bin/python
+	@$(PIP) install --quiet -e '.[docs]'
+	@touch $(VENV)/.installed $@
