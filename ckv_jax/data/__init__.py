@@ -1,1 +1,1 @@
-
+"""Texts and checkpoints that ship with the package."""
