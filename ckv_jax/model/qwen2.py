@@ -1,0 +1,210 @@
+"""Qwen2.5 in Flax nnx: grouped-query attention with QKV bias, SwiGLU, RMSNorm, RoPE.
+
+Parameters live in the model's dtype. Every matmul accumulates in float32; norms, softmax and
+rotation are computed in float32; the hidden state between layers is in the model's dtype.
+Kernels are `[in, out]`. All layers of a model have the same graphdef, so that one jitted function
+of a layer's state serves every layer.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.rope import apply_rope, rope_tables
+
+__all__ = ["Attention", "Layer", "Mlp", "Qwen2", "RMSNorm"]
+
+_INIT_SCALE = 0.02  # standard deviation of fresh kernels and embeddings, as in HF
+_QUERY_BLOCK = 512  # queries whose dense scores are held at once
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation with a learned scale `[E]`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+        self.eps = config.rms_norm_eps
+        self.weight = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.eps)
+        weight = self.weight[...].astype(jnp.float32)
+        return (normed * weight[None, None, :]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """The projections of one attention layer; the attention itself belongs to the caller."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        self.config = config
+        hidden, dim = config.hidden_size, config.head_dim
+        queries, kv = config.num_heads * dim, config.num_kv_heads * dim
+        self.query_kernel = _kernel(rngs, (hidden, queries), dtype)
+        self.query_bias = nnx.Param(jnp.zeros((queries,), dtype))
+        self.kv_kernel = _kernel(rngs, (hidden, 2 * kv), dtype)  # keys, then values
+        self.kv_bias = nnx.Param(jnp.zeros((2 * kv,), dtype))
+        self.output_kernel = _kernel(rngs, (queries, hidden), dtype)
+
+    def project(
+        self, x: Float[Array, "B S E"], positions: Int[Array, "B S"]
+    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+        """Queries, keys and values of normed `x`, in its dtype; queries and keys rotated."""
+        cos, sin = rope_tables(self.config, positions)
+        q = self._heads(x, self.query_kernel, self.query_bias)
+        k, v = jnp.split(self._heads(x, self.kv_kernel, self.kv_bias), 2, axis=2)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
+
+    def query(
+        self, x: Float[Array, "B S E"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B S H D"]:
+        """The queries of `project` alone."""
+        cos, sin = rope_tables(self.config, positions)
+        q = self._heads(x, self.query_kernel, self.query_bias)
+        return apply_rope(q, cos, sin).astype(x.dtype)
+
+    def output(self, heads: Float[Array, "B S H D"]) -> Float[Array, "B S E"]:
+        """Attended heads back to the hidden size, in the dtype of `heads`."""
+        flat = heads.reshape(*heads.shape[:2], -1)  # [B, S, H*D]
+        return _matmul(flat, self.output_kernel).astype(heads.dtype)
+
+    def _heads(
+        self,
+        x: Float[Array, "B S E"],
+        kernel: nnx.Param[Array],
+        bias: nnx.Param[Array],
+    ) -> Float[Array, "B S N D"]:
+        flat = _matmul(x, kernel) + bias[...].astype(jnp.float32)[None, None, :]
+        return flat.reshape(*x.shape[:2], -1, self.config.head_dim)
+
+
+class Mlp(nnx.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_kernel = _kernel(rngs, (hidden, 2 * inner), dtype)  # gate, then up
+        self.down_kernel = _kernel(rngs, (inner, hidden), dtype)
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        gate, up = jnp.split(_matmul(x, self.gate_up_kernel), 2, axis=-1)  # [B, S, F] each
+        return _matmul((jax.nn.silu(gate) * up).astype(x.dtype), self.down_kernel).astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        self.input_norm = RMSNorm(config, dtype=dtype)
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.post_norm = RMSNorm(config, dtype=dtype)
+        self.mlp = Mlp(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B S E"]:
+        """Dense causal pass, every token attending to those before it."""
+        q, k, v = self.attention.project(self.input_norm(hidden), positions)
+        hidden = hidden + self.attention.output(causal_attention(q, k, v))
+        return hidden + self.mlp(self.post_norm(hidden))
+
+
+class Qwen2(nnx.Module):
+    """A Qwen2.5 decoder with its embedding and head.
+
+    A fresh model draws kernels and embeddings from N(0, 0.02²), zero biases and unit norms, like
+    HF. `Qwen2.abstract` gives the same tree of shapes without memory, to load weights into.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: str = "bfloat16", rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embedding = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
+        self.layers = nnx.List(
+            [Layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.final_norm = RMSNorm(config, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.head = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
+
+    @classmethod
+    def abstract(cls, config: ModelConfig, *, dtype: str = "bfloat16") -> Qwen2:
+        """The module tree with `jax.ShapeDtypeStruct` in place of every array."""
+        model: Qwen2 = nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        return model
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The parameters' element type."""
+        return jnp.dtype(self.embedding.get_value().dtype)
+
+    def embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        """The hidden state that enters the first layer."""
+        return self.embedding[...][tokens]
+
+    def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
+        """Final norm and head, float32."""
+        table = self.embedding if self.config.tie_word_embeddings else self.head
+        return _matmul(self.final_norm(hidden), table, transposed=True)
+
+    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+        """Float32 logits of every position, dense and causal: for parity and training."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, positions)
+        return self.logits(hidden)
+
+
+def causal_attention(
+    q: Float[Array, "B S H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"]
+) -> Float[Array, "B S H D"]:
+    """Softmax attention over a sequence's own past, softmax in float32, output in q's dtype.
+
+    Blocks of 512 queries see only the keys up to their own end, so scores never take more than
+    `B * H * 512 * S` floats.
+    """
+    length = q.shape[1]
+    starts = range(0, length, _QUERY_BLOCK)
+    blocks = [_attend_block(q, k, v, s, min(s + _QUERY_BLOCK, length)) for s in starts]
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+
+
+def _attend_block(
+    q: Float[Array, "B S H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    start: int,
+    stop: int,
+) -> Float[Array, "B R H D"]:
+    batch, _, heads, dim = q.shape
+    groups = heads // k.shape[2]
+    block = q[:, start:stop].reshape(batch, stop - start, -1, groups, dim)  # [B, R, K, G, D]
+    scores = jnp.einsum("brkgd,btkd->bkgrt", block, k[:, :stop], preferred_element_type=jnp.float32)
+    seen = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]  # [R, T]
+    scores = jnp.where(seen[None, None, None], scores * dim**-0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgrt,btkd->brkgd", weights, v[:, :stop], preferred_element_type=jnp.float32)
+    return out.reshape(batch, stop - start, heads, dim).astype(q.dtype)
+
+
+def _matmul(
+    x: Float[Array, "B S I"], kernel: nnx.Param[Array], *, transposed: bool = False
+) -> Float[Array, "B S O"]:
+    """`x @ kernel` (`[I, O]`, or `[O, I]` when transposed), accumulated and left in float32."""
+    batch, length, _ = x.shape
+    lone = batch * length == 1 and x.dtype != jnp.float32
+    if lone:  # XLA's 16-bit matrix-vector product on a CPU is 15 times slower than two rows
+        x = jnp.broadcast_to(x, (1, 2, x.shape[2]))
+    subscripts = "bsi,oi->bso" if transposed else "bsi,io->bso"
+    out = jnp.einsum(subscripts, x, kernel[...], preferred_element_type=jnp.float32)
+    return out[:, :1] if lone else out
+
+
+def _kernel(rngs: nnx.Rngs, shape: tuple[int, int], dtype: str) -> nnx.Param[Array]:
+    draw = jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param((draw * _INIT_SCALE).astype(dtype))

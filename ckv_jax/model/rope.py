@@ -1,0 +1,85 @@
+"""Rotary position embedding: inverse frequencies from the config, and the rotation itself."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ckv_jax.model.config import ModelConfig, RopeScaling
+
+__all__ = ["apply_rope", "inverse_frequencies", "rope_tables"]
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Radians a token for each pair of dimensions, and the factor on cos and sin.
+
+    Returns `(float32 [D/2], factor)`. Plain RoPE has factor 1. YaRN (arXiv 2309.00071, §3)
+    keeps fast pairs, divides slow ones by the scaling factor, and ramps between; its numbers
+    follow transformers, so that the same config gives the same rotation.
+    """
+    dim = config.head_dim
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    periods = np.float32(config.rope_theta) ** exponents
+    fast = np.float32(1) / periods
+    scaling = config.rope_scaling
+    if scaling is None:
+        return fast, 1.0
+    slow = np.float32(1) / (np.float32(scaling.factor) * periods)
+    keep = 1 - _ramp(*_ramp_ends(scaling, dim, config.rope_theta), dim // 2)
+    return slow * (1 - keep) + fast * keep, _attention_factor(scaling)
+
+
+def rope_tables(
+    config: ModelConfig, positions: Int[Array, "B S"]
+) -> tuple[Float[Array, "B S D/2"], Float[Array, "B S D/2"]]:
+    """Cosines and sines of every position, float32."""
+    frequencies, factor = inverse_frequencies(config)
+    angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(
+    x: Float[Array, "B S H D"], cos: Float[Array, "B S D/2"], sin: Float[Array, "B S D/2"]
+) -> Float[Array, "B S H D"]:
+    """Rotate dimension d against d + D/2 (HF's halves, not neighbours); float32 in and out."""
+    first, second = jnp.split(x, 2, axis=-1)  # [B, S, H, D/2] each
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    cos, sin = (jnp.broadcast_to(t, first.shape) for t in (cos, sin))
+    return jax.lax.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], dimension=3
+    )
+
+
+def _attention_factor(scaling: RopeScaling) -> float:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
+    return scale(1.0)
+
+
+def _ramp_ends(scaling: RopeScaling, dim: int, theta: float) -> tuple[float, float]:
+    """The pair indices between which YaRN passes from keeping to dividing."""
+
+    def turns_at(rotations: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = turns_at(scaling.beta_fast), turns_at(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
+
+
+def _ramp(low: float, high: float, size: int) -> np.ndarray:
+    high = high + 0.001 if low == high else high
+    index = np.arange(size, dtype=np.float32)
+    ramp: np.ndarray = np.clip((index - np.float32(low)) / np.float32(high - low), 0, 1)
+    return ramp
