@@ -1,0 +1,119 @@
+"""Attention of the suffix over selected pages and over itself, straight from the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32
+
+from ckv_jax.kernels_pallas.attend import reference
+from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
+
+__all__ = ["attend", "merge"]
+
+
+def attend(
+    q: Float[Array, "B S H D"],
+    pages: Float[Array, "P C K D"],
+    k_table: Int32[Array, "B N"],
+    v_table: Int32[Array, "B N"],
+    lengths: Int32[Array, "B N"],
+    k_new: Float[Array, "B R K D"],
+    v_new: Float[Array, "B R K D"],
+    q_start: Int32[Array, "B"],
+    *,
+    token_mask: Bool[Array, "B N C"] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
+    """Softmax attention, scaled by 1/sqrt(D), over page tokens and the tokens of this request.
+
+    Query i of sequence b sees the first `lengths[b, n]` tokens of every page n (those that
+    `token_mask` keeps) and `k_new[b, : q_start[b] + i + 1]`. Query head h uses KV head
+    h // (H // K). Keys carry their RoPE already, so the order of pages does not matter.
+
+    Args:
+      pages: the pool as single pages, the keys *or* the values of one chunk and layer each.
+      k_table, v_table: page numbers of keys and of values. A number outside [0, P) makes its
+        entry invalid, as does `lengths[b, n] == 0`; whatever such pages hold is never used.
+      k_new, v_new: keys and values computed in this request, R >= 0.
+      q_start: where query 0 stands in `k_new`.
+
+    Returns:
+      out in `q.dtype`, and the natural log-sum-exp of the scaled logits. Where a query sees
+      nothing, out is 0 and lse is -inf. Accumulated in float32; the probabilities are rounded
+      to the pages' dtype for the second matmul.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit together.
+      NotImplementedError: the implementation asked for by name cannot take these shapes.
+    """
+    _check(q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
+    kernels: dict[str, Callable[..., tuple[Array, Array]]] = {
+        "reference": reference.attend,
+    }
+    args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
+    return dispatch(implementation, kernels, *args)
+
+
+def merge(
+    outs: Sequence[Float[Array, "B S H D"]], lses: Sequence[Float32[Array, "B S H"]]
+) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
+    """Attention over the union of disjoint parts, from each part's out and lse (float32 inside)."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"got {len(outs)} outs and {len(lses)} lses, expected as many, at least 1")
+    lse = jnp.stack(lses)
+    top = jnp.max(lse, axis=0)
+    weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0)[None])
+    total = jnp.sum(weights, axis=0)
+    share = weights / jnp.where(total > 0, total, 1.0)[None]
+    out = sum(o.astype(jnp.float32) * s[..., None] for o, s in zip(outs, share, strict=True))
+    assert not isinstance(out, int)
+    return out.astype(outs[0].dtype), jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+
+
+def _check(
+    q: Array,
+    pages: Array,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    k_new: Array,
+    v_new: Array,
+    q_start: Array,
+    token_mask: Array | None,
+) -> None:
+    if q.ndim != 4 or pages.ndim != 4 or k_new.ndim != 4 or k_table.ndim != 2:
+        raise ValueError(
+            f"got q {q.shape}, pages {pages.shape}, k_new {k_new.shape}, k_table {k_table.shape}, "
+            "expected [B, S, H, D], [P, C, K, D], [B, R, K, D], [B, N]"
+        )
+    batch, _, heads, dim = q.shape
+    count, chunk, kv_heads, page_dim = pages.shape
+    if heads % kv_heads or dim != page_dim or count == 0:
+        raise ValueError(
+            f"got q {q.shape} over pages {pages.shape}, expected K | H, equal D, P > 0"
+        )
+    if k_new.shape != v_new.shape or k_new.shape[:1] + k_new.shape[2:] != (batch, kv_heads, dim):
+        raise ValueError(
+            f"got k_new {k_new.shape} and v_new {v_new.shape}, expected "
+            f"[{batch}, R, {kv_heads}, {dim}] both"
+        )
+    if k_new.dtype != pages.dtype or v_new.dtype != pages.dtype:
+        raise ValueError(f"got k_new {k_new.dtype}, v_new {v_new.dtype}, expected {pages.dtype}")
+    table = (batch, k_table.shape[1])
+    for name, array, shape in (
+        ("k_table", k_table, table),
+        ("v_table", v_table, table),
+        ("lengths", lengths, table),
+        ("q_start", q_start, (batch,)),
+    ):
+        if array.shape != shape or array.dtype != jnp.int32:
+            raise ValueError(f"got {name} {array.dtype}{array.shape}, expected int32{shape}")
+    if token_mask is not None and (
+        token_mask.shape != (*table, chunk) or token_mask.dtype != jnp.bool_
+    ):
+        raise ValueError(
+            f"got token_mask {token_mask.dtype}{token_mask.shape}, expected bool{(*table, chunk)}"
+        )

@@ -1,0 +1,40 @@
+"""Pages out of a pool by page table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int32, Shaped
+
+from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
+from ckv_jax.kernels_pallas.gather import reference
+
+__all__ = ["gather"]
+
+
+def gather(
+    pages: Shaped[Array, "P *page"],
+    table: Int32[Array, "B N"],
+    *,
+    implementation: Implementation = "auto",
+) -> Shaped[Array, "B N *page"]:
+    """Copies `pages[table]`, bit for bit; a table entry outside [0, P) gives a page of zeros.
+
+    Args:
+      pages: the pool, at least one page; a page has any shape, e.g. `[2, C, K, D]`, and any dtype.
+      table: int32 page numbers; repeats are allowed.
+
+    Raises:
+      ValueError: wrong rank or dtype of the table, or an empty pool.
+      NotImplementedError: the implementation asked for by name cannot take these shapes.
+    """
+    if table.ndim != 2 or table.dtype != jnp.int32:
+        raise ValueError(f"got table {table.dtype}{table.shape}, expected int32 [B, N]")
+    if pages.ndim < 2 or pages.shape[0] == 0:
+        raise ValueError(f"got pages {pages.shape}, expected [P, *page] with P > 0")
+    kernels: dict[str, Callable[..., Array]] = {
+        "reference": reference.gather,
+    }
+    return dispatch(implementation, kernels, pages, table)

@@ -1,0 +1,84 @@
+"""Chunk scores of Equation 1 (ContiguousKV section 4.4), and the best N chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
+from ckv_jax.kernels_pallas.score import reference
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+
+__all__ = ["Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score", "select"]
+
+
+def score(
+    q: Float[Array, "B S H D"],
+    probe: Probe,
+    *,
+    num_tokens: Int32[Array, ""],
+    q_lengths: Int32[Array, "B"],
+    chunk_tokens: int,
+    implementation: Implementation = "auto",
+) -> Float32[Array, "B M"]:
+    """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
+    chunk's tokens, all query heads and all valid queries.
+
+    The sum over chunks is H * q_lengths[b] when num_tokens > 0. No `[H, S, T]` array is made.
+
+    Args:
+      q: RoPE applied; a probe over the first K' KV heads goes with its K' * G query heads.
+      probe: `T` keys, a multiple of `chunk_tokens`; what stands past `num_tokens` is ignored.
+      num_tokens: int32 scalar, how many of the T keys belong to the prefix.
+      q_lengths: query i of sequence b counts if i < q_lengths[b].
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit together.
+      NotImplementedError: the implementation asked for by name cannot take these shapes.
+    """
+    _check(q, probe, num_tokens, q_lengths, chunk_tokens)
+    kernels: dict[str, Callable[..., Array]] = {
+        "reference": reference.score,
+    }
+    return dispatch(implementation, kernels, q, probe, num_tokens, q_lengths, chunk_tokens)
+
+
+def select(
+    scores: Float32[Array, "B M"], n: int, *, num_chunks: Int32[Array, ""]
+) -> Int32[Array, "B n"]:
+    """The n best of the first `num_chunks` chunks in ascending order, then -1 if there are fewer.
+
+    Of equal scores the earlier chunk wins.
+    """
+    if scores.ndim != 2 or n < 0:
+        raise ValueError(f"got scores {scores.shape} and n {n}, expected [B, M] and n >= 0")
+    return reference.select(scores, n, num_chunks)
+
+
+def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:
+    tokens, kv_heads, dim = probe.shape
+    if q.ndim != 4 or q.shape[2] % kv_heads or q.shape[3] != dim:
+        raise ValueError(f"got q {q.shape}, expected [B, S, H, {dim}] with {kv_heads} | H")
+    if chunk_tokens < 1 or tokens == 0 or tokens % chunk_tokens:
+        raise ValueError(f"got {tokens} keys, expected a multiple of chunk_tokens {chunk_tokens}")
+    if q_lengths.shape != q.shape[:1] or q_lengths.dtype != jnp.int32:
+        raise ValueError(
+            f"got q_lengths {q_lengths.dtype}{q_lengths.shape}, expected int32{q.shape[:1]}"
+        )
+    if num_tokens.shape != () or num_tokens.dtype != jnp.int32:
+        raise ValueError(
+            f"got num_tokens {num_tokens.dtype}{num_tokens.shape}, expected an int32 scalar"
+        )
+    match probe:
+        case Int8Keys(_, scale) | Int4Keys(_, scale):
+            if scale.shape != (tokens, kv_heads):
+                raise ValueError(f"got scale {scale.shape}, expected {(tokens, kv_heads)}")
+        case PqKeys(codes, codebooks):
+            expected = (kv_heads, codes.shape[2], 256)
+            if codebooks.shape[:3] != expected:
+                raise ValueError(f"got codebooks {codebooks.shape}, expected {expected} + (Dsub,)")
+        case Keys():
+            pass

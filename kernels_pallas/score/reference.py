@@ -1,0 +1,123 @@
+"""Equation 1 in jnp: the twin the kernels are tested against, and what a CPU runs.
+
+The softmax runs over blocks of keys. Of each block only every chunk's sum of exponentials and
+the block's maximum stay, [rows, M] in place of [rows, T]; one rescaling at the end makes the sums
+exact. Matmuls go one KV head at a time with the G query heads folded into rows, which is the
+fastest order on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+
+__all__ = ["score", "select"]
+
+_LOGITS_BYTES = 64 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def score(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> Array:
+    """See `api.score`."""
+    batch, queries, heads, dim = q.shape
+    tokens, kv_heads, _ = probe.shape
+    group = heads // kv_heads
+    rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
+    rows = rows.reshape(kv_heads, batch * queries * group, dim)
+    chunks = tokens // chunk_tokens
+    block = max(1, _LOGITS_BYTES // (4 * batch * queries * heads * chunk_tokens))
+    if chunks <= block:
+        part, top = _block(rows, probe, num_tokens, chunk_tokens)
+        sums, tops = part[None], top[None]
+    else:
+        blocks = -(-chunks // block)
+        stacked = _split(probe, blocks, blocks * block * chunk_tokens)
+        starts = block * chunk_tokens * jnp.arange(blocks, dtype=jnp.int32)
+        sums, tops = lax.map(
+            lambda item: _block(rows, item[0], num_tokens - item[1], chunk_tokens),
+            (stacked, starts),
+        )
+    top = jnp.max(tops, axis=0)  # [K, rows]
+    sums = sums * jnp.exp(tops - top[None])[..., None]  # [blocks, K, rows, chunks of a block]
+    total = jnp.sum(sums, axis=(0, 3))
+    share = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)  # [K, rows]
+    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    valid = jnp.repeat(valid.reshape(-1), group)[None, :]  # [1, rows]
+    weighted = jnp.where(valid[None, :, :, None], sums * share[None, :, :, None], 0.0)
+    blocks_, width = sums.shape[0], sums.shape[3]
+    weighted = weighted.reshape(blocks_, kv_heads, batch, queries * group, width)
+    out = jnp.sum(weighted, axis=(1, 3))  # [blocks, B, width]
+    return out.swapaxes(0, 1).reshape(batch, blocks_ * width)[:, :chunks]
+
+
+def select(scores: Array, n: int, num_chunks: Array) -> Array:
+    """See `api.select`."""
+    chunks = scores.shape[1]
+    ids = jnp.arange(chunks, dtype=jnp.int32)
+    masked = jnp.where((ids < num_chunks)[None, :], scores, -jnp.inf)
+    _, best = lax.top_k(masked, min(n, chunks))
+    best = jnp.sort(jnp.where(best < num_chunks, best.astype(jnp.int32), chunks), axis=1)
+    best = jnp.where(best < chunks, best, -1)
+    return jnp.pad(best, ((0, 0), (0, n - best.shape[1])), constant_values=-1)
+
+
+def _block(rows: Array, probe: Probe, num_tokens: Array, chunk: int) -> tuple[Array, Array]:
+    """rows [K, R, D] -> sums of exponentials [K, R, chunks], maxima [K, R], of these keys."""
+    tokens, kv_heads, dim = probe.shape
+    valid = jnp.arange(tokens, dtype=jnp.int32)[None, :] < num_tokens
+    sums, tops = [], []
+    for head in range(kv_heads):
+        keys, scale = _decode(probe, head, rows.dtype)
+        logits = lax.dot_general(
+            rows[head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        factor = 1.0 / math.sqrt(dim)
+        logits = logits * factor if scale is None else logits * (scale * factor)[None, :]
+        logits = jnp.where(valid, logits, -jnp.inf)
+        top = jnp.maximum(jnp.max(logits, axis=-1), _LOWEST)
+        weights = jnp.exp(logits - top[:, None])
+        sums.append(jnp.sum(weights.reshape(-1, tokens // chunk, chunk), axis=-1))
+        tops.append(top)
+    return jnp.stack(sums), jnp.stack(tops)
+
+
+def _decode(probe: Probe, head: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """One head's keys [T, D] in the queries' dtype, and the factor [T] of their logits."""
+    match probe:
+        case Keys(keys):
+            return keys[:, head].astype(dtype), None
+        case Int8Keys(codes, scale):
+            return codes[:, head].astype(dtype), scale[:, head]
+        case Int4Keys(codes, scale):
+            low = (codes[:, head] & jnp.uint8(15)).astype(jnp.int8) - jnp.int8(8)
+            high = (codes[:, head] >> jnp.uint8(4)).astype(jnp.int8) - jnp.int8(8)
+            return jnp.concatenate([low, high], axis=1).astype(dtype), scale[:, head]
+        case PqKeys(codes, codebooks):
+            subspaces, size, width = codebooks.shape[1:]
+            entry = codes[:, head].astype(jnp.int32)
+            entry = entry + size * jnp.arange(subspaces, dtype=jnp.int32)[None, :]
+            book = codebooks[head].astype(dtype).reshape(subspaces * size, width)
+            keys = jnp.take(book, entry, axis=0, mode="clip")  # [T, Msub, Dsub]
+            return keys.reshape(keys.shape[0], subspaces * width), None
+
+
+def _split(probe: Probe, blocks: int, tokens: int) -> Probe:
+    """Pads the tokens with zeros and splits them into `blocks`: [T, ...] -> [blocks, T', ...]."""
+
+    def cut(array: Array) -> Array:
+        array = jnp.pad(array, ((0, tokens - array.shape[0]),) + ((0, 0),) * (array.ndim - 1))
+        return array.reshape(blocks, tokens // blocks, *array.shape[1:])
+
+    match probe:
+        case Keys(keys):
+            return Keys(cut(keys))
+        case Int8Keys(codes, scale):
+            return Int8Keys(cut(codes), cut(scale))
+        case Int4Keys(codes, scale):
+            return Int4Keys(cut(codes), cut(scale))
+        case PqKeys(codes, codebooks):
+            return PqKeys(cut(codes), jnp.broadcast_to(codebooks, (blocks, *codebooks.shape)))
