@@ -34,7 +34,9 @@ def attend(
     h // (H // K). Keys carry their RoPE already, so the order of pages does not matter.
 
     Args:
-      pages: the pool as single pages, the keys *or* the values of one chunk and layer each.
+      pages: the pool as single pages, the keys *or* the values of one chunk and layer each;
+        elements of k_new's dtype, or their bit patterns as unsigned integers of that width
+        (XLA's CPU backend updates 16-bit floats by copying the whole array, integers in place).
       k_table, v_table: page numbers of keys and of values. A number outside [0, P) makes its
         entry invalid, as does `lengths[b, n] == 0`; whatever such pages hold is never used.
       k_new, v_new: keys and values computed in this request, R >= 0.
@@ -43,7 +45,7 @@ def attend(
     Returns:
       out in `q.dtype`, and the natural log-sum-exp of the scaled logits. Where a query sees
       nothing, out is 0 and lse is -inf. Accumulated in float32; the probabilities are rounded
-      to the pages' dtype for the second matmul.
+      to k_new's dtype for the second matmul.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -100,8 +102,12 @@ def _check(
             f"got k_new {k_new.shape} and v_new {v_new.shape}, expected "
             f"[{batch}, R, {kv_heads}, {dim}] both"
         )
-    if k_new.dtype != pages.dtype or v_new.dtype != pages.dtype:
-        raise ValueError(f"got k_new {k_new.dtype}, v_new {v_new.dtype}, expected {pages.dtype}")
+    bits = jnp.dtype(f"uint{8 * k_new.dtype.itemsize}")
+    if k_new.dtype != v_new.dtype or pages.dtype not in (k_new.dtype, bits):
+        raise ValueError(
+            f"got k_new {k_new.dtype}, v_new {v_new.dtype}, pages {pages.dtype}, expected one dtype "
+            "for all, or pages of its bit patterns"
+        )
     table = (batch, k_table.shape[1])
     for name, array, shape in (
         ("k_table", k_table, table),

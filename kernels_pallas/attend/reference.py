@@ -31,7 +31,9 @@ def attend(
     outs, lses = [], []
     for b in range(q.shape[0]):
         mask = None if token_mask is None else token_mask[b]
-        keys, values, valid = _context(pages, k_table[b], v_table[b], lengths[b], mask)
+        keys, values, valid = _context(
+            pages, k_table[b], v_table[b], lengths[b], mask, k_new.dtype
+        )
         tail = min(k_new.shape[1], v_new.shape[1])
         seen = jnp.arange(tail, dtype=jnp.int32) < q_start[b] + q.shape[1]
         keys = jnp.concatenate([keys, k_new[b]], axis=0)  # [T, K, D]
@@ -43,7 +45,12 @@ def attend(
 
 
 def _context(
-    pages: Array, k_table: Array, v_table: Array, lengths: Array, token_mask: Array | None
+    pages: Array,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    token_mask: Array | None,
+    dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
     """The page tokens of one sequence: keys and values [N*C, K, D], valid bool [N*C]."""
     num_pages, chunk, kv_heads, dim = pages.shape
@@ -54,6 +61,8 @@ def _context(
         valid = valid & token_mask
     keys = jnp.take(pages, k_table, axis=0, mode="clip")
     values = jnp.take(pages, v_table, axis=0, mode="clip")
+    if pages.dtype != dtype:  # bit patterns
+        keys, values = (lax.bitcast_convert_type(x, dtype) for x in (keys, values))
     values = jnp.where(valid[:, :, None, None], values, jnp.zeros((), values.dtype))
     shape = (-1, kv_heads, dim)
     return keys.reshape(shape), values.reshape(shape), valid.reshape(-1)
