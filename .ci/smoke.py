@@ -30,7 +30,9 @@ def main() -> None:
     error = float(np.abs(result.logits - dense).max() / np.abs(dense).max())
     assert error < 1e-4, error
     version = ".".join(str(part) for part in sys.version_info[:3])
-    print(f"Python {version}, JAX {jax.__version__}: budget 1.0 equals recompute within {error:.1e}")
+    print(
+        f"Python {version}, JAX {jax.__version__}: budget 1.0 equals recompute within {error:.1e}"
+    )
 
 
 if __name__ == "__main__":
