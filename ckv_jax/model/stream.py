@@ -1,0 +1,84 @@
+"""TextStream: token ids in, finished text out, ending at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckv_jax.model.tokenizer import Tokenizer
+
+__all__ = ["TextStream"]
+
+_INCOMPLETE = "\ufffd"  # what a byte-level tokenizer shows for part of a character
+
+
+class TextStream:
+    """Turns one request's generated ids into text as they come.
+
+    Pieces joined equal decoding all ids at once. Text is held back while it ends inside a
+    character, or could be the start of a stop string; a stop string itself is never given out.
+    Used by one thread.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
+        if any(not text for text in stop):
+            raise ValueError("got an empty stop string, expected at least one character")
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._context = 0  # ids from here on are decoded again, so that spacing comes out right
+        self._done = 0  # ids before here have become text
+        self._held = ""
+        self._text: list[str] = []
+        self._stopped_by: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        return "".join(self._text)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, once one has."""
+        return self._stopped_by
+
+    def push(self, token_id: int) -> str:
+        """Add one id; returns the text that is now certain, often empty or one word."""
+        if self._stopped_by is not None:
+            return ""
+        self._ids.append(token_id)
+        before = self._tokenizer.decode(self._ids[self._context : self._done])
+        after = self._tokenizer.decode(self._ids[self._context :])
+        if after.endswith(_INCOMPLETE) or not after.startswith(before):
+            return ""
+        self._context, self._done = self._done, len(self._ids)
+        return self._release(after[len(before) :], final=False)
+
+    def finish(self) -> str:
+        """No more ids: the text that was held back, an incomplete character included."""
+        if self._stopped_by is not None:
+            return ""
+        before = self._tokenizer.decode(self._ids[self._context : self._done])
+        after = self._tokenizer.decode(self._ids[self._context :])
+        self._context = self._done = len(self._ids)
+        return self._release(after[len(before) :], final=True)
+
+    def _release(self, new: str, *, final: bool) -> str:
+        pending = self._held + new
+        found = [(pending.find(stop), stop) for stop in self._stop if stop in pending]
+        if found:
+            end, self._stopped_by = min(found)
+            out, self._held = pending[:end], ""
+        else:
+            keep = 0 if final else self._possible_stop(pending)
+            out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
+        if out:
+            self._text.append(out)
+        return out
+
+    def _possible_stop(self, pending: str) -> int:
+        """Length of the longest end of `pending` that begins a stop string."""
+        longest = min(len(pending), max((len(stop) for stop in self._stop), default=1) - 1)
+        for size in range(longest, 0, -1):
+            if any(stop.startswith(pending[-size:]) for stop in self._stop):
+                return size
+        return 0

@@ -1,0 +1,109 @@
+"""Tokenizer: a checkpoint folder's own tokenizer, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from ckv_jax.errors import CheckpointError
+
+__all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
+
+_WHOLE = "tokenizer.json"
+_PARTS = ("vocab.json", "merges.txt")
+_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+           "chat_template.jinja")  # fmt: skip
+
+
+class Tokenizer:
+    """Text to token ids and back; adds no special tokens, so that prefix and suffix just join."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, added tokens included."""
+        return len(self._backend)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, if the tokenizer names one."""
+        value: int | None = self._backend.eos_token_id
+        return value
+
+    def encode(self, text: str) -> Int[np.ndarray, " n"]:
+        """Token ids, int32; empty for an empty text."""
+        ids = self._backend.encode(text, add_special_tokens=False)
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of token ids, byte for byte; a split character shows as U+FFFD."""
+        text: str = self._backend.decode(
+            [int(i) for i in ids],
+            skip_special_tokens=skip_special,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def apply_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The tokenizer's own chat template over `{"role", "content"}` messages, as text.
+
+        Raises `ValueError` for messages the template refuses and `CheckpointError` if the
+        tokenizer has no template.
+        """
+        if not messages:
+            raise ValueError("got no messages, expected at least one")
+        for message in messages:
+            if not {"role", "content"} <= message.keys():
+                raise ValueError(f"got a message with {sorted(message)}, expected role and content")
+        if not self._backend.chat_template:
+            raise CheckpointError("the tokenizer has no chat template (tokenizer_config.json)")
+        from jinja2.exceptions import TemplateError  # what the templates are written in
+
+        try:
+            text: str = self._backend.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return text
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of an HF checkpoint folder.
+
+    `tokenizer.json` is taken as it is; without it, `vocab.json` and `merges.txt`. Raises
+    `CheckpointError` with the reason if it is missing or broken.
+    """
+    folder = Path(folder)
+    tokenizer_files(folder)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+
+    kind = PreTrainedTokenizerFast if (folder / _WHOLE).is_file() else AutoTokenizer
+    try:
+        return Tokenizer(kind.from_pretrained(str(folder), local_files_only=True))
+    except Exception as error:  # the backend raises a bare Exception for a bad tokenizer.json
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """The files that decide how text becomes ids, sorted; `CheckpointError` if there are none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    if (folder / _WHOLE).is_file():
+        core: tuple[str, ...] = (_WHOLE,)
+    elif all((folder / name).is_file() for name in _PARTS):
+        core = _PARTS
+    else:
+        raise CheckpointError(
+            f"tokenizer missing: {folder} has neither {_WHOLE} nor {' and '.join(_PARTS)}"
+        )
+    return sorted(folder / name for name in (*core, *_EXTRAS) if (folder / name).is_file())
