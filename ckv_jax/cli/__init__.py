@@ -1,0 +1,7 @@
+"""The command line, `ckv`: demo, ingest, ask, batch, inspect, verify, prune, pin."""
+
+from __future__ import annotations
+
+from ckv_jax.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,93 @@
+"""The typer application and the one place that turns an error into an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from ckv_jax.cli import ask, batch, demo, ingest, store_tools
+from ckv_jax.cli.output import one_line
+from ckv_jax.errors import CkvError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="ckv",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Answer many questions about one long text without reading it again.\n\n"
+        "[bold]ckv ingest[/bold] runs a Qwen2.5 model over a text once and keeps what the model "
+        "made of it (its KV cache) on disk; [bold]ckv ask[/bold] then reads back only the share "
+        "that a question needs. New here? Start with [bold]ckv demo[/bold]: it needs no model, "
+        "no network and no GPU."
+    ),
+)
+app.command("demo")(demo.demo)
+app.command("ingest")(ingest.ingest)
+app.command("ask")(ask.ask)
+app.command("batch")(batch.batch)
+app.command("inspect")(store_tools.inspect)
+app.command("verify")(store_tools.verify)
+app.command("prune")(store_tools.prune)
+app.command("pin")(store_tools.pin)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ckv {version('ckv-jax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Run `ckv`. Exit code 0: done; 1: one line on stderr says why not; 2: wrong usage."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        app()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        _fail(f"the disk is full: {one_line(error)}" if full else _os_message(error))
+    except (CkvError, ValueError) as error:
+        _fail(one_line(error))
+    except MemoryError:
+        _fail("not enough memory for this model and these buffers")
+
+
+def _os_message(error: OSError) -> str:
+    if error.filename is None or error.strerror is None:
+        return one_line(error)
+    return f"{error.filename}: {error.strerror.lower()}"
+
+
+def _fail(message: str, *, code: int = 1) -> None:
+    if os.environ.get("CKV_TRACEBACK"):
+        traceback.print_exc()
+    print(f"ckv: {message}", file=sys.stderr)
+    sys.exit(code)

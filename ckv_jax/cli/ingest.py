@@ -1,0 +1,83 @@
+"""`ckv ingest`: run the model over a text once and store its KV."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckv_jax.cli.options import Checkpoint, Dtype, Json, Salt, Store, System
+from ckv_jax.cli.output import Terminal, byte_size
+
+__all__ = ["ingest", "read_text"]
+
+
+def ingest(
+    checkpoint: Checkpoint,
+    text_file: Annotated[
+        str,
+        typer.Argument(metavar="TEXTFILE", help="The text, UTF-8; - reads it from stdin."),
+    ],
+    store: Store,
+    system: System = "ckv",
+    dtype: Dtype = "bfloat16",
+    salt: Salt = "",
+    json: Json = False,
+) -> None:
+    """Run the model over a text once and keep its KV cache in the store.
+
+    Prints the id of the stored prefix, which `ckv ask --prefix` wants. A text that begins like a
+    stored one is computed and stored only from where they part. An interrupted ingest leaves
+    nothing behind; run it again.
+    """
+    terminal = Terminal(as_json=json)
+    text = read_text(text_file)
+    with terminal.status("loading JAX and the model"):
+        from ckv_jax.config import EngineConfig
+        from ckv_jax.engine import Engine
+
+        config = EngineConfig(system=system, dtype=dtype, salt=salt)
+        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
+    with engine:
+        start = time.perf_counter()
+        with terminal.progress("tokens") as report:
+            prefix = engine.ingest(text, progress=report)
+        seconds = time.perf_counter() - start
+        stored = engine.store.usage()
+    if json:
+        terminal.json(
+            {
+                "prefix": prefix.id,
+                "tokens": prefix.num_tokens,
+                "chunks": prefix.num_chunks,
+                "seconds": seconds,
+                "store_bytes": stored,
+                "system": system,
+                "dtype": dtype,
+            }
+        )
+        return
+    terminal.say(f"prefix  {prefix.id}")
+    terminal.say(
+        f"        {prefix.num_tokens:,} tokens in {seconds:.1f} s; "
+        f"the store now holds {byte_size(stored)}"
+    )
+    terminal.say(
+        f'try     ckv ask {checkpoint} "your question" --store {store} --prefix {prefix.id[:8]}'
+    )
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin for `-`. `ValueError` if it is empty or not UTF-8."""
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
+    return text

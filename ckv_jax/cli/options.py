@@ -1,0 +1,63 @@
+"""Arguments and options that several commands share, each described once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Budget", "Checkpoint", "Dtype", "Json", "Salt", "Store", "System"]
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="Folder of a Qwen2.5 model in Hugging Face format: config.json, *.safetensors and "
+        "the tokenizer's files.",
+    ),
+]
+Store = Annotated[
+    str,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="Where KV is kept: a folder, or file://…, s3://bucket/path, gs://bucket/path.",
+    ),
+]
+System = Annotated[
+    str,
+    typer.Option(
+        "--system",
+        metavar="NAME",
+        help="How prefixes are laid out, selected from and cached: ckv (ours), contiguous-kv "
+        "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru or recompute. "
+        "Ask with the system that ingested.",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Element type of weights, keys and values: bfloat16, float16 or float32.",
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget",
+        metavar="SHARE",
+        help="Share of the text that takes part in the answer, more than 0 and at most 1. "
+        "0.05 reads a twentieth of it; 1 reads everything. Without it: 0.25.",
+    ),
+]
+Salt = Annotated[
+    str,
+    typer.Option(
+        "--salt", metavar="TEXT", help="Tenant: prefixes of one salt are invisible to others."
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
+]

@@ -1,0 +1,101 @@
+"""What every command says: JSON or text on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+__all__ = ["Reporter", "Terminal", "byte_size", "json_line", "one_line"]
+
+Reporter = Callable[[int, int], None]
+"""Called as `report(done, total)`; `total` may change between calls."""
+
+
+def byte_size(count: float) -> str:
+    """Bytes for people: 512 B, 1.5 KiB, 20.0 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One object and a line end. NaN and infinity are not JSON: they become null."""
+    return json.dumps(_without_nan(value), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message in one line; its type where it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Terminal:
+    """Where a command writes. `as_json`: stdout carries JSON and nothing else."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self.out = Console(highlight=False)
+        self.err = Console(stderr=True, highlight=False)
+
+    def json(self, value: Mapping[str, Any]) -> None:
+        """Print one object on one line."""
+        sys.stdout.write(json_line(value))
+        sys.stdout.flush()
+
+    def say(self, text: str) -> None:
+        """A line for people: stdout, or stderr where stdout carries JSON."""
+        (self.err if self.as_json else self.out).print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        """A line about something that went wrong without ending the command."""
+        self.err.print(f"ckv: {text}", markup=False, soft_wrap=True)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Reporter]:
+        """A bar on stderr, gone when done; silent where stderr is not a terminal."""
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(
+            *columns, console=self.err, transient=True, disable=not self.err.is_terminal
+        ) as bar:
+            task = bar.add_task(label, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    @contextmanager
+    def status(self, label: str) -> Iterator[None]:
+        """A spinner on stderr for work of unknown length; silent where it is not a terminal."""
+        if not self.err.is_terminal:
+            yield
+            return
+        with self.err.status(label):
+            yield
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,159 @@
+"""What `ckv demo` does: one long text, several budgets, and what each costs and is worth."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median_low
+from typing import Any
+
+import numpy as np
+
+from ckv_jax.config import EngineConfig
+from ckv_jax.data.handbook import QUESTION, handbook
+from ckv_jax.engine import Engine, Request, Result
+
+__all__ = ["BUDGETS", "Demo", "Report", "cache_folder", "kl_divergence", "random_checkpoint"]
+
+BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
+_RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
+
+
+def cache_folder() -> Path:
+    """Where the demo keeps its checkpoint and its store: `$XDG_CACHE_HOME/ckv_jax`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "ckv_jax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """One demonstration: which checkpoint, which text, which questions and their answers."""
+
+    checkpoint: Path
+    trained: bool
+    text: str
+    questions: tuple[tuple[str, str | None], ...]
+    """Question and, where the checkpoint is trained, the first word of the right answer."""
+    runs: int = 1
+    """Times that each question is asked at each budget."""
+    compared: int = 5
+    """Questions that are also answered by the dense prefill."""
+
+    @classmethod
+    def random(cls, cache: Path, *, text: str | None = None, question: str | None = None) -> Demo:
+        """The demo with random weights: times and bytes are real, the answers are noise."""
+        return cls(
+            checkpoint=random_checkpoint(cache / _RECIPE),
+            trained=False,
+            text=handbook() if text is None else text,
+            questions=((question or QUESTION, None),),
+            runs=5,
+        )
+
+    def run(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        system: str,
+        budgets: Sequence[float] = BUDGETS,
+        ingesting: Callable[[int, int], None] = lambda done, total: None,
+        asking: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Report:
+        """Ingest the text and ask; no cache lives on between questions, so every read is cold.
+
+        Each budget answers once before it is timed: compilation is no part of any time.
+        """
+        config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
+        with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
+            prefix = engine.ingest(self.text, progress=ingesting)
+            total = len(budgets) * (1 + len(self.questions) * self.runs)
+            total += 1 + min(self.compared, len(self.questions))
+            steps = iter(range(1, total + 1))
+
+            def ask(question: str, budget: float) -> Result:
+                request = Request(prefix=prefix, suffix=question, budget=budget)
+                (result,) = engine.reprefill([request])
+                asking(next(steps), total)
+                return result
+
+            def recompute(question: str) -> Result:
+                result = engine.recompute(Request(prefix=prefix, suffix=question))
+                asking(next(steps), total)
+                return result
+
+            warm_up = self.questions[0][0]
+            recompute(warm_up)
+            dense = [recompute(question) for question, _ in self.questions[: self.compared]]
+            rows = []
+            for budget in budgets:
+                ask(warm_up, budget)
+                results = [
+                    ask(question, budget)
+                    for question, _ in self.questions
+                    for _ in range(self.runs)
+                ]
+                rows.append(self._row(results, dense))
+            return Report(
+                rows=tuple(rows),
+                recompute_ttft_ms=median_low([result.trace.ttft_ms for result in dense]),
+                store_bytes=engine.store.usage(),
+                prefix_tokens=prefix.num_tokens,
+                questions=len(self.questions),
+                trained=self.trained,
+            )
+
+    def _row(self, results: Sequence[Result], dense: Sequence[Result]) -> dict[str, Any]:
+        """The run of median time, with quality over all questions."""
+        slowness = [result.trace.ttft_ms for result in results]
+        row = result_object(results[slowness.index(median_low(slowness))], self.checkpoint.name)
+        firsts = results[:: self.runs]
+        pairs = list(zip(firsts, dense, strict=False))
+        row["kl_to_recompute"] = fmean(
+            kl_divergence(full.logits, some.logits) for some, full in pairs
+        )
+        row["top1_agrees"] = fmean(some.token_id == full.token_id for some, full in pairs)
+        if self.trained:
+            right = [
+                result.text.strip() == answer
+                for result, (_, answer) in zip(firsts, self.questions, strict=True)
+            ]
+            row["accuracy"] = fmean(right)
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a demo found. A row is one budget, as `ckv ask --json` prints it, and its quality."""
+
+    rows: tuple[dict[str, Any], ...]
+    recompute_ttft_ms: float
+    store_bytes: int
+    prefix_tokens: int
+    questions: int
+    trained: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ckv demo --json` prints."""
+        return {
+            "rows": list(self.rows),
+            "recompute_ttft_ms": self.recompute_ttft_ms,
+            "store_bytes": self.store_bytes,
+            "prefix_tokens": self.prefix_tokens,
+            "questions": self.questions,
+            "trained": self.trained,
+        }
+
+
+def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """KL(reference || other) in nats between the next-token distributions of two logit vectors."""
+    log_p, log_q = _log_softmax(reference), _log_softmax(other)
+    return max(0.0, float(np.sum(np.exp(log_p) * (log_p - log_q))))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
