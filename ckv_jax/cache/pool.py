@@ -1,0 +1,99 @@
+"""The host pool: packs in page-aligned memory of this machine."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def slots_for(budget_bytes: int, pack_bytes: int) -> int:
+    """How many packs fit into a byte budget.
+
+    Raises:
+        ValueError: a negative budget, or a pack size below 1.
+    """
+    if budget_bytes < 0:
+        raise ValueError(f"got a budget of {budget_bytes} bytes, expected 0 or more")
+    if pack_bytes < 1:
+        raise ValueError(f"got packs of {pack_bytes} bytes, expected 1 or more")
+    return budget_bytes // pack_bytes
+
+
+def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
+    """`size` zero bytes that start on a memory page.
+
+    The operating system provides the pages as they are first touched, so a generous budget costs
+    nothing until it is used; the memory goes back once no array refers to it.
+    """
+    if size == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+class HostPool:
+    """Packs by host slot. The engine thread alone may call it.
+
+    Which page sits in which slot is `Tiers`' business; this is only the memory.
+
+    Args:
+        slots: number of packs held; 0 makes an empty pool.
+        pack_shape: shape of one pack, such as `(pack_layers, 2, C, K, D)`.
+        dtype: element type of keys and values (`Layout.numpy_dtype`).
+    """
+
+    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        if slots < 0:
+            raise ValueError(f"got {slots} slots, expected 0 or more")
+        if not pack_shape or min(pack_shape) < 1:
+            raise ValueError(f"got a pack shape of {pack_shape}, expected axes of 1 or more")
+        kind = np.dtype(dtype)
+        self.pack_bytes = math.prod(pack_shape) * kind.itemsize
+        memory = aligned_bytes(slots * self.pack_bytes)
+        self._packs: npt.NDArray[Any] = memory.view(kind).reshape(slots, *pack_shape)
+
+    @property
+    def packs(self) -> npt.NDArray[Any]:
+        """All packs `[slots, *pack_shape]`, without a copy."""
+        return self._packs
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the pool in bytes."""
+        return self._packs.nbytes
+
+    def read(self, slots: npt.NDArray[np.int32], out: npt.NDArray[Any]) -> None:
+        """Copy the packs of `slots` `[n]` into `out` `[n, *pack_shape]`, C-contiguous.
+
+        Raises:
+            ValueError: a slot outside the pool, or an `out` of another dtype or shape.
+        """
+        if len(slots) and (slots.min() < 0 or slots.max() >= len(self._packs)):
+            raise ValueError(
+                f"got slots {slots.min()} to {slots.max()}, pool of {len(self._packs)}"
+            )
+        if out.dtype != self._packs.dtype or out.shape != (len(slots), *self._packs.shape[1:]):
+            raise ValueError(
+                f"got out {out.dtype} {out.shape}, "
+                f"expected {self._packs.dtype} {(len(slots), *self._packs.shape[1:])}"
+            )
+        # checked above; "clip" spares the temporary copy that "raise" makes
+        np.take(self._packs, slots, axis=0, out=out, mode="clip")
+
+    def write(self, slots: npt.NDArray[np.int32], packs: npt.NDArray[Any]) -> None:
+        """Copy `packs` `[n, *pack_shape]`, in the pool's dtype, into distinct `slots` `[n]`.
+
+        Raises:
+            ValueError: another dtype or shape than the pool's.
+        """
+        if packs.dtype != self._packs.dtype or packs.shape[1:] != self._packs.shape[1:]:
+            raise ValueError(
+                f"got packs {packs.dtype} {packs.shape[1:]}, "
+                f"expected {self._packs.dtype} {self._packs.shape[1:]}"
+            )
+        self._packs[slots] = packs
