@@ -22,7 +22,7 @@ def attend(
     lengths: Int32[Array, "B N"],
     k_new: Float[Array, "B R K D"],
     v_new: Float[Array, "B R K D"],
-    q_start: Int32[Array, "B"],
+    q_start: Int32[Array, " B"],
     *,
     token_mask: Bool[Array, "B N C"] | None = None,
     implementation: Implementation = "auto",
@@ -105,8 +105,8 @@ def _check(
     bits = jnp.dtype(f"uint{8 * k_new.dtype.itemsize}")
     if k_new.dtype != v_new.dtype or pages.dtype not in (k_new.dtype, bits):
         raise ValueError(
-            f"got k_new {k_new.dtype}, v_new {v_new.dtype}, pages {pages.dtype}, expected one dtype "
-            "for all, or pages of its bit patterns"
+            f"got k_new {k_new.dtype}, v_new {v_new.dtype}, pages {pages.dtype}, expected one "
+            "dtype for all, or pages of its bit patterns"
         )
     table = (batch, k_table.shape[1])
     for name, array, shape in (

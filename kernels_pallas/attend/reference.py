@@ -13,7 +13,7 @@ from jax import Array, lax
 
 __all__ = ["attend"]
 
-_LOGITS_BYTES = 64 * 2**20  # of one KV head's float32 logits at a time; more queries go in blocks
+_LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time; more queries go in blocks
 
 
 def attend(
@@ -31,9 +31,7 @@ def attend(
     outs, lses = [], []
     for b in range(q.shape[0]):
         mask = None if token_mask is None else token_mask[b]
-        keys, values, valid = _context(
-            pages, k_table[b], v_table[b], lengths[b], mask, k_new.dtype
-        )
+        keys, values, valid = _context(pages, k_table[b], v_table[b], lengths[b], mask, k_new.dtype)
         tail = min(k_new.shape[1], v_new.shape[1])
         seen = jnp.arange(tail, dtype=jnp.int32) < q_start[b] + q.shape[1]
         keys = jnp.concatenate([keys, k_new[b]], axis=0)  # [T, K, D]
@@ -61,9 +59,9 @@ def _context(
         valid = valid & token_mask
     keys = jnp.take(pages, k_table, axis=0, mode="clip")
     values = jnp.take(pages, v_table, axis=0, mode="clip")
-    if pages.dtype != dtype:  # bit patterns
-        keys, values = (lax.bitcast_convert_type(x, dtype) for x in (keys, values))
     values = jnp.where(valid[:, :, None, None], values, jnp.zeros((), values.dtype))
+    if pages.dtype != dtype:  # bit patterns, of which 0 is 0.0
+        keys, values = (lax.bitcast_convert_type(x, dtype) for x in (keys, values))
     shape = (-1, kv_heads, dim)
     return keys.reshape(shape), values.reshape(shape), valid.reshape(-1)
 

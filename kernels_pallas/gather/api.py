@@ -15,7 +15,7 @@ __all__ = ["gather"]
 
 
 def gather(
-    pages: Shaped[Array, "P *page"],
+    pages: Shaped[Array, " P *page"],
     table: Int32[Array, "B N"],
     *,
     implementation: Implementation = "auto",

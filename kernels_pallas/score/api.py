@@ -20,7 +20,7 @@ def score(
     probe: Probe,
     *,
     num_tokens: Int32[Array, ""],
-    q_lengths: Int32[Array, "B"],
+    q_lengths: Int32[Array, " B"],
     chunk_tokens: int,
     implementation: Implementation = "auto",
 ) -> Float32[Array, "B M"]:
@@ -80,5 +80,7 @@ def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_to
             expected = (kv_heads, codes.shape[2], 256)
             if codebooks.shape[:3] != expected:
                 raise ValueError(f"got codebooks {codebooks.shape}, expected {expected} + (Dsub,)")
-        case Keys():
-            pass
+        case Keys(keys):
+            bits = jnp.dtype(f"uint{8 * q.dtype.itemsize}")
+            if not jnp.issubdtype(keys.dtype, jnp.floating) and keys.dtype != bits:
+                raise ValueError(f"got keys {keys.dtype}, expected floats or {bits} bit patterns")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 from jax import Array
-from jaxtyping import Float, Float32, Int8, UInt8
+from jaxtyping import Float, Float32, Int8, UInt, UInt8
 
 __all__ = ["Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe"]
 
@@ -14,9 +14,9 @@ __all__ = ["Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys as computed, RoPE applied."""
+    """Keys as computed, RoPE applied; or the bit patterns of keys in the queries' dtype."""
 
-    keys: Float[Array, "T K D"]
+    keys: Float[Array, "T K D"] | UInt[Array, "T K D"]
 
     @property
     def shape(self) -> tuple[int, int, int]:

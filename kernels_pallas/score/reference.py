@@ -17,7 +17,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["score", "select"]
 
-_LOGITS_BYTES = 64 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
+_LOGITS_BYTES = 8 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -35,7 +35,7 @@ def score(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tok
         sums, tops = part[None], top[None]
     else:
         blocks = -(-chunks // block)
-        stacked = _split(probe, blocks, blocks * block * chunk_tokens)
+        stacked = _split(probe, blocks, blocks * block * chunk_tokens, q.dtype)
         starts = block * chunk_tokens * jnp.arange(blocks, dtype=jnp.int32)
         sums, tops = lax.map(
             lambda item: _block(rows, item[0], num_tokens - item[1], chunk_tokens),
@@ -89,6 +89,8 @@ def _decode(probe: Probe, head: int, dtype: jnp.dtype) -> tuple[Array, Array | N
     """One head's keys [T, D] in the queries' dtype, and the factor [T] of their logits."""
     match probe:
         case Keys(keys):
+            if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
+                return lax.bitcast_convert_type(keys[:, head], dtype), None
             return keys[:, head].astype(dtype), None
         case Int8Keys(codes, scale):
             return codes[:, head].astype(dtype), scale[:, head]
@@ -105,7 +107,7 @@ def _decode(probe: Probe, head: int, dtype: jnp.dtype) -> tuple[Array, Array | N
             return keys.reshape(keys.shape[0], subspaces * width), None
 
 
-def _split(probe: Probe, blocks: int, tokens: int) -> Probe:
+def _split(probe: Probe, blocks: int, tokens: int, dtype: jnp.dtype) -> Probe:
     """Pads the tokens with zeros and splits them into `blocks`: [T, ...] -> [blocks, T', ...]."""
 
     def cut(array: Array) -> Array:
@@ -114,10 +116,17 @@ def _split(probe: Probe, blocks: int, tokens: int) -> Probe:
 
     match probe:
         case Keys(keys):
-            return Keys(cut(keys))
+            return Keys(cut(_bits(keys, dtype)))
         case Int8Keys(codes, scale):
             return Int8Keys(cut(codes), cut(scale))
         case Int4Keys(codes, scale):
             return Int4Keys(cut(codes), cut(scale))
         case PqKeys(codes, codebooks):
             return PqKeys(cut(codes), jnp.broadcast_to(codebooks, (blocks, *codebooks.shape)))
+
+
+def _bits(keys: Array, dtype: jnp.dtype) -> Array:
+    """16-bit floats as integers: XLA's CPU backend copies the former to float32 around a loop."""
+    if dtype.itemsize != 2 or not jnp.issubdtype(keys.dtype, jnp.floating):
+        return keys
+    return lax.bitcast_convert_type(keys.astype(dtype), jnp.uint16)
