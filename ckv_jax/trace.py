@@ -1,0 +1,248 @@
+"""What a request did and when: spans, counters, the breakdown of its time to first token."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STAGES = ("probe_io", "select", "critical_io_wait", "compute")
+"""Span names that make up the breakdown. Worker threads name theirs otherwise."""
+
+
+class Span(NamedTuple):
+    """One stretch of time in one lane, in nanoseconds of `time.perf_counter_ns`."""
+
+    name: str
+    lane: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, Any]
+
+
+class Trace:
+    """Records one request, from its creation to `end`.
+
+    Any thread may record; a span costs under a microsecond. Lanes in use: "ssd" (reads, in worker
+    threads), "stage" (host to device), "compute", "host" (what the engine thread does or awaits).
+
+    Attributes:
+        start_ns, end_ns: when the request began and when its first token was there
+            (`end_ns` is None until `end`).
+        spans: in the order in which they ended.
+        bytes: moved, by source: "ssd", "host", "device"; "waste" is the part of "ssd" that was
+            speculated and never used.
+        chunks: "selected" and "total", summed over periods.
+        counters: everything else that was counted, such as "demanded" and "covered" packs.
+        period_attention_mass: for each period, the share of the probe's attention that the
+            selected chunks hold.
+    """
+
+    def __init__(self) -> None:
+        self.start_ns = time.perf_counter_ns()
+        self.end_ns: int | None = None
+        self.spans: list[Span] = []
+        self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "waste": 0}
+        self.chunks: dict[str, int] = {"selected": 0, "total": 0}
+        self.counters: dict[str, int] = {}
+        self.period_attention_mass: list[float] = []
+        self._lock = threading.Lock()
+
+    def span(self, name: str, *, lane: str, **args: Any) -> _OpenSpan:
+        """Records the `with` block: `with trace.span("select", lane="host", period=0): ...`."""
+        return _OpenSpan(self.spans, name, lane, args)
+
+    def add(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        """Records a span that is over; times are those of `time.perf_counter_ns`."""
+        self.spans.append(Span(name, lane, start_ns, end_ns, args))
+
+    def count(self, name: str, n: int) -> None:
+        """Adds to a counter."""
+        with self._lock:
+            self.counters[name] = self.counters.get(name, 0) + n
+
+    def count_bytes(self, source: str, n: int) -> None:
+        """Adds bytes moved from a source."""
+        with self._lock:
+            self.bytes[source] = self.bytes.get(source, 0) + n
+
+    def count_chunks(self, *, selected: int, total: int) -> None:
+        """Adds one period's selection."""
+        with self._lock:
+            self.chunks["selected"] += selected
+            self.chunks["total"] += total
+
+    def end(self) -> None:
+        """The first token is there. Later calls change nothing."""
+        if self.end_ns is None:
+            self.end_ns = time.perf_counter_ns()
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to first token in ms; until `end`, the time so far."""
+        end = time.perf_counter_ns() if self.end_ns is None else self.end_ns
+        return (end - self.start_ns) / 1e6
+
+    @property
+    def breakdown_ms(self) -> dict[str, float]:
+        """`STAGES` and "other", in ms; they add up to the time to first token.
+
+        Where such spans overlap, the time counts for the one that began last.
+        """
+        end = time.perf_counter_ns() if self.end_ns is None else self.end_ns
+        parts = dict.fromkeys(STAGES, 0)
+        mine = [span for span in self.spans if span.name in parts]
+        edges = sorted({t for s in mine for t in (s.start_ns, s.end_ns)} | {self.start_ns, end})
+        mine.sort(key=lambda span: span.start_ns)
+        opened: list[Span] = []
+        following = 0
+        for left, right in zip(edges, edges[1:], strict=False):
+            while following < len(mine) and mine[following].start_ns <= left:
+                opened.append(mine[following])
+                following += 1
+            opened = [span for span in opened if span.end_ns > left]
+            if opened and self.start_ns <= left and right <= end:
+                parts[opened[-1].name] += right - left
+        stages = {name: spent / 1e6 for name, spent in parts.items()}
+        return stages | {"other": (end - self.start_ns - sum(parts.values())) / 1e6}
+
+    @property
+    def attention_mass(self) -> float:
+        """Mean of `period_attention_mass`; 1.0 where nothing was left out by a selection."""
+        masses = self.period_attention_mass
+        return sum(masses) / len(masses) if masses else 1.0
+
+    @property
+    def coverage(self) -> float:
+        """Share of the demanded packs not cached that speculation had already asked for."""
+        demanded = self.counters.get("demanded", 0)
+        return self.counters.get("covered", 0) / demanded if demanded else 1.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the bytes read from SSD that were speculated and never used."""
+        return self.bytes["waste"] / self.bytes["ssd"] if self.bytes["ssd"] else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the single spans, as plain JSON values."""
+        return {
+            "ttft_ms": self.ttft_ms,
+            "breakdown_ms": self.breakdown_ms,
+            "bytes": dict(self.bytes),
+            "chunks": dict(self.chunks),
+            "counters": dict(self.counters),
+            "attention_mass": self.attention_mass,
+            "period_attention_mass": list(self.period_attention_mass),
+            "coverage": self.coverage,
+            "waste": self.waste,
+        }
+
+    def to_perfetto(self) -> dict[str, Any]:
+        """This request as Chrome trace-event JSON, which ui.perfetto.dev opens."""
+        return perfetto([self])
+
+    def breakdown_bar(self, console: Console) -> None:
+        """Draws the breakdown as a bar chart in the terminal."""
+        from rich.table import Table  # only the CLI needs rich
+
+        parts = self.breakdown_ms
+        total = self.ttft_ms
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, spent in [*parts.items(), ("ttft", total)]:
+            filled = round(40 * spent / total) if total else 0
+            bar = "" if name == "ttft" else "█" * filled
+            table.add_row(name, f"{spent:.1f} ms", bar, style="bold" if name == "ttft" else "")
+        console.print(table)
+
+
+class _OpenSpan:
+    """The `with` block behind `Trace.span`."""
+
+    __slots__ = ("_args", "_lane", "_name", "_spans", "_start")
+
+    def __init__(self, spans: list[Span], name: str, lane: str, args: dict[str, Any]) -> None:
+        self._spans = spans
+        self._name = name
+        self._lane = lane
+        self._args = args
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter_ns()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        end = time.perf_counter_ns()
+        self._spans.append(Span(self._name, self._lane, self._start, end, self._args))
+
+
+def perfetto(traces: Iterable[Trace]) -> dict[str, Any]:
+    """Requests as one Chrome trace-event JSON object: a process each, a thread for each lane.
+
+    Spans of a lane that overlap, such as concurrent reads, go to numbered lanes beside it.
+    """
+    traces = list(traces)
+    origin = min((trace.start_ns for trace in traces), default=0)
+    events: list[dict[str, Any]] = []
+    for pid, trace in enumerate(traces, start=1):
+        events.append(_metadata("process_name", pid, 0, f"request {pid}"))
+        end = trace.start_ns + round(trace.ttft_ms * 1e6)
+        whole = Span("ttft", "request", trace.start_ns, end, trace.to_json())
+        rows = _rows([whole, *trace.spans])
+        for tid, (name, spans) in enumerate(rows.items(), start=1):
+            events.append(_metadata("thread_name", pid, tid, name))
+            order = {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid}
+            events.append(order | {"args": {"sort_index": tid}})
+            events.extend(
+                {
+                    "name": span.name,
+                    "cat": span.lane,
+                    "ph": "X",
+                    "ts": (span.start_ns - origin) / 1e3,
+                    "dur": max(0, span.end_ns - span.start_ns) / 1e3,
+                    "pid": pid,
+                    "tid": tid,
+                    "args": dict(span.args),
+                }
+                for span in spans
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_perfetto(path: str | os.PathLike[str], traces: Iterable[Trace]) -> None:
+    """Writes `perfetto(traces)` to a file."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(perfetto(traces), file, default=str)
+
+
+def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _rows(spans: list[Span]) -> dict[str, list[Span]]:
+    """Spans by lane, split so that none of a row overlap: "ssd", "ssd 2", "ssd 3" ..."""
+    lanes: dict[str, list[list[Span]]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        rows = lanes.setdefault(span.lane, [])
+        for row in rows:
+            if row[-1].end_ns <= span.start_ns:
+                row.append(span)
+                break
+        else:
+            rows.append([span])
+    return {
+        lane if index == 0 else f"{lane} {index + 1}": row
+        for lane, rows in lanes.items()
+        for index, row in enumerate(rows)
+    }
