@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping
+from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -27,6 +28,9 @@ class Span(NamedTuple):
     args: Mapping[str, Any]
 
 
+_RawSpan = tuple[str, str, int, int, dict[str, Any]]  # cheaper to make than a Span
+
+
 class Trace:
     """Records one request, from its creation to `end`.
 
@@ -36,7 +40,6 @@ class Trace:
     Attributes:
         start_ns, end_ns: when the request began and when its first token was there
             (`end_ns` is None until `end`).
-        spans: in the order in which they ended.
         bytes: moved, by source: "ssd", "host", "device"; "waste" is the part of "ssd" that was
             speculated and never used.
         chunks: "selected" and "total", summed over periods.
@@ -46,9 +49,9 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self.start_ns = time.perf_counter_ns()
+        self.start_ns = perf_counter_ns()
         self.end_ns: int | None = None
-        self.spans: list[Span] = []
+        self._spans: list[_RawSpan] = []
         self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "waste": 0}
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
@@ -57,11 +60,11 @@ class Trace:
 
     def span(self, name: str, *, lane: str, **args: Any) -> _OpenSpan:
         """Records the `with` block: `with trace.span("select", lane="host", period=0): ...`."""
-        return _OpenSpan(self.spans, name, lane, args)
+        return _OpenSpan(self._spans, name, lane, args)
 
     def add(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Records a span that is over; times are those of `time.perf_counter_ns`."""
-        self.spans.append(Span(name, lane, start_ns, end_ns, args))
+        self._spans.append((name, lane, start_ns, end_ns, args))
 
     def count(self, name: str, n: int) -> None:
         """Adds to a counter."""
@@ -82,12 +85,17 @@ class Trace:
     def end(self) -> None:
         """The first token is there. Later calls change nothing."""
         if self.end_ns is None:
-            self.end_ns = time.perf_counter_ns()
+            self.end_ns = perf_counter_ns()
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans so far, in the order in which they ended."""
+        return [Span(*raw) for raw in self._spans]
 
     @property
     def ttft_ms(self) -> float:
         """Time to first token in ms; until `end`, the time so far."""
-        end = time.perf_counter_ns() if self.end_ns is None else self.end_ns
+        end = perf_counter_ns() if self.end_ns is None else self.end_ns
         return (end - self.start_ns) / 1e6
 
     @property
@@ -96,14 +104,14 @@ class Trace:
 
         Where such spans overlap, the time counts for the one that began last.
         """
-        end = time.perf_counter_ns() if self.end_ns is None else self.end_ns
+        end = perf_counter_ns() if self.end_ns is None else self.end_ns
         parts = dict.fromkeys(STAGES, 0)
         mine = [span for span in self.spans if span.name in parts]
         edges = sorted({t for s in mine for t in (s.start_ns, s.end_ns)} | {self.start_ns, end})
         mine.sort(key=lambda span: span.start_ns)
         opened: list[Span] = []
         following = 0
-        for left, right in zip(edges, edges[1:], strict=False):
+        for left, right in itertools.pairwise(edges):
             while following < len(mine) and mine[following].start_ns <= left:
                 opened.append(mine[following])
                 following += 1
@@ -167,14 +175,14 @@ class _OpenSpan:
 
     __slots__ = ("_args", "_lane", "_name", "_spans", "_start")
 
-    def __init__(self, spans: list[Span], name: str, lane: str, args: dict[str, Any]) -> None:
+    def __init__(self, spans: list[_RawSpan], name: str, lane: str, args: dict[str, Any]) -> None:
         self._spans = spans
         self._name = name
         self._lane = lane
         self._args = args
 
     def __enter__(self) -> Self:
-        self._start = time.perf_counter_ns()
+        self._start = perf_counter_ns()
         return self
 
     def __exit__(
@@ -183,8 +191,7 @@ class _OpenSpan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        end = time.perf_counter_ns()
-        self._spans.append(Span(self._name, self._lane, self._start, end, self._args))
+        self._spans.append((self._name, self._lane, self._start, perf_counter_ns(), self._args))
 
 
 def perfetto(traces: Iterable[Trace]) -> dict[str, Any]:
