@@ -1,0 +1,139 @@
+"""What an engine is told: `SystemConfig` (which algorithm) and `EngineConfig` (how much of what)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ckv_jax.storage.layout import Layout
+
+Selector = Literal["all", "chunk", "h2o", "impress"]
+Prefetch = Literal["none", "intra", "inter"]
+Speculate = Literal["previous", "lookahead"]
+PolicyName = Literal["attention", "lru", "lfu", "importance-ratio"]
+
+MIB = 2**20
+GB = 10**9
+
+
+def _one_of(name: str, value: object, kind: object) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"got {name}={value!r}, expected one of {', '.join(get_args(kind))}")
+
+
+def check_budget(budget: float) -> float:
+    """`budget` itself, or `ValueError` unless 0 < budget <= 1."""
+    if not 0.0 < budget <= 1.0:
+        raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
+    return budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemConfig:
+    """One algorithm: layout x probe x selector x prefetcher x cache policy (see `systems.py`)."""
+
+    name: str
+    selector: Selector
+    chunk_tokens: int = 16
+    """C: tokens in a chunk."""
+    pack_layers: int = 4
+    """Layers whose K and V of one chunk are one read."""
+    kv_together: bool = True
+    period: int = 8
+    """Layers that share one selection."""
+    subperiod: int = 4
+    """Layers in one jitted call: how much KV must be there before compute starts."""
+    probe: Literal["keys", "heads", "digest", "none"] = "keys"
+    digest: Literal["none", "int8", "int4", "pq"] = "none"
+    prefetch: Prefetch = "inter"
+    speculate: Speculate = "previous"
+    policy: PolicyName = "attention"
+    score_window: int | None = None
+    """Only the last so many suffix queries score the probe; None: all of them."""
+    reorder: bool = False
+    """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
+
+    def __post_init__(self) -> None:
+        _one_of("selector", self.selector, Selector)
+        _one_of("prefetch", self.prefetch, Prefetch)
+        _one_of("speculate", self.speculate, Speculate)
+        _one_of("policy", self.policy, PolicyName)
+        if self.chunk_tokens < 1:
+            raise ValueError(f"got chunk_tokens={self.chunk_tokens}, expected at least 1")
+        if self.pack_layers not in (1, 2, 4):
+            raise ValueError(f"got pack_layers={self.pack_layers}, expected 1, 2 or 4")
+        if self.subperiod % self.pack_layers or self.period % self.subperiod:
+            raise ValueError(
+                f"got pack_layers={self.pack_layers}, subperiod={self.subperiod}, "
+                f"period={self.period}, expected each to divide the next"
+            )
+        if (self.probe == "digest") != (self.digest != "none"):
+            raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
+        if self.speculate == "lookahead" and self.probe != "digest":
+            raise ValueError("got speculate='lookahead' without a resident digest")
+        if self.score_window is not None and self.score_window < 1:
+            raise ValueError(f"got score_window={self.score_window}, expected at least 1")
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the unit of selection is the unit of reading (ours), not tokens (rivals)."""
+        return self.selector == "chunk"
+
+    def layout(self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
+        """How a prefix of such a model lies on disk for this system."""
+        return Layout(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            chunk_tokens=self.chunk_tokens,
+            pack_layers=self.pack_layers,
+            kv_together=self.kv_together,
+            probe="none" if self.probe == "digest" else self.probe,
+            digest=self.digest,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Budgets and sizes of one engine. Bytes are bytes of KV, apart from the model's weights."""
+
+    system: str | SystemConfig = "ckv"
+    """A name from `ckv_jax.systems.SYSTEMS`, or a config of one's own."""
+    budget: float = 0.25
+    """Share of the prefix's tokens that take part in attention, where a request names none."""
+    dtype: str = "bfloat16"
+    """Element type of weights, keys and values: bfloat16, float16 or float32."""
+    device_cache_bytes: int = 512 * MIB
+    host_cache_bytes: int = 1024 * MIB
+    prefetch_device_bytes: int = GB // 5
+    """Device room for packs on their way (the paper's 0.2 of 10 GB, §4.5)."""
+    prefetch_host_bytes: int = 2 * GB // 5
+    """Host room for packs on their way (the paper's 0.4 of 10 GB, §4.5)."""
+    digest_bytes: int = 1024 * MIB
+    """Room for resident digests; the least recently used prefix's goes first."""
+    io_threads: int = 4
+    read_deadline_s: float = 10.0
+    """A read that takes longer is given up and its chunks are recomputed."""
+    prefill_block: int = 512
+    """Tokens in one block of the dense prefill."""
+    max_batch: int = 32
+    """Requests computed together at most; they must share a prefix."""
+    salt: str = ""
+    """Tenant: prefixes of one salt are invisible to every other."""
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"got dtype={self.dtype!r}, expected bfloat16, float16 or float32")
+        for name in ("device_cache_bytes", "host_cache_bytes", "digest_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 0")
+        for name in (
+            "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
+            "max_batch",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 1")
+        if self.read_deadline_s <= 0:
+            raise ValueError(f"got read_deadline_s={self.read_deadline_s}, expected more than 0")

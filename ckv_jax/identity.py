@@ -1,0 +1,54 @@
+"""Who a model is, as the store knows it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.tokenizer import tokenizer_files
+from ckv_jax.model.weights import weight_files
+from ckv_jax.storage.fingerprint import Fingerprint, hash_files
+
+
+def model_fingerprint(folder: Path, config: ModelConfig, *, dtype: str) -> Fingerprint:
+    """Of a checkpoint folder: the content of its weights and tokenizer, cached by size and time."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckv_jax"
+    return _fingerprint(
+        config,
+        dtype=dtype,
+        weights=hash_files(weight_files(folder), cache / "fingerprints.json"),
+        tokenizer=hash_files(tokenizer_files(folder)),
+    )
+
+
+def random_fingerprint(model: Qwen2) -> Fingerprint:
+    """Of a model that is in no folder: the content of its arrays."""
+    content = hashlib.sha256()
+    for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
+        content.update(np.asarray(leaf).tobytes())
+    return _fingerprint(
+        model.config, dtype=model.dtype.name, weights=content.hexdigest(), tokenizer=""
+    )
+
+
+def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: str) -> Fingerprint:
+    values = asdict(config)
+    rope = {key: values.pop(key) for key in ("rope_theta", "rope_scaling")}
+    return Fingerprint(
+        {
+            "weights": weights,
+            "config": json.dumps(values, sort_keys=True),
+            "tokenizer": tokenizer,
+            "rope": json.dumps(rope, sort_keys=True),
+            "dtype": dtype,
+        }
+    )

@@ -1,0 +1,44 @@
+"""Rounded-up lengths, so that a warm engine meets only shapes it has compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def bucket(n: int, *, least: int = 1) -> int:
+    """The smallest of least, 1.25, 1.5, 1.75, 2, 2.5 … times a power of two that holds `n`.
+
+    Four sizes an octave: at most 25% is padding.
+    """
+    if n <= least:
+        return least
+    octave = 1 << (n - 1).bit_length() - 1  # largest power of two below n
+    quarter = max(1, octave // 4)
+    return octave + -(-(n - octave) // quarter) * quarter
+
+
+def suffix_bucket(n: int) -> int:
+    """Suffix lengths: powers of two from 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def batch_bucket(n: int) -> int:
+    """Batch sizes: powers of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def chunk_bucket(n: int) -> int:
+    """Selected chunks: a quarter of an octave from 8, so that masks stay few."""
+    return bucket(n, least=8)
+
+
+def probe_bucket(chunks: int) -> int:
+    """Chunks of a probe: multiples of 64, coarser above 1,024 chunks."""
+    return -(-chunks // 64) * 64 if chunks <= 1024 else bucket(chunks)
+
+
+def pad_rows(rows: np.ndarray, length: int) -> np.ndarray:
+    """`rows` with zero rows appended along axis 0 up to `length`."""
+    out = np.zeros((length, *rows.shape[1:]), rows.dtype)
+    out[: len(rows)] = rows
+    return out

@@ -1,0 +1,82 @@
+"""The pages on the device: one array of pack slots, for cached packs and for those on their way.
+
+A fresh pack is written once into a free slot and attended from there; keeping it in the cache
+later is a relabelling (`cache.Tiers`), never a copy. The gather of a layer therefore reads cached
+and fresh packs alike, by slot number.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ckv_jax.pipeline.compute import storage_dtype
+
+
+class DevicePool:
+    """`pages` is [slots, pl, 2, C, K, D]. Engine thread only: writes donate the array."""
+
+    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._dtype = storage_dtype(jnp.dtype(dtype))
+        self._pages = jnp.zeros((slots, *pack_shape), self._dtype)
+        self._write = jax.jit(_write, donate_argnums=0)
+        self._read = jax.jit(lambda pages, slots: pages[slots])
+        device = next(iter(self._pages.devices()))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        pinned = device.platform != "cpu" and "pinned_host" in kinds
+        self._pinned = (
+            jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+        )
+        self._device = jax.sharding.SingleDeviceSharding(device)
+
+    @property
+    def pages(self) -> Array:
+        """The array as it is now; a later `write` invalidates it."""
+        return self._pages
+
+    @property
+    def slots(self) -> int:
+        """Packs that fit."""
+        return int(self._pages.shape[0])
+
+    def executables(self) -> int:
+        """How many programs have been compiled so far."""
+        return self._write._cache_size() + self._read._cache_size()
+
+    def write(self, rows: np.ndarray, slots: np.ndarray) -> Array:
+        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
+
+        Every n compiles once, so callers keep to small blocks.
+
+        Returns a marker that is ready when `rows` may be overwritten: on a CPU the transfer
+        aliases the caller's memory.
+        """
+        fresh = self._transfer(rows.view(self._dtype))
+        where = np.where(slots < 0, self.slots, slots).astype(np.int32)
+        self._pages, marker = self._write(self._pages, fresh, where)
+        return marker
+
+    def read(self, slots: np.ndarray) -> Array:
+        """The packs in `slots` [n], as they are after everything dispatched so far.
+
+        The result has n rounded up to a power of two rows; those past n mean nothing.
+        """
+        size = 1 << (len(slots) - 1).bit_length()  # few shapes: the rest repeats slot 0
+        where = np.zeros(size, np.int32)
+        where[: len(slots)] = slots
+        packs: Array = self._read(self._pages, where)
+        return packs
+
+    def _transfer(self, rows: np.ndarray) -> Array:
+        if self._pinned is not None:  # pageable copies reach a tenth of the bus
+            return jax.device_put(jax.device_put(rows, self._pinned), self._device)
+        return jax.device_put(rows, self._device)
+
+
+def _write(pages: Array, fresh: Array, slots: Array) -> tuple[Array, Array]:
+    # The marker depends on the write's operands, so it is ready no sooner than they are consumed.
+    pages = pages.at[slots].set(fresh, mode="drop", unique_indices=True)
+    first = pages[0].reshape(-1)[0]
+    return pages, first

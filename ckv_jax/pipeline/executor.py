@@ -1,0 +1,209 @@
+"""One re-prefill: a batch of suffixes over one stored prefix, from tokens to first token.
+
+The paper's §4.3 on one engine thread: select at each period's first layer, submit the period's
+packs in layer order, run each subperiod as soon as its packs are there, and keep the reader busy
+with what the next period will probably need. The only host syncs are the selected ids.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.config import SystemConfig
+from ckv_jax.pipeline.buckets import batch_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.memory import Memory
+from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.probes import Probes
+from ckv_jax.pipeline.source import PackSource
+from ckv_jax.pipeline.view import PrefixView
+from ckv_jax.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Suffixes over one prefix, padded to buckets."""
+
+    tokens: np.ndarray
+    """int32 [B, S]."""
+    lengths: np.ndarray
+    """int32 [B]: tokens of each suffix; 0 for rows that are padding."""
+    limits: np.ndarray
+    """int32 [B]: chunks each row may select."""
+
+    @classmethod
+    def of(cls, suffixes: list[np.ndarray], budgets: list[float], num_chunks: int) -> Batch:
+        """Pads `suffixes` (int32 [s] each, s >= 1) to a batch and length bucket."""
+        rows = batch_bucket(len(suffixes))
+        tokens = np.zeros((rows, suffix_bucket(max(map(len, suffixes)))), np.int32)
+        lengths, limits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        for row, (suffix, budget) in enumerate(zip(suffixes, budgets, strict=True)):
+            tokens[row, : len(suffix)] = suffix
+            lengths[row] = len(suffix)
+            limits[row] = selected_chunks(budget, num_chunks)
+        return cls(tokens=tokens, lengths=lengths, limits=limits)
+
+
+def selected_chunks(budget: float, num_chunks: int) -> int:
+    """How many chunks a budget buys: the smallest integer not below budget x M, at least one."""
+    return max(1, math.ceil(round(budget * num_chunks, 9)))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a step attended to: enough for decode to go on from there."""
+
+    slots: np.ndarray
+    """int32 [P, B, N]: device slots of the step's layer groups."""
+    lengths: np.ndarray
+    """int32 [B, N]: valid tokens of each chunk."""
+    kv: tuple[tuple[Array, Array], ...]
+    """Each layer's suffix (K, V) [B, S, K, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The outcome of a re-prefill, rows as in the batch."""
+
+    logits: Array
+    """float32 [B, V]."""
+    token_ids: np.ndarray
+    """int32 [B]."""
+    attention_mass: np.ndarray
+    """float32 [periods, B]: share of the probe's attention that the selection covers."""
+    selections: list[np.ndarray]
+    """Per period the selected chunk ids, int32 [B, N], -1 where there is none."""
+    contexts: list[Context]
+    """One a step."""
+
+
+class Executor:
+    """The schedule of one model and system. Engine thread only."""
+
+    def __init__(self, compute: Compute, memory: Memory, plan: Plan, system: SystemConfig) -> None:
+        self._compute = compute
+        self._memory = memory
+        self._plan = plan
+        self._system = system
+
+    def run(
+        self, view: PrefixView, batch: Batch, source: PackSource, probes: Probes, trace: Trace
+    ) -> FirstToken:
+        """First tokens of `batch`. Packs stay in their slots until `source` is finished."""
+        start = np.int32(view.prefix.num_tokens)
+        self._speculate_first(view, source)
+        probes.ahead(0)
+        hidden = self._compute.embed(batch.tokens)
+        masses, selections, contexts = [], [], []
+        guess: Array | None = None
+        for period in range(self._plan.periods):
+            ids, attention, mass = self._choose(
+                view, batch, hidden, start, period, probes, batch.limits
+            )
+            if self._system.speculate == "lookahead" and self._inter(period):
+                guess, _, _ = self._choose(
+                    view, batch, hidden, start, period + 1, probes, batch.limits
+                )
+            probes.ahead(period + 1)
+            began = time.perf_counter_ns()
+            hidden.block_until_ready()
+            ready = time.perf_counter_ns()
+            trace.add("compute", "compute", began, ready, period=period - 1)
+            chosen = np.asarray(ids)
+            trace.add("select", "host", ready, time.perf_counter_ns(), period=period)
+            union = np.unique(chosen[chosen >= 0])
+            self._record(view, period, chosen, np.asarray(attention))
+            self._submit(source, period, union)
+            for step in self._plan.period_steps(period):
+                hidden, context = self._step(view, source, step, chosen, union, hidden, start)
+                contexts.append(context)
+                if step.selects and guess is not None and self._inter(period):
+                    self._speculate(source, period + 1, np.asarray(guess))
+            view.last_selection[period] = union
+            masses.append(mass)
+            rows = batch.lengths > 0
+            trace.count_chunks(
+                selected=int((chosen >= 0).sum()), total=int(rows.sum()) * view.num_chunks
+            )
+            selections.append(chosen)
+        began = time.perf_counter_ns()
+        logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))
+        token_ids = np.asarray(token)
+        trace.add("compute", "compute", began, time.perf_counter_ns(), period=period)
+        attention_mass = np.stack([np.asarray(mass) for mass in masses])
+        real = attention_mass[:, batch.lengths > 0]
+        trace.period_attention_mass.extend(real.mean(axis=1).tolist())
+        return FirstToken(
+            logits=logits,
+            token_ids=token_ids,
+            attention_mass=attention_mass,
+            selections=selections,
+            contexts=contexts,
+        )
+
+    def _inter(self, period: int) -> bool:
+        return self._system.prefetch == "inter" and period + 1 < self._plan.periods
+
+    def _choose(
+        self, view: PrefixView, batch: Batch, hidden: Array, start: np.int32, period: int,
+        probes: Probes, limits: np.ndarray,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        n = min(chunk_bucket(int(limits.max())), view.probe_chunks)
+        return self._compute.select(
+            self._plan.first_layer(period), hidden, start, batch.lengths, probes.get(period),
+            np.int32(view.prefix.num_tokens), np.int32(view.num_chunks), limits,
+            n=n, window=self._system.score_window, chunk_tokens=self._system.chunk_tokens,
+        )  # fmt: skip
+
+    def _record(
+        self, view: PrefixView, period: int, chosen: np.ndarray, attention: np.ndarray
+    ) -> None:
+        """I_j += A_j and F_j += 1 for every critical chunk of the period's groups (§4.4)."""
+        real = chosen >= 0
+        chunks, where = np.unique(chosen[real], return_inverse=True)
+        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
+        groups = self._plan.groups(period)
+        pages = np.concatenate([view.pages(group, chunks) for group in groups])
+        self._memory.tiers.record(pages, np.tile(total, len(groups)))
+
+    def _submit(self, source: PackSource, period: int, union: np.ndarray) -> None:
+        if self._system.prefetch == "none":
+            return
+        for group in self._plan.groups(period):
+            source.demand(group, union)
+        if self._inter(period) and self._system.speculate == "previous":
+            self._speculate(source, period + 1, union)
+
+    def _speculate(self, source: PackSource, period: int, ids: np.ndarray) -> None:
+        chunks = np.unique(ids[ids >= 0])
+        for group in self._plan.groups(period):
+            source.speculate(group, chunks)
+
+    def _speculate_first(self, view: PrefixView, source: PackSource) -> None:
+        if self._system.prefetch == "inter" and 0 in view.last_selection:
+            self._speculate(source, 0, view.last_selection[0])
+
+    def _step(
+        self, view: PrefixView, source: PackSource, step: Step, chosen: np.ndarray,
+        union: np.ndarray, hidden: Array, start: np.int32,
+    ) -> tuple[Array, Context]:  # fmt: skip
+        tables = np.full((len(step.groups), *chosen.shape), -1, np.int32)
+        slot_of = np.full(view.num_chunks + 1, -1, np.int32)  # the last entry serves id -1
+        if self._system.prefetch == "none":
+            for group in step.groups:
+                source.demand(group, union)
+        for row, group in enumerate(step.groups):
+            slot_of[union] = source.collect(group, union)
+            tables[row] = slot_of[chosen]
+        lengths = np.where(chosen >= 0, view.chunk_lengths[chosen], 0).astype(np.int32)
+        hidden, kv = self._compute.run(
+            step.layers, hidden, start, self._memory.pool.pages, tables, lengths
+        )
+        for group in step.groups:
+            source.done(group)
+        return hidden, Context(tables, lengths, kv)

@@ -1,0 +1,59 @@
+"""Which layers run together: periods that share a selection, subperiods that share a call (§4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckv_jax.config import SystemConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One subperiod: the layers of one jitted call and the packs that hold their KV."""
+
+    index: int
+    layers: range
+    groups: range
+    """Layer groups (packs) of these layers."""
+    period: int
+    selects: bool
+    """Whether a selection is made before this step, at its first layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model's layers in order; the last period, subperiod and pack may be shorter."""
+
+    steps: tuple[Step, ...]
+    periods: int
+
+    @classmethod
+    def of(cls, num_layers: int, system: SystemConfig) -> Plan:
+        """The plan of `num_layers` layers: period p, subperiod sp and pack of `system`."""
+        if num_layers < 1:
+            raise ValueError(f"got num_layers={num_layers}, expected at least 1")
+        pack = system.pack_layers
+        steps = tuple(
+            Step(
+                index=index,
+                layers=range(first, min(first + system.subperiod, num_layers)),
+                groups=range(first // pack, -(-min(first + system.subperiod, num_layers) // pack)),
+                period=first // system.period,
+                selects=first % system.period == 0,
+            )
+            for index, first in enumerate(range(0, num_layers, system.subperiod))
+        )
+        return cls(steps=steps, periods=-(-num_layers // system.period))
+
+    def period_steps(self, period: int) -> tuple[Step, ...]:
+        """The subperiods of one period, in order; empty past the last."""
+        return tuple(step for step in self.steps if step.period == period)
+
+    def first_layer(self, period: int) -> int:
+        """The layer whose queries select for this period."""
+        return self.period_steps(period)[0].layers[0]
+
+    def groups(self, period: int) -> range:
+        """The layer groups of a period, in layer order."""
+        steps = self.period_steps(period)
+        return range(steps[0].groups[0], steps[-1].groups[-1] + 1)

@@ -1,0 +1,241 @@
+"""Where one request's packs come from: device pool, host pool, reads in flight, or the store.
+
+Owned by the engine thread for the length of one request. Reads run in the prefetcher's threads;
+everything that touches the device pool or the tiers happens here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.pipeline.memory import Memory
+from ckv_jax.pipeline.prefetcher import Prefetcher, ReadJob
+from ckv_jax.pipeline.view import PrefixView
+from ckv_jax.storage.reader import PrefixReader
+from ckv_jax.trace import Trace
+
+Recompute = Callable[[int, np.ndarray], np.ndarray]
+"""(group, chunks) -> packs [n, pl, 2, C, K, D], where the store could not give them."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is known of one layer group in this request."""
+
+    slots: dict[int, int] = field(default_factory=dict)  # chunk -> device slot
+    host: dict[int, int] = field(default_factory=dict)  # chunk -> host slot
+    fresh: list[int] = field(default_factory=list)  # chunks whose slots this request took
+    jobs: list[ReadJob] = field(default_factory=list)
+    flying: set[int] = field(default_factory=set)  # chunks of those jobs
+
+
+class PackSource:
+    """Packs of one prefix for one request. A context manager: leaving it gives everything back."""
+
+    def __init__(
+        self,
+        *,
+        view: PrefixView,
+        reader: PrefixReader,
+        memory: Memory,
+        prefetcher: Prefetcher,
+        recompute: Recompute,
+        trace: Trace,
+    ) -> None:
+        self._view = view
+        self._reader = reader
+        self._memory = memory
+        self._tiers = memory.tiers
+        self._prefetcher = prefetcher
+        self._recompute = recompute
+        self._trace = trace
+        self._layout = view.prefix.layout
+        self._groups: dict[int, _Group] = {}
+        self._done: list[int] = []
+        self._pinned: list[np.ndarray] = []
+        self._writes: list[tuple[Array, ReadJob]] = []
+        self._owner = prefetcher.owner()
+
+    def __enter__(self) -> PackSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def demand(self, group: int, chunks: np.ndarray) -> None:
+        """Starts reading those of `chunks` that are neither cached nor in flight."""
+        state = self._groups.setdefault(group, _Group())
+        wanted = set(chunks.tolist())
+        for job in state.jobs:
+            if not job.demanded and not wanted.isdisjoint(job.chunks.tolist()):
+                self._prefetcher.promote(job)
+        already = len(wanted & state.flying)
+        missing = self._locate(group, state, chunks)
+        self._trace.count("demanded", already + len(missing))
+        self._trace.count("covered", already)
+        self._submit(group, state, missing, demand=True)
+
+    def speculate(self, group: int, chunks: np.ndarray) -> None:
+        """The same at low priority; what is not demanded later was read in vain."""
+        state = self._groups.setdefault(group, _Group())
+        self._submit(group, state, self._locate(group, state, chunks), demand=False)
+
+    def collect(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """Device slots int32 [n] of `chunks`, all demanded before; waits for those still read."""
+        state = self._groups[group]
+        wanted = chunks.tolist()
+        self._stage_host(state, [c for c in wanted if c not in state.slots and c in state.host])
+        needed = {c for c in wanted if c not in state.slots}
+        failed: list[int] = []
+        for job in state.jobs:
+            if not needed:
+                break
+            if not needed.isdisjoint(job.chunks.tolist()):
+                failed += self._take_job(state, job, needed)
+        if failed:
+            self._replace(group, state, failed)
+        return np.fromiter((state.slots[c] for c in wanted), np.int32, len(wanted))
+
+    def done(self, group: int) -> None:
+        """Says that all calls reading this group have been dispatched."""
+        self._done.append(group)
+
+    def finish(self) -> None:
+        """Cancels what is queued, admits what was read to the cache, and unpins. Idempotent."""
+        self._prefetcher.cancel(self._owner)
+        for state in self._groups.values():
+            for job in state.jobs:
+                self._count_waste(state, job)
+                self._retire_job(job)
+        for pages in self._pinned:
+            self._tiers.unpin(pages)
+        self._pinned.clear()
+        for group in list(self._groups):
+            self._admit(group)
+        for marker, job in self._writes:
+            marker.block_until_ready()
+            job.release()
+        self._writes.clear()
+        self._memory.flush()
+
+    def _locate(self, group: int, state: _Group, chunks: np.ndarray) -> np.ndarray:
+        """Fills in what is cached (pinned from now on); returns what is not to be had."""
+        known = [c for c in chunks.tolist() if c in state.slots or c in state.host]
+        unknown = np.setdiff1d(chunks, known) if known else chunks
+        pages = self._view.pages(group, unknown)
+        device, host = self._tiers.lookup(pages)
+        cached = (device >= 0) | (host >= 0)
+        if cached.any():
+            self._tiers.pin(pages[cached])
+            self._pinned.append(pages[cached])
+            on_device, on_host = device >= 0, (host >= 0) & (device < 0)
+            self._trace.count_bytes("device", int(on_device.sum()) * self._layout.pack_bytes)
+            state.slots.update(
+                zip(unknown[on_device].tolist(), device[on_device].tolist(), strict=True)
+            )
+            state.host.update(zip(unknown[on_host].tolist(), host[on_host].tolist(), strict=True))
+        missing = unknown[~cached]
+        return np.array([c for c in missing.tolist() if c not in state.flying], missing.dtype)
+
+    def _submit(self, group: int, state: _Group, chunks: np.ndarray, *, demand: bool) -> None:
+        if not len(chunks):
+            return
+        jobs = self._prefetcher.submit(
+            self._reader,
+            group,
+            chunks,
+            self._layout.pack_shape,
+            self._layout.numpy_dtype,
+            demand=demand,
+            owner=self._owner,
+            trace=self._trace,
+        )
+        state.jobs.extend(jobs)
+        for job in jobs:
+            state.flying.update(job.chunks.tolist())
+
+    def _stage_host(self, state: _Group, chunks: list[int]) -> None:
+        if not chunks:
+            return
+        slots = self._room(len(chunks))
+        host_slots = np.fromiter((state.host[c] for c in chunks), np.int32, len(chunks))
+        start = time.perf_counter_ns()
+        moved = self._memory.stage(host_slots, slots)
+        self._trace.add("stage", "stage", start, time.perf_counter_ns(), bytes=moved)
+        self._trace.count_bytes("host", moved)
+        self._own(state, chunks, slots)
+
+    def _take_job(self, state: _Group, job: ReadJob, needed: set[int]) -> list[int]:
+        """Writes a job's needed packs into slots; returns the chunks that could not be read."""
+        start = time.perf_counter_ns()
+        result = job.result()
+        end = time.perf_counter_ns()
+        self._trace.add("critical_io_wait", "host", start, end, chunks=len(job.chunks))
+        chunks = job.chunks.tolist()
+        good = [i for i, c in enumerate(chunks) if c in needed and result.ok[i]]
+        failed = [c for i, c in enumerate(chunks) if c in needed and not result.ok[i]]
+        needed.difference_update(chunks)
+        if good:
+            slots = self._room(len(good))
+            where = np.full(len(chunks), -1, np.int32)
+            where[good] = slots
+            start = time.perf_counter_ns()
+            marker = self._memory.pool.write(result.rows, where)
+            self._trace.add("stage", "stage", start, time.perf_counter_ns(), packs=len(good))
+            self._writes.append((marker, job))
+            self._own(state, [chunks[i] for i in good], slots)
+        return failed
+
+    def _replace(self, group: int, state: _Group, chunks: list[int]) -> None:
+        """Recomputed packs in place of those that the store could not give."""
+        self._trace.count("recomputed_packs", len(chunks))
+        rows = self._recompute(group, np.array(chunks, np.int64))
+        slots = self._room(len(chunks))
+        for row, slot in zip(rows, slots, strict=True):
+            self._memory.pool.write(row[None], slot[None]).block_until_ready()
+        self._own(state, chunks, slots)
+
+    def _own(self, state: _Group, chunks: list[int], slots: np.ndarray) -> None:
+        state.slots.update(zip(chunks, slots.tolist(), strict=True))
+        state.fresh.extend(chunks)
+
+    def _room(self, n: int) -> np.ndarray:
+        """`n` device slots; groups whose calls are all dispatched make room if need be."""
+        self._reap()
+        while self._tiers.free_slots < n and self._done:
+            self._admit(self._done.pop(0))
+        return self._tiers.take(n)
+
+    def _admit(self, group: int) -> None:
+        state = self._groups[group]
+        if state.fresh:
+            chunks = np.array(state.fresh, np.int64)
+            slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
+            moves = self._tiers.admit(self._view.pages(group, chunks), slots)
+            self._memory.apply(moves)
+        state.fresh.clear()
+        state.slots.clear()
+
+    def _reap(self) -> None:
+        """Gives back read buffers whose write is done."""
+        waiting = []
+        for marker, job in self._writes:
+            if marker.is_ready():
+                job.release()
+            else:
+                waiting.append((marker, job))
+        self._writes = waiting
+
+    def _count_waste(self, state: _Group, job: ReadJob) -> None:
+        unused = [c for c in job.chunks.tolist() if c not in state.slots]
+        if not job.demanded and unused and job.started():
+            self._trace.count_bytes("waste", len(unused) * self._layout.pack_bytes)
+
+    def _retire_job(self, job: ReadJob) -> None:
+        if all(job is not written for _, written in self._writes):
+            job.release()

@@ -1,0 +1,144 @@
+"""One prefix as the engine sees it: page numbers, valid lengths, and its probe on the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from ckv_jax.cache.tiers import Tiers
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, PqKeys, Probe
+from ckv_jax.pipeline.buckets import pad_rows, probe_bucket
+from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.storage.digest import DigestData
+from ckv_jax.storage.prefix import Prefix
+
+
+@dataclass(slots=True)
+class PrefixView:
+    """What outlives one request: cheap tables, last selections, and the resident digest."""
+
+    prefix: Prefix
+    first_page: np.ndarray
+    """int64 [M]: page of (group 0, chunk)."""
+    page_stride: np.ndarray
+    """int64 [M]: pages from one group to the next."""
+    chunk_lengths: np.ndarray
+    """int32 [M]: valid tokens of each chunk."""
+    last_selection: dict[int, np.ndarray] = field(default_factory=dict)
+    """Period -> chunk ids of the request before, to speculate the first period."""
+    digest: list[Probe] | None = None
+    """One probe a layer, on the device, padded to `probe_chunks`."""
+
+    @property
+    def num_chunks(self) -> int:
+        """M."""
+        return len(self.chunk_lengths)
+
+    @property
+    def probe_chunks(self) -> int:
+        """M, rounded up to a bucket."""
+        return probe_bucket(self.num_chunks)
+
+    @property
+    def digest_bytes(self) -> int:
+        """Device bytes of the resident digest."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.digest))
+
+    def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """Page numbers (int64) of these chunks of one layer group."""
+        return self.first_page[chunks] + group * self.page_stride[chunks]
+
+
+class Views:
+    """The views in use, least recently used first; digests live under one byte budget."""
+
+    def __init__(self, store: ChunkStore, tiers: Tiers, *, digest_bytes: int) -> None:
+        self._store = store
+        self._tiers = tiers
+        self._budget = digest_bytes
+        self._segments: dict[str, tuple[int, int]] = {}  # segment -> (first page, chunks)
+        self._groups: dict[str, int] = {}
+        self._views: OrderedDict[str, PrefixView] = OrderedDict()
+
+    def open(self, prefix: Prefix) -> PrefixView:
+        """The view of `prefix`, made on first use."""
+        view = self._views.get(prefix.id)
+        if view is None:
+            view = self._views[prefix.id] = self._make(prefix)
+        self._views.move_to_end(prefix.id)
+        return view
+
+    def keep_digest(self, view: PrefixView, data: DigestData) -> None:
+        """Puts a digest on the device; others make room until the byte budget holds."""
+        view.digest = device_digest(data, view.probe_chunks * view.prefix.layout.chunk_tokens)
+        total = sum(other.digest_bytes for other in self._views.values())
+        for other in self._views.values():
+            if total <= self._budget:
+                break
+            if other is not view and other.digest is not None:
+                total -= other.digest_bytes
+                other.digest = None
+
+    def save_scores(self) -> None:
+        """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
+        for segment, (base, chunks) in self._segments.items():
+            groups = self._groups[segment]
+            importance, frequency = self._tiers.scores(base, groups * chunks)
+            self._store.save_scores(
+                segment,
+                importance.reshape(groups, chunks).astype(np.float32),
+                frequency.reshape(groups, chunks),
+            )
+
+    def _make(self, prefix: Prefix) -> PrefixView:
+        layout = prefix.layout
+        first, stride = [], []
+        for span in prefix.spans:
+            base, chunks = self._register(span.segment_id, span.segment_chunks, layout.groups)
+            first.append(base + span.first_chunk + np.arange(span.num_chunks, dtype=np.int64))
+            stride.append(np.full(span.num_chunks, chunks, np.int64))
+        size = layout.chunk_tokens
+        lengths = np.full(prefix.num_chunks, size, np.int32)
+        lengths[-1] = prefix.num_tokens - size * (prefix.num_chunks - 1)
+        return PrefixView(
+            prefix=prefix,
+            first_page=np.concatenate(first),
+            page_stride=np.concatenate(stride),
+            chunk_lengths=lengths,
+        )
+
+    def _register(self, segment: str, chunks: int, groups: int) -> tuple[int, int]:
+        if segment not in self._segments:
+            scores = self._store.load_scores(segment)
+            importance, frequency = scores if scores is not None else (None, None)
+            base = self._tiers.register(
+                groups * chunks,
+                None if importance is None else importance.reshape(-1),
+                None if frequency is None else frequency.reshape(-1),
+            )
+            self._segments[segment] = (base, chunks)
+            self._groups[segment] = groups
+        return self._segments[segment]
+
+
+def device_digest(data: DigestData, tokens: int) -> list[Probe]:
+    """A stored digest as one device probe a layer, padded to `tokens`."""
+    arrays = data.arrays
+
+    def codes(layer: int, name: str = "codes") -> jax.Array:
+        return jax.device_put(pad_rows(arrays[name][layer], tokens))
+
+    layers = range(len(arrays["codes"]))
+    match data.kind:
+        case "int8":
+            return [Int8Keys(codes(layer), codes(layer, "scale")) for layer in layers]
+        case "int4":
+            return [Int4Keys(codes(layer), codes(layer, "scale")) for layer in layers]
+        case "pq":
+            return [
+                PqKeys(codes(layer), jax.device_put(arrays["codebooks"][layer])) for layer in layers
+            ]
+    raise ValueError(f"got a digest of kind {data.kind!r}, expected int8, int4 or pq")

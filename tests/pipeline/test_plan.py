@@ -1,0 +1,47 @@
+"""The plan covers every layer once, whatever the depth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.systems import SYSTEMS
+
+PAPER = SYSTEMS["contiguous-kv"]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 4, 6, 24, 28, 36, 48, 64, 80])
+@pytest.mark.parametrize("pack", [1, 2, 4])
+@pytest.mark.parametrize("period", [4, 8, 16])
+def test_layers_and_groups_are_covered_once(depth: int, pack: int, period: int) -> None:
+    system = dataclasses.replace(PAPER, pack_layers=pack, period=period)
+    plan = Plan.of(depth, system)
+    assert [layer for step in plan.steps for layer in step.layers] == list(range(depth))
+    groups = [group for step in plan.steps for group in step.groups]
+    assert groups == list(range(-(-depth // pack)))
+    for step in plan.steps:
+        held = range(step.groups[0] * pack, (step.groups[-1] + 1) * pack)
+        assert set(step.layers) <= set(held)
+    assert plan.periods == -(-depth // period)
+    assert [step.layers[0] for step in plan.steps if step.selects] == [
+        plan.first_layer(period) for period in range(plan.periods)
+    ]
+    assert [g for p in range(plan.periods) for g in plan.groups(p)] == groups
+
+
+def test_paper_periods_of_qwen_7b() -> None:
+    plan = Plan.of(28, PAPER)
+    assert [len(plan.period_steps(period)) for period in range(plan.periods)] == [2, 2, 2, 1]
+    assert plan.period_steps(plan.periods) == ()
+
+
+def test_no_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_layers=0"):
+        Plan.of(0, PAPER)
+
+
+def test_packs_that_straddle_a_subperiod_are_refused() -> None:
+    with pytest.raises(ValueError, match="divide"):
+        dataclasses.replace(PAPER, pack_layers=4, subperiod=2, period=2)
