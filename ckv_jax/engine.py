@@ -183,6 +183,11 @@ class Engine:
             prefix, suffix = self._place(request)
             return self._dense(np.concatenate([prefix.tokens, suffix]), request)
 
+    @property
+    def periods(self) -> int:
+        """Selections that one request makes."""
+        return self._plan.periods
+
     def executables(self) -> int:
         """Programs compiled so far; constant once warm."""
         return (

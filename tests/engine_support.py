@@ -1,0 +1,69 @@
+"""Small engines for tests: random weights, real store, real reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from ckv_jax import Engine, EngineConfig
+from ckv_jax.config import SystemConfig
+from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.weights import random_model
+from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.systems import system_named
+
+SMALL = ModelConfig(
+    model_type="qwen2",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=10,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+)
+
+MIB = 2**20
+
+
+def tokens(n: int, seed: int = 0) -> np.ndarray:
+    """Random token ids int32 [n] of the small model."""
+    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, n).astype(np.int32)
+
+
+def small_engine(
+    folder: Path,
+    *,
+    system: str | SystemConfig = "contiguous-kv",
+    model: ModelConfig = SMALL,
+    seed: int = 0,
+    overrides: dict[str, object] | None = None,
+    **config: object,
+) -> Engine:
+    """An engine with a random model over a store in `folder`."""
+    preset = system_named(system) if isinstance(system, str) else system
+    values: dict[str, object] = {
+        "dtype": "float32",
+        "device_cache_bytes": MIB,
+        "host_cache_bytes": MIB,
+        "prefetch_device_bytes": 8 * MIB,
+        "prefetch_host_bytes": 8 * MIB,
+        "prefill_block": 64,
+        "io_threads": 2,
+    }
+    engine_config = EngineConfig(
+        system=dataclasses.replace(preset, **(overrides or {})),
+        **(values | config),
+    )
+    weights = random_model(model, dtype=engine_config.dtype, seed=seed)
+    return Engine(
+        weights, None, ChunkStore.open(folder), random_fingerprint(weights), engine_config
+    )

@@ -1,0 +1,153 @@
+"""The engine end to end on a real store: what it answers does not depend on how it gets there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import SMALL, small_engine, tokens
+
+from ckv_jax import ContextOverflow, Request
+from ckv_jax.storage.errors import StoreError
+
+SYSTEMS = ["contiguous-kv", "ckv"]
+
+
+def scale_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference, as a share of the logits' scale."""
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("length", [256, 250, 16, 7, 1])
+def test_full_budget_equals_recompute(tmp_path: Path, system: str, length: int) -> None:
+    with small_engine(tmp_path, system=system) as engine:
+        request = Request(prefix=engine.ingest(tokens(length)), suffix=tokens(9, 1), budget=1.0)
+        (result,) = engine.reprefill([request])
+        expected = engine.recompute(request)
+    assert scale_error(result.logits, expected.logits) < 1e-4
+    assert result.token_id == expected.token_id
+    assert result.trace.attention_mass == pytest.approx(1.0, abs=1e-5)
+    assert result.trace.bytes["ssd"] > 0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_full_budget_over_many_segments(tmp_path: Path, system: str) -> None:
+    text = tokens(300)
+    with small_engine(tmp_path, system=system) as engine:
+        for length in (40, 96, 201, 300):
+            prefix = engine.ingest(text[:length])
+        assert len(prefix.spans) > 1
+        request = Request(prefix=prefix, suffix=tokens(5, 1), budget=1.0)
+        (result,) = engine.reprefill([request])
+        assert scale_error(result.logits, engine.recompute(request).logits) < 1e-4
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_partly_stored_prefix_is_completed_by_computing(tmp_path: Path, system: str) -> None:
+    text = tokens(200)
+    with small_engine(tmp_path, system=system) as engine:
+        engine.ingest(text[:100])
+        request = Request(prefix=text.tolist(), suffix=[5], budget=1.0)
+        (result,) = engine.reprefill([request])
+        assert scale_error(result.logits, engine.recompute(request).logits) < 1e-4
+        assert result.trace.bytes["ssd"] > 0
+
+
+def test_nothing_stored_is_a_recompute(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        request = Request(prefix=tokens(40).tolist(), suffix=[5])
+        (result,) = engine.reprefill([request])
+        np.testing.assert_array_equal(result.logits, engine.recompute(request).logits)
+        assert result.trace.bytes["ssd"] == 0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_small_budget_reads_less_and_says_what_it_covers(tmp_path: Path, system: str) -> None:
+    with small_engine(tmp_path, system=system, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        prefix = engine.ingest(tokens(640))
+        full, tenth = (
+            engine.reprefill([Request(prefix=prefix, suffix=tokens(8, 1), budget=budget)])[0]
+            for budget in (1.0, 0.1)
+        )
+    packs = engine.layout.pack_bytes
+    assert tenth.trace.chunks == {"selected": 4 * engine.periods, "total": 40 * engine.periods}
+    assert 0 < tenth.trace.attention_mass < 1
+    assert tenth.trace.bytes["ssd"] < full.trace.bytes["ssd"] / 2
+    assert full.trace.bytes["ssd"] >= 40 * engine.layout.groups * packs
+
+
+def test_batch_equals_one_by_one(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv") as engine:
+        prefixes = [engine.ingest(tokens(300)), engine.ingest(tokens(130, 7))]
+        requests = [
+            Request(prefix=prefixes[i % 2], suffix=tokens(3 + i, 10 + i), budget=(0.1, 0.5)[i // 3])
+            for i in range(6)
+        ]
+        together = engine.reprefill(requests)
+        alone = [engine.reprefill([request])[0] for request in requests]
+    for batched, single in zip(together, alone, strict=True):
+        assert batched.request is single.request
+        assert scale_error(batched.logits, single.logits) < 1e-4
+
+
+def test_ids_and_handles_name_the_same_prefix(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(64))
+        by_handle, by_id = engine.reprefill(
+            [Request(prefix=prefix, suffix=[1]), Request(prefix=prefix.id, suffix=[1])]
+        )
+    np.testing.assert_array_equal(by_handle.logits, by_id.logits)
+
+
+def test_ingest_twice_stores_once(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        first = engine.ingest(tokens(100))
+        size = engine.store.usage()
+        again = engine.ingest(tokens(100))
+        assert again == first
+        assert engine.store.usage() == size
+
+
+def test_scores_survive_a_restart(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(256))
+        engine.reprefill([Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)])
+    with small_engine(tmp_path) as engine:
+        scores = engine.store.load_scores(prefix.spans[0].segment_id)
+        assert scores is not None
+        importance, frequency = scores
+        assert frequency.sum() == 4 * engine.layout.groups
+        assert ((importance > 0) == (frequency > 0)).all()
+
+
+def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(64))
+        with pytest.raises(ValueError, match="empty text"):
+            engine.ingest([])
+        with pytest.raises(ValueError, match="no tokenizer"):
+            engine.ingest("text")
+        with pytest.raises(ValueError, match="empty suffix"):
+            Request(prefix=prefix, suffix=[])
+        with pytest.raises(ValueError, match="budget=1.5"):
+            Request(prefix=prefix, suffix=[1], budget=1.5)
+        with pytest.raises(ValueError, match="token ids"):
+            engine.reprefill([Request(prefix=prefix, suffix=[SMALL.vocab_size])])
+        with pytest.raises(ContextOverflow, match="2048"):
+            engine.ingest(tokens(3000))
+        with pytest.raises(ContextOverflow, match="64 prefix and 2000 suffix"):
+            engine.reprefill([Request(prefix=prefix, suffix=tokens(2000))])
+        with pytest.raises(StoreError, match=prefix.id[:8]):
+            engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])
+
+
+def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(64))
+    with small_engine(tmp_path, seed=1) as other:
+        with pytest.raises(StoreError, match="weights"):
+            other.reprefill([Request(prefix=prefix.id, suffix=[1])])
+        (result,) = other.reprefill([Request(prefix=tokens(64).tolist(), suffix=[1])])
+        assert result.trace.bytes["ssd"] == 0
