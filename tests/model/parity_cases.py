@@ -1,0 +1,106 @@
+"""The small models on which parity with transformers is shown, and their seeded weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ckv_jax.model.config import ModelConfig, RopeScaling
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.weights import random_model
+
+TOKENS = 40  # longer than the scaled cases' original context, so that YaRN is at work
+GREEDY_PROMPT, GREEDY_TOKENS = 12, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCase:
+    """One configuration and the dtype in which both sides compute it."""
+
+    name: str
+    config: ModelConfig
+    dtype: str = "float32"
+
+
+def _config(**changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "vocab_size": 160,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+    }
+    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+_YARN = RopeScaling(factor=4.0, original_max_position_embeddings=16)
+_YARN_FULL = RopeScaling(
+    factor=8.0,
+    original_max_position_embeddings=32,
+    beta_fast=16.0,
+    beta_slow=2.0,
+    mscale=0.8,
+    mscale_all_dim=0.6,
+    truncate=False,
+)
+
+CASES = {
+    case.name: case
+    for case in (
+        ParityCase(name="gqa", config=_config()),
+        ParityCase(name="tied", config=_config(tie_word_embeddings=True, rope_theta=1e4)),
+        ParityCase(name="multihead", config=_config(num_kv_heads=4, num_layers=2)),
+        ParityCase(name="one_kv_head", config=_config(num_heads=7, num_kv_heads=1)),
+        ParityCase(name="yarn", config=_config(rope_scaling=_YARN)),
+        ParityCase(name="yarn_full", config=_config(rope_scaling=_YARN_FULL, rms_norm_eps=1e-5)),
+        ParityCase(name="wide_heads", config=_config(head_dim=32, intermediate_size=48)),
+        ParityCase(name="deep", config=_config(num_layers=12, hidden_size=48)),
+        ParityCase(name="bf16", config=_config(), dtype="bfloat16"),
+        ParityCase(
+            name="bf16_yarn_tied",
+            config=_config(rope_scaling=_YARN, tie_word_embeddings=True, num_layers=4),
+            dtype="bfloat16",
+        ),
+    )
+}
+
+
+def parity_model(case: ParityCase) -> Qwen2:
+    """Random weights, four times HF's scale, so that attention is far from uniform.
+
+    Biases and norms are random too: at their initial values they would hide mistakes.
+    """
+    model = random_model(case.config, dtype=case.dtype, seed=7)
+    rng = np.random.default_rng(3)
+
+    def stir(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim == 2:
+            return leaf * jnp.asarray(4, leaf.dtype)
+        noise = rng.normal(0.0, 0.3, leaf.shape).astype(np.float32)
+        return (leaf.astype(jnp.float32) + noise).astype(leaf.dtype)
+
+    nnx.update(model, jax.tree.map(stir, nnx.state(model)))
+    return model
+
+
+def prompt(case: ParityCase) -> np.ndarray:
+    """Seeded token ids, int32 `[2, TOKENS]`."""
+    rng = np.random.default_rng(11)
+    return rng.integers(0, case.config.vocab_size, (2, TOKENS)).astype(np.int32)
+
+
+def greedy(model: Qwen2, tokens: np.ndarray) -> np.ndarray:
+    """`GREEDY_TOKENS` greedy tokens after `tokens` `[1, S]`, by full passes of one shape."""
+    buffer = np.zeros((1, tokens.shape[1] + GREEDY_TOKENS), np.int32)
+    buffer[:, : tokens.shape[1]] = tokens
+    forward = nnx.jit(lambda model, ids: jnp.argmax(model(ids), axis=-1))
+    for position in range(tokens.shape[1], buffer.shape[1]):
+        buffer[0, position] = int(forward(model, jnp.asarray(buffer))[0, position - 1])
+    return buffer[0, tokens.shape[1] :]
