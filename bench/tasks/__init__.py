@@ -1,0 +1,1 @@
+"""Generated, seeded tasks: training batches and held-out ledgers."""

@@ -1,0 +1,98 @@
+"""Batches for training: repeated random tokens, and ledgers with many questions each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ckv_jax.data import words
+from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, Ledger, make_ledger
+
+__all__ = ["LedgerBatch", "Repeats", "ahead", "ledger_batch", "repeats"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Random sequences that repeat with an unknown period; `weights` is 1 on the repeats."""
+
+    tokens: np.ndarray  # int32 [B, S]
+    targets: np.ndarray  # int32 [B, S]: the next token
+    weights: np.ndarray  # float32 [B, S]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerBatch:
+    """B ledgers of T tokens, each with Q questions (families -1 and weight 0 where fewer)."""
+
+    tokens: np.ndarray  # int32 [B, T]
+    questions: np.ndarray  # int32 [B, Q, SUFFIX_TOKENS]
+    lengths: np.ndarray  # int32 [B, Q], at least 1
+    answers: np.ndarray  # int32 [B, Q]
+    families: np.ndarray  # int32 [B, Q]
+    needles: np.ndarray  # int32 [B, Q]
+
+
+def repeats(rng: np.random.Generator, batch: int, tokens: int) -> Repeats:
+    """Every word of the vocabulary takes part, also those that only test documents use."""
+    first = len(words.SPECIALS) + 256
+    body = rng.integers(first, len(words.vocabulary()), (batch, tokens + 1))
+    period = rng.integers(tokens // 4, tokens // 2 + 1, (batch, 1))
+    column = np.arange(tokens + 1)[None, :]
+    body = np.take_along_axis(body, column % period, axis=1).astype(np.int32)
+    weights = (column[:, 1:] > period).astype(np.float32)
+    return Repeats(tokens=body[:, :-1], targets=body[:, 1:], weights=weights)
+
+
+def ledger_batch(
+    rng: np.random.Generator,
+    batch: int,
+    tokens: int,
+    questions: int,
+    *,
+    split: str = "train",
+    families: tuple[str, ...] = FAMILIES,
+    max_density: float = 1.0,
+) -> LedgerBatch:
+    """Ledgers of mixed density, from half of `max_density` upwards."""
+    pages = [
+        make_ledger(
+            rng, tokens, split=split, questions=questions, families=families,
+            density=max_density * rng.uniform(0.5, 1.0),
+        )
+        for _ in range(batch)
+    ]  # fmt: skip
+    return stack(pages, questions)
+
+
+def stack(pages: list[Ledger], questions: int) -> LedgerBatch:
+    """Ledgers of one length as a batch with `questions` rows each."""
+    shape = (len(pages), questions)
+    asked = np.zeros((*shape, SUFFIX_TOKENS), np.int32)
+    lengths, answers, needles = np.ones(shape, np.int32), *np.zeros((2, *shape), np.int32)
+    families = np.full(shape, -1, np.int32)
+    for i, page in enumerate(pages):
+        count = len(page.answers)
+        asked[i, :count], lengths[i, :count] = page.questions, page.lengths
+        answers[i, :count], families[i, :count] = page.answers, page.families
+        needles[i, :count] = page.needles
+    return LedgerBatch(
+        tokens=np.stack([page.tokens for page in pages]), questions=asked, lengths=lengths,
+        answers=answers, families=families, needles=needles,
+    )  # fmt: skip
+
+
+def ahead(make: Callable[[int], T], first: int, depth: int = 2) -> Iterator[T]:
+    """`make(first)`, `make(first + 1)`, … with `depth` of them made in advance by one thread."""
+    with ThreadPoolExecutor(1) as pool:
+        queue = [pool.submit(make, first + i) for i in range(depth)]
+        step = first + depth
+        while True:
+            queue.append(pool.submit(make, step))
+            step += 1
+            yield queue.pop(0).result()

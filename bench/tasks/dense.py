@@ -1,0 +1,149 @@
+"""Dense passes over ledgers: a prefix once, and many questions that do not see each other.
+
+The layers are the project's own; they are stacked so that one `scan` runs (and compiles) all of
+them. Attention is cut into blocks that fit a CPU's cache and is recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+
+__all__ = ["answer_logits", "join", "split", "text_logits"]
+
+Params = dict[str, Any]  # "layers": one layer's state with a leading axis L; "rest": the others
+_BLOCK = 256  # prefix queries scored at once
+
+
+def split(model: Qwen2) -> Params:
+    """A model's parameters with the layers stacked."""
+    layers = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in model.layers]
+    rest = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    rest.pop("layers")
+    return {"layers": jax.tree.map(lambda *a: jnp.stack(a), *layers), "rest": rest}
+
+
+def join(params: Params, config: ModelConfig, *, dtype: str = "bfloat16") -> Qwen2:
+    """The model of stacked parameters, cast to `dtype`."""
+    model = Qwen2.abstract(config, dtype=dtype)
+    state = nnx.state(model, nnx.Param)
+    pure = dict(params["rest"])
+    pure["layers"] = {
+        i: jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        for i in range(config.num_layers)
+    }
+    pure = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), pure)
+    nnx.replace_by_pure_dict(state, pure)
+    nnx.update(model, state)
+    return model
+
+
+def text_logits(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """Next-token logits `[B, S, V]` of plain text."""
+    positions = jnp.arange(tokens.shape[1])[None, :]
+    hidden = _run(params, config, tokens, positions, prefix=tokens.shape[1], suffix=1)
+    return _head(params, config, hidden)
+
+
+def answer_logits(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,  # int32 [B, T]
+    questions: jax.Array,  # int32 [B, Q, S]
+    lengths: jax.Array,  # int32 [B, Q]
+) -> jax.Array:
+    """Logits `[B, Q, V]` after each question, every one asked right after the prefix."""
+    batch, prefix = tokens.shape
+    count, suffix = questions.shape[1:]
+    every = jnp.concatenate([tokens, questions.reshape(batch, -1)], axis=1)
+    asked = jnp.tile(jnp.arange(prefix, prefix + suffix), count)
+    positions = jnp.concatenate([jnp.arange(prefix), asked])[None, :]
+    hidden = _run(params, config, every, positions, prefix=prefix, suffix=suffix)
+    tail = hidden[:, prefix:].reshape(batch, count, suffix, -1)
+    last = jnp.take_along_axis(tail, (lengths - 1)[:, :, None, None], axis=2)[:, :, 0]
+    return _head(params, config, last)
+
+
+def _head(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    rest = params["rest"]
+    mean_square = jnp.mean(hidden * hidden, axis=-1, keepdims=True)
+    normed = hidden * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
+    normed = normed * rest["final_norm"]["weight"][None, None, :]
+    table = rest["embedding"] if config.tie_word_embeddings else rest["head"]
+    return jnp.einsum("bse,ve->bsv", normed, table)
+
+
+def _run(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    prefix: int,
+    suffix: int,
+) -> jax.Array:
+    """Float32 hidden states after the last layer."""
+    one = Qwen2.abstract(
+        ModelConfig(**{n: getattr(config, n) for n in config.__slots__} | {"num_layers": 1})
+    )
+    graph, _ = nnx.split(one.layers[0])
+
+    def step(hidden: jax.Array, state: Any) -> tuple[jax.Array, None]:
+        layer = nnx.merge(graph, nnx.State(state))
+        q, k, v = layer.attention.project(layer.input_norm(hidden), positions)
+        hidden = hidden + layer.attention.output(_attend(q, k, v, prefix, suffix))
+        return hidden + layer.mlp(layer.post_norm(hidden)), None
+
+    hidden = params["rest"]["embedding"][tokens]
+    return jax.lax.scan(step, hidden, params["layers"])[0]
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, prefix: int, suffix: int) -> jax.Array:
+    """`[B, S, H, D]`: prefix tokens causally, then blocks of `suffix` tokens beside each other."""
+
+    @jax.checkpoint
+    def sequence(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q, k, v = (jnp.moveaxis(x, 1, 0) for x in (q, k, v))  # [H, S, D]
+        groups = q.shape[0] // k.shape[0]
+        k, v = (jnp.repeat(x, groups, axis=0) for x in (k, v))
+        q = q * q.shape[-1] ** -0.5
+        parts = []
+        for start in range(0, prefix, _BLOCK):
+            stop = min(start + _BLOCK, prefix)
+            scores = jnp.einsum("hsd,htd->hst", q[:, start:stop], k[:, :stop])
+            seen = np.arange(stop)[None, :] <= np.arange(start, stop)[:, None]
+            scores = jnp.where(seen[None], scores, -1e9)
+            weight, total = _soft(scores, scores.max(-1, keepdims=True))
+            parts.append(jnp.einsum("hst,htd->hsd", weight, v[:, :stop]) / total)
+        if prefix < q.shape[1]:
+            parts.append(_suffixes(q, k, v, prefix, suffix))
+        return jnp.moveaxis(jnp.concatenate(parts, axis=1), 0, 1)
+
+    return jax.lax.map(lambda x: sequence(*x), (q, k, v))
+
+
+def _suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix: int, suffix: int) -> jax.Array:
+    heads, _, dim = q.shape
+    tail = [x[:, prefix:].reshape(heads, -1, suffix, dim) for x in (q, k, v)]
+    own = jnp.einsum("hqsd,hqtd->hqst", tail[0], tail[1])
+    own = jnp.where(np.tri(suffix, dtype=bool)[None, None], own, -1e9).reshape(heads, -1, suffix)
+    far = jnp.einsum("hsd,htd->hst", q[:, prefix:], k[:, :prefix])
+    top = jnp.maximum(far.max(-1, keepdims=True), own.max(-1, keepdims=True))
+    far, total = _soft(far, top)
+    own, more = _soft(own, top)
+    out = jnp.einsum("hst,htd->hsd", far, v[:, :prefix])
+    own = own.reshape(heads, -1, suffix, suffix)
+    out = out + jnp.einsum("hqst,hqtd->hqsd", own, tail[2]).reshape(out.shape)
+    return out / (total + more)
+
+
+def _soft(scores: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weights = jnp.exp(scores - jax.lax.stop_gradient(top))
+    return weights, weights.sum(-1, keepdims=True)
