@@ -56,21 +56,45 @@ class Engine:
         fingerprint: Fingerprint,
         config: EngineConfig | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
+        self._build(Compute(model), tokenizer, store, fingerprint, config or EngineConfig())
+        self._owns_store = True
+
+    def variant(self, config: EngineConfig) -> Engine:
+        """An engine over the same model and store with another configuration.
+
+        It shares the weights and what has been compiled for them, so that systems can be compared
+        side by side. The store closes with the first engine. `dtype` must stay.
+        """
+        if config.dtype != self.config.dtype:
+            raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
+        other = Engine.__new__(Engine)
+        other._build(self._compute, self.tokenizer, self.store, self.fingerprint, config)
+        other._owns_store = False
+        return other
+
+    def _build(
+        self,
+        compute: Compute,
+        tokenizer: Tokenizer | None,
+        store: ChunkStore,
+        fingerprint: Fingerprint,
+        config: EngineConfig,
+    ) -> None:
+        self.config = config
         self.tokenizer = tokenizer
         self.store = store
         self.fingerprint = fingerprint
-        self.model_config = model.config
+        self.model_config = model = compute.config
         system = self.config.system
         self.system: SystemConfig = system_named(system) if isinstance(system, str) else system
         self.layout = self.system.layout(
-            num_layers=model.config.num_layers,
-            num_kv_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
             dtype=self.config.dtype,
         )
-        self._compute = Compute(model)
-        self._plan = Plan.of(model.config.num_layers, self.system)
+        self._compute = compute
+        self._plan = Plan.of(model.num_layers, self.system)
         self._memory = Memory(self.layout, self.config, self.system)
         self._views = Views(store, self._memory.tiers, digest_bytes=self.config.digest_bytes)
         self._prefill = DensePrefill(self._compute, block=self.config.prefill_block)
@@ -121,7 +145,8 @@ class Engine:
             try:
                 self._views.save_scores()
             finally:
-                self.store.close()
+                if self._owns_store:
+                    self.store.close()
 
     def encode(self, text: str | Sequence[int] | np.ndarray) -> Tokens:
         """Token ids int32 [n] of a text; ids are checked and passed through."""

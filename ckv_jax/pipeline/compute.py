@@ -182,7 +182,8 @@ def _head_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., tuple[Arra
 def _select_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[Array, ...]]:
     def choose(
         state: LayerState, hidden: Array, start: Array, q_lengths: Array, probe: Probe,
-        num_tokens: Array, num_chunks: Array, limits: Array, *, n: int, window: int | None, chunk_tokens: int,
+        num_tokens: Array, num_chunks: Array, limits: Array, *, n: int, window: int | None,
+        chunk_tokens: int,
     ) -> tuple[Array, ...]:  # fmt: skip
         layer = layer_of(state)
         batch, length, _ = hidden.shape

@@ -1,4 +1,4 @@
-"""Which layers run together: periods that share a selection, subperiods that share a call (§4.3)."""
+"""Which layers run together: periods that share a selection, subperiods that share a call."""
 
 from __future__ import annotations
 

@@ -71,10 +71,12 @@ class PackSource:
         """Starts reading those of `chunks` that are neither cached nor in flight."""
         state = self._groups.setdefault(group, _Group())
         wanted = set(chunks.tolist())
+        already = 0
         for job in state.jobs:
-            if not job.demanded and not wanted.isdisjoint(job.chunks.tolist()):
+            useful = len(wanted.intersection(job.chunks.tolist()))
+            if useful and not job.demanded:
+                already += useful if job.block is not None else 0  # None: speculation was refused
                 self._prefetcher.promote(job)
-        already = len(wanted & state.flying)
         missing = self._locate(group, state, chunks)
         self._trace.count("demanded", already + len(missing))
         self._trace.count("covered", already)
@@ -107,7 +109,7 @@ class PackSource:
 
     def finish(self) -> None:
         """Cancels what is queued, admits what was read to the cache, and unpins. Idempotent."""
-        self._prefetcher.cancel(self._owner)
+        self._prefetcher.cancel(self._owner, wait=True)
         for state in self._groups.values():
             for job in state.jobs:
                 self._count_waste(state, job)
