@@ -1,11 +1,30 @@
 """The word lists of the reference ledger, and the vocabulary that numbers them.
 
-Names and topics are split by position: the first part is for training, the rest for tests only.
+Names and topics are split by position: every fourth is for tests only, the rest for training.
 """
-from __future__ import annotations __all__ = [ "ATTRIBUTES", "FILLERS", "LABELS", "NAMES",
-"PREAMBLES", "SPECIALS", "STATES", "TOPICS", "TEST_NAMES", "TEST_TOPICS", "VALUES", "WORD_IDS",
-"vocabulary", ] # fmt: skip SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>") _NAMES =
-""" anna boris clara david elena frank greta henry irene james karen louis maria nadia oscar paula
+
+from __future__ import annotations
+
+__all__ = [
+    "ATTRIBUTES",
+    "FILLERS",
+    "LABELS",
+    "NAMES",
+    "PREAMBLES",
+    "SPECIALS",
+    "STATES",
+    "TEST_NAMES",
+    "TEST_TOPICS",
+    "TOPICS",
+    "VALUES",
+    "WORD_IDS",
+    "vocabulary",
+]
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+_NAMES = """
+anna boris clara david elena frank greta henry irene james karen louis maria nadia oscar paula
 quentin rosa simon tessa ulrich vera walter xenia yusuf zelda abel beth cyrus dora emil fiona
 gilbert hanna igor julia kevin laura martin nina otto petra ralph sara tomas ursula victor wanda
 xavier yara zeno adele bruno cecil delia edgar flora george helga isaac joanna klaus linda miguel
@@ -92,13 +111,13 @@ read text
 """.split()
 
 
-def _split(words: list[str], train: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split(words: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     unique = list(dict.fromkeys(words))
-    return tuple(unique[0::4] + unique[1::4] + unique[2::4])[:train], tuple(unique[3::4])
+    return tuple(unique[0::4] + unique[1::4] + unique[2::4]), tuple(unique[3::4])
 
 
-NAMES, TEST_NAMES = _split(_NAMES, 400)
-TOPICS, TEST_TOPICS = _split(_TOPICS, 150)
+NAMES, TEST_NAMES = _split(_NAMES)
+TOPICS, TEST_TOPICS = _split(_TOPICS)
 VALUES = tuple(dict.fromkeys(_VALUES))
 LABELS = ("science", "arts", "sport", "kitchen", "sky", "money", "health", "travel")
 STATES = ("open", "shut", "broken", "lost")
