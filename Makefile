@@ -50,14 +50,14 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax and what it needs into $(VENV) (minutes, the first time)"
-	@$(PIP) install --quiet -e .
+	@$(PIP) install -qq -e .
 	@touch $@
 
 $(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax with its test tools into $(VENV) (minutes, the first time)"
-	@$(PIP) install --quiet -e '.[test]' $(TORCH)
+	@$(PIP) install -qq -e '.[test]' $(TORCH)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.documented: pyproject.toml | $(VENV)/bin/python
-	@$(PIP) install --quiet -e '.[docs]'
+	@$(PIP) install -qq -e '.[docs]'
 	@touch $(VENV)/.installed $@

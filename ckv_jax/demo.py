@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median_low
@@ -13,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from ckv_jax.answer import answer_json
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.handbook import QUESTION, handbook
-from ckv_jax.engine import Engine, Request, Result
+from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.engine import Engine
+from ckv_jax.request import Request, Result
+from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["BUDGETS", "Demo", "Report", "cache_folder", "kl_divergence", "random_checkpoint"]
+__all__ = ["BUDGETS", "Demo", "Report", "cache_folder", "kl_divergence"]
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
@@ -44,14 +46,26 @@ class Demo:
     """Questions that are also answered by the dense prefill."""
 
     @classmethod
-    def random(cls, cache: Path, *, text: str | None = None, question: str | None = None) -> Demo:
-        """The demo with random weights: times and bytes are real, the answers are noise."""
+    def prepare(cls, cache: Path, *, text: str | None = None, question: str | None = None) -> Demo:
+        """The demo for a text (None: the packaged one); the checkpoint is made once, in `cache`."""
         return cls(
             checkpoint=random_checkpoint(cache / _RECIPE),
             trained=False,
             text=handbook() if text is None else text,
             questions=((question or QUESTION, None),),
             runs=5,
+        )
+
+    @property
+    def headline(self) -> str:
+        """What the weights are, said plainly."""
+        if self.trained:
+            return (
+                f"Checkpoint {self.checkpoint.name}: small, and trained to answer such questions."
+            )
+        return (
+            "The weights are random, because no trained checkpoint ships yet: times and bytes "
+            "are real, the answers are noise."
         )
 
     def run(
@@ -96,7 +110,7 @@ class Demo:
                     for question, _ in self.questions
                     for _ in range(self.runs)
                 ]
-                rows.append(self._row(results, dense))
+                rows.append(self._row(engine, prefix, results, dense))
             return Report(
                 rows=tuple(rows),
                 recompute_ttft_ms=median_low([result.trace.ttft_ms for result in dense]),
@@ -106,10 +120,19 @@ class Demo:
                 trained=self.trained,
             )
 
-    def _row(self, results: Sequence[Result], dense: Sequence[Result]) -> dict[str, Any]:
+    def _row(
+        self, engine: Engine, prefix: Prefix, results: Sequence[Result], dense: Sequence[Result]
+    ) -> dict[str, Any]:
         """The run of median time, with quality over all questions."""
-        slowness = [result.trace.ttft_ms for result in results]
-        row = result_object(results[slowness.index(median_low(slowness))], self.checkpoint.name)
+        times = [result.trace.ttft_ms for result in results]
+        median = times.index(median_low(times))
+        row = answer_json(
+            results[median],
+            engine,
+            prefix,
+            model=self.checkpoint.name,
+            question=self.questions[median // self.runs][0],
+        )
         firsts = results[:: self.runs]
         pairs = list(zip(firsts, dense, strict=False))
         row["kl_to_recompute"] = fmean(

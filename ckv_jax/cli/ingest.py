@@ -43,8 +43,8 @@ def ingest(
         engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:
         start = time.perf_counter()
-        with terminal.progress("tokens") as report:
-            prefix = engine.ingest(text, progress=report)
+        with terminal.progress() as bar:
+            prefix = engine.ingest(text, progress=bar("tokens"))
         seconds = time.perf_counter() - start
         stored = engine.store.usage()
     if json:

@@ -66,8 +66,11 @@ class Terminal:
         self.err.print(f"ckv: {text}", markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, label: str) -> Iterator[Reporter]:
-        """A bar on stderr, gone when done; silent where stderr is not a terminal."""
+    def progress(self) -> Iterator[Callable[[str], Reporter]]:
+        """Bars on stderr, gone when done; silent where stderr is not a terminal.
+
+        Yields `bar(label)`, which makes a reporter; its bar shows from its first report on.
+        """
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -77,9 +80,15 @@ class Terminal:
         )
         with Progress(
             *columns, console=self.err, transient=True, disable=not self.err.is_terminal
-        ) as bar:
-            task = bar.add_task(label, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        ) as bars:
+
+            def bar(label: str) -> Reporter:
+                task = bars.add_task(label, total=None, visible=False)
+                return lambda done, total: bars.update(
+                    task, completed=done, total=total, visible=True
+                )
+
+            yield bar
 
     @contextmanager
     def status(self, label: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from ckv_jax.data.handbook import handbook
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import random_model, save_pretrained
 
-__all__ = ["random_checkpoint"]
+__all__ = ["random_checkpoint", "save_tokenizer"]
 
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -42,7 +42,7 @@ def random_checkpoint(
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        size = _save_tokenizer(building, vocab_size)
+        size = save_tokenizer(building, vocab_size)
         config = ModelConfig(
             vocab_size=size,
             hidden_size=hidden_size,
@@ -65,8 +65,8 @@ def random_checkpoint(
     return folder
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> int:
-    """Train and save a tokenizer of at most `vocab_size` tokens; returns how many it has."""
+def save_tokenizer(folder: Path, vocab_size: int) -> int:
+    """Save a byte-level BPE of at most `vocab_size` tokens to `folder`; returns how many it has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast  # slow to import
 

@@ -1,0 +1,95 @@
+"""`ckv batch`: many questions from a file, resumable."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
+from ckv_jax.cli.output import Terminal
+
+__all__ = ["batch"]
+
+
+def batch(
+    checkpoint: Checkpoint,
+    requests: Annotated[
+        Path,
+        typer.Argument(
+            metavar="REQUESTS.jsonl",
+            help="One JSON object a line: question (text or token ids); optionally id, prefix, "
+            "budget, max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids.",
+        ),
+    ],
+    store: Store,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="RESULTS.jsonl", help="One JSON object a line, as they finish."
+        ),
+    ],
+    prefix: Annotated[
+        str | None,
+        typer.Option("--prefix", metavar="ID", help="The stored text of lines that name none."),
+    ] = None,
+    budget: Budget = None,
+    system: System = "ckv",
+    together: Annotated[
+        int,
+        typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
+    ] = 8,
+    dtype: Dtype = "bfloat16",
+    salt: Salt = "",
+    json: Json = False,
+) -> None:
+    """Answer many questions from a file.
+
+    Questions over one stored text share what they read. If the command is interrupted, run it
+    again: answers that are in the result file already are kept, and it goes on from there. A bad
+    line is reported, skipped, and noted in the result file with its error; the exit code is 1
+    only if there was no answer at all.
+    """
+    terminal = Terminal(as_json=json)
+    with terminal.status("loading JAX and the model"):
+        from ckv_jax.cli.jobs import Job, Results, read_jobs
+        from ckv_jax.cli.serving import Answerer, open_engine
+
+        lines = list(read_jobs(requests, prefix=prefix))
+        engine = open_engine(
+            checkpoint, store, budget=budget, system=system, dtype=dtype, salt=salt
+        )
+    start = time.perf_counter()
+    answered = failed = 0
+    with engine, Results(out) as results, terminal.progress() as bar:
+        report = bar("questions")
+        left = [line for line in lines if (line.line, line.digest) not in results.done]
+        kept = len(lines) - len(left)
+        jobs = [line for line in left if isinstance(line, Job)]
+        faults = [(line, line.error) for line in left if not isinstance(line, Job)]
+        answerer = Answerer(engine, model=checkpoint.name)
+        for first in range(0, len(jobs), together):
+            for job, found in answerer.answer(jobs[first : first + together]):
+                if isinstance(found, str):
+                    faults.append((job, found))
+                else:
+                    results.write({"line": job.line, "digest": job.digest, "id": job.id} | found)
+                    answered += 1
+            report(kept + answered + len(faults), len(lines))
+        for line, error in faults:
+            terminal.warn(f"{requests}, line {line.line}: {error}")
+            results.write({"line": line.line, "digest": line.digest, "id": line.id, "error": error})
+            failed += 1
+    seconds = time.perf_counter() - start
+    summary = {"answered": answered, "kept": kept, "failed": failed, "seconds": seconds}
+    if json:
+        terminal.json(summary)
+    else:
+        terminal.say(
+            f"{answered} answered in {seconds:.1f} s, {kept} kept from before, {failed} failed; "
+            f"results in {out}"
+        )
+    if failed and not answered + kept:
+        raise typer.Exit(1)

@@ -1,0 +1,228 @@
+"""`ckv` as a user runs it: real processes, a checkpoint by transformers, a store on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckv_jax.data.random_checkpoint import save_tokenizer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(60))
+
+
+def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess:
+    """One run of the command line; fails unless it exits with `code` and shows no traceback."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(cache),
+        "NO_COLOR": "1",
+        "COLUMNS": "100",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ckv_jax.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == code, (done.args, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr, done.stderr
+    if code == 1:
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("ckv: ")
+    return done
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and a text, and the store that `ckv ingest` made of them."""
+    home = tmp_path_factory.mktemp("home")
+    checkpoint = home / "checkpoint"
+    vocab = save_tokenizer_in(checkpoint)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(checkpoint)
+    (home / "text.txt").write_text(TEXT)
+    return home
+
+
+def save_tokenizer_in(folder: Path) -> int:
+    folder.mkdir()
+    return save_tokenizer(folder, 512)
+
+
+@pytest.fixture(scope="module")
+def prefix(home: Path) -> dict[str, object]:
+    done = ckv(
+        "ingest",
+        home / "checkpoint",
+        home / "text.txt",
+        "--store",
+        home / "kv",
+        "--json",
+        cache=home,
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_second_process_asks_the_store_of_the_first(home: Path, prefix: dict) -> None:
+    done = ckv(
+        "ask", home / "checkpoint", "What is the lamp of room 7?", "--store", home / "kv",
+        "--prefix", prefix["prefix"], "--budget", "0.25", "--trace", home / "trace.json", "--json",
+        cache=home,
+    )  # fmt: skip
+    answer = json.loads(done.stdout)
+    assert {
+        "system", "model", "budget", "prefix_tokens", "suffix_tokens", "token_id", "text",
+        "ttft_ms", "breakdown_ms", "bytes", "chunks", "attention_mass",
+    } <= answer.keys()  # fmt: skip
+    assert answer["breakdown_ms"].keys() == {
+        "probe_io", "select", "critical_io_wait", "compute", "other"
+    }  # fmt: skip
+    assert answer["bytes"].keys() == {"ssd", "host", "device"}
+    assert answer["prefix_tokens"] == prefix["tokens"]
+    assert answer["bytes"]["ssd"] > 0
+    assert 0.2 < answer["chunks"]["selected"] / answer["chunks"]["total"] < 0.35
+    assert sum(answer["breakdown_ms"].values()) == pytest.approx(answer["ttft_ms"], abs=0.5)
+    assert json.loads((home / "trace.json").read_text())["traceEvents"]
+
+
+def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict) -> None:
+    done = ckv(
+        "ask", home / "checkpoint", "What is it?", "--store", home / "kv",
+        "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4, cache=home,
+    )  # fmt: skip
+    for word in ("critical_io_wait", "compute", "ttft", "took part"):
+        assert word in done.stdout
+
+
+def test_ingesting_again_stores_nothing_new(home: Path, prefix: dict) -> None:
+    done = ckv(
+        "ingest", home / "checkpoint", "-", "--store", home / "kv", "--json",
+        cache=home, stdin=TEXT,
+    )  # fmt: skip
+    again = json.loads(done.stdout)
+    assert again["prefix"] == prefix["prefix"]
+    assert again["store_bytes"] == prefix["store_bytes"]
+
+
+def test_help_is_there_for_every_command(tmp_path: Path) -> None:
+    overview = ckv("--help", cache=tmp_path).stdout
+    for command in ("demo", "ingest", "ask", "batch", "inspect", "verify", "prune", "pin"):
+        assert command in overview
+        assert "--json" in ckv(command, "--help", cache=tmp_path).stdout
+    assert ckv("--version", cache=tmp_path).stdout.startswith("ckv ")
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
+    assert "--store" in ckv("ingest", "a", "b", cache=tmp_path, code=2).stderr
+    ckv("no-such-command", cache=tmp_path, code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["ingest", "{home}/nowhere", "{home}/text.txt"], "nowhere"),
+        (["ingest", "{home}/empty", "{home}/text.txt"], "not a checkpoint"),
+        (["ingest", "{home}/no-tokenizer", "{home}/text.txt"], "tokenizer missing"),
+        (["ingest", "{home}/misfit", "{home}/text.txt"], "do not fit"),
+        (["ingest", "{home}/checkpoint", "{home}/nothing.txt"], "nothing.txt"),
+        (["ingest", "{home}/checkpoint", "{home}/empty.txt"], "empty"),
+        (["ingest", "{home}/checkpoint", "{home}/binary.txt"], "UTF-8"),
+        (["ingest", "{home}/checkpoint", "{home}/long.txt"], "context"),
+        (["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "magic"], "contiguous-kv"),
+        (["ask", "{home}/checkpoint", "why?", "--budget", "0"], "(0, 1]"),
+        (["ask", "{home}/checkpoint", "why?", "--budget", "1.5"], "(0, 1]"),
+        (["ask", "{home}/checkpoint", " "], "empty"),
+        (["ask", "{home}/checkpoint", "why?", "--prefix", "{wrong}"], "{prefix}"),
+        (["ask", "{home}/checkpoint", "why?", "--dtype", "float32"], "dtype"),
+        (["ask", "{home}/checkpoint", "why?", "--system", "contiguous-kv"], "digest"),
+        (["ask", "{home}/other", "why?"], "weights"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    home: Path, broken: None, prefix: dict, args: list[str], says: str
+) -> None:
+    stored = str(prefix["prefix"])
+    names = {"home": home, "wrong": stored[:-1] + ("0" if stored[-1] != "0" else "1")}
+    names["prefix"] = stored[:12]
+    before = sorted((home / "kv").rglob("*"))
+    done = ckv(*(arg.format(**names) for arg in args), "--store", home / "kv", cache=home, code=1)
+    assert says.format(**names) in done.stderr
+    assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
+
+
+@pytest.fixture(scope="module")
+def broken(home: Path) -> None:
+    """Folders and files that are not what they should be."""
+    checkpoint = home / "checkpoint"
+    (home / "empty").mkdir()
+    shutil.copytree(checkpoint, home / "no-tokenizer")
+    for file in (home / "no-tokenizer").glob("tokenizer*"):
+        file.unlink()
+    shutil.copytree(checkpoint, home / "misfit")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (home / "misfit" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    torch.manual_seed(1)
+    other = transformers.Qwen2ForCausalLM(transformers.Qwen2Config.from_pretrained(checkpoint))
+    other.save_pretrained(home / "other")
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, home / "other")
+    (home / "empty.txt").write_text(" \n")
+    (home / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (home / "long.txt").write_text(TEXT * 8)
+
+
+def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict) -> None:
+    stored = prefix["prefix"]
+    lines = [
+        {"id": "a", "prefix": stored, "question": "What is the lamp of room 1?"},
+        {"id": "b", "question": "What is the lamp of room 2?", "budget": 0.5, "max_tokens": 3},
+        {"id": "b", "question": "twice"},
+        {"id": "c", "question": "why?", "budget": -1},
+        {"id": "d", "prefix": "0" * 64, "question": "why?"},
+        {"id": "e", "question": "why?", "colour": "red"},
+    ]
+    requests, out = home / "requests.jsonl", home / "results.jsonl"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{not json\n\n")
+    command = (
+        "batch", home / "checkpoint", requests, "--store", home / "kv", "--out", out,
+        "--prefix", stored, "--json",
+    )  # fmt: skip
+    first = ckv(*command, cache=home)
+    assert json.loads(first.stdout) | {"seconds": 0} == {
+        "answered": 2, "kept": 0, "failed": 5, "seconds": 0
+    }  # fmt: skip
+    assert first.stderr.count("requests.jsonl, line ") == 5
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {result["id"] for result in results if "error" not in result} == {"a", "b"}
+
+    torn = out.read_bytes().splitlines(keepends=True)[0]
+    out.write_bytes(torn + torn[: len(torn) // 2])  # killed in the middle of its second line
+    second = ckv(*command, cache=home)
+    assert json.loads(second.stdout)["kept"] == 1
+    assert json.loads(second.stdout)["answered"] == 1
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(result["token_id"] for result in again if "error" not in result) == sorted(
+        result["token_id"] for result in results if "error" not in result
+    )

@@ -1,0 +1,55 @@
+"""The demo's parts: the text, the checkpoint made on the spot, the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckv_jax.data.handbook import QUESTION, handbook, night_log
+from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.demo import BUDGETS, Demo, kl_divergence
+from ckv_jax.model.tokenizer import load_tokenizer
+
+
+def test_the_text_is_long_seeded_and_the_same_each_time() -> None:
+    assert 5_000 < len(handbook().split()) < 9_000
+    assert night_log(5) == night_log(5)
+    assert night_log(5, seed=1) != night_log(5, seed=2)
+    assert handbook().endswith("\n")
+    assert "COVERS FIRST" in handbook()
+
+
+def test_a_checkpoint_is_made_once_and_whole(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "made", num_layers=2, hidden_size=64)
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert random_checkpoint(folder, num_layers=2, hidden_size=64) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode(handbook())) == handbook()
+    chat = tokenizer.apply_chat([{"role": "user", "content": QUESTION}])
+    assert chat.endswith("<|im_start|>assistant\n")
+
+
+def test_kl_divergence_is_that_of_the_definition() -> None:
+    p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
+    expected = float(np.sum(p * np.log(p / q)))
+    assert kl_divergence(np.log(p) + 3, np.log(q) - 2) == pytest.approx(expected)
+    assert kl_divergence(np.log(p), np.log(p)) == 0
+
+
+@pytest.mark.slow
+def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
+    made = Demo.prepare(tmp_path, text=handbook(nights=1)[:4000])
+    report = made.run(tmp_path / "store", system="ckv").to_json()
+    assert [row["budget"] for row in report["rows"]] == list(BUDGETS)
+    assert report["recompute_ttft_ms"] > 0
+    assert report["store_bytes"] > 0
+    read = [row["bytes"]["ssd"] for row in report["rows"]]
+    assert read == sorted(read)
+    assert read[0] > 0
+    whole = report["rows"][-1]
+    assert whole["kl_to_recompute"] < 1e-3
+    assert whole["top1_agrees"] == 1
