@@ -1,0 +1,114 @@
+"""The parts that the engine calls on their own agree with the whole model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ckv_jax.model.qwen2 import Layer, causal_attention
+from ckv_jax.model.rope import apply_rope, rope_tables
+from ckv_jax.model.weights import random_model
+from tests.model.small import CONFIG
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
+POSITIONS = jnp.broadcast_to(jnp.arange(12)[None], (2, 12))
+
+
+def test_one_executable_serves_every_layer() -> None:
+    model = random_model(CONFIG, dtype="float32")
+    split = [nnx.split(layer) for layer in model.layers]
+    assert all(graph == split[0][0] for graph, _ in split)
+    traces = 0
+
+    def run(state: nnx.State, hidden: jax.Array) -> jax.Array:
+        nonlocal traces
+        traces += 1
+        layer: Layer = nnx.merge(split[0][0], state)
+        return layer(hidden, POSITIONS)
+
+    run_jit = jax.jit(run)
+    hidden = model.embed(TOKENS)
+    for _, state in split:
+        hidden = run_jit(state, hidden)
+    assert traces == 1
+    np.testing.assert_allclose(model.logits(hidden), model(TOKENS), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shapes_dtypes_and_query(dtype: str) -> None:
+    model = random_model(CONFIG, dtype=dtype)
+    layer = model.layers[0]
+    x = model.embed(TOKENS)
+    q, k, v = layer.attention.project(x, POSITIONS)
+    assert [a.shape for a in (q, k, v)] == [(2, 12, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16)]
+    assert {a.dtype for a in (x, q, k, v, layer.mlp(x))} == {jnp.dtype(dtype)}
+    np.testing.assert_array_equal(layer.attention.query(x, POSITIONS), q)
+    assert layer.attention.output(q).shape == x.shape
+    assert model.logits(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_token_equals_the_same_token_among_many(dtype: str) -> None:
+    model = random_model(CONFIG, dtype=dtype)
+    hidden = model.embed(TOKENS)
+    layer = model.layers[1]
+    alone, among = hidden[:1, 3:4], hidden
+    for part in (model.logits, layer.mlp):
+        got, expected = part(alone)[0, 0], part(among)[0, 3]
+        np.testing.assert_allclose(
+            got.astype("float32"), expected.astype("float32"), atol=1e-6, rtol=1e-2
+        )
+    got = layer.attention.project(alone, POSITIONS[:1, 3:4])[0][0, 0]
+    expected = layer.attention.project(among, POSITIONS)[0][0, 3]
+    np.testing.assert_allclose(
+        got.astype("float32"), expected.astype("float32"), atol=1e-6, rtol=1e-2
+    )
+
+
+def test_attention_in_blocks_equals_attention_at_once() -> None:
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(1, 1100, 4, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, 1100, 2, 8)).astype(np.float32)
+    scores = np.einsum("bskgd,btkd->bkgst", q.reshape(1, 1100, 2, 2, 8), k) / np.sqrt(8)
+    scores = np.where(np.tri(1100, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bkgst,btkd->bskgd", weights, v).reshape(q.shape)
+    got = jax.jit(causal_attention)(q, k, v)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+def test_later_tokens_change_nothing_before_them() -> None:
+    model = random_model(CONFIG, dtype="float32")
+    changed = TOKENS.at[:, 8:].set(5)
+    np.testing.assert_allclose(model(TOKENS)[:, :8], model(changed)[:, :8], atol=1e-6)
+
+
+def test_rotation_keeps_length_and_depends_on_distance_only() -> None:
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(1, 2, 1, 16)), jnp.float32)
+    products = []
+    for start in (0, 1000):
+        positions = jnp.asarray([[start + 7, start + 3]])
+        turned = apply_rope(x, *rope_tables(CONFIG, positions))
+        np.testing.assert_allclose(
+            jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+        )
+        products.append(float(jnp.vdot(turned[0, 0], turned[0, 1])))
+    assert products[0] == pytest.approx(products[1], abs=1e-2)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    model = random_model(CONFIG, dtype="float32")
+
+    def loss(model: nnx.Module) -> jax.Array:
+        logits = jax.nn.log_softmax(model(TOKENS[:, :-1]))
+        picked = jnp.take_along_axis(logits, TOKENS[:, 1:, None], axis=-1)
+        return -jnp.mean(picked)
+
+    grads = nnx.jit(nnx.grad(loss))(model)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert bool(jnp.all(jnp.isfinite(leaf))), path
+        assert float(jnp.max(jnp.abs(leaf))) > 0, path

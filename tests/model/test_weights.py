@@ -1,0 +1,273 @@
+"""Checkpoints in and out: every fault is named, nothing is half-written, memory stays low."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ckv_jax.errors import CheckpointError
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
+from ckv_jax.model.weights import (
+    load_pretrained,
+    random_model,
+    restore_orbax,
+    save_orbax,
+    save_pretrained,
+    weight_files,
+)
+from tests.model.small import CONFIG
+
+Edit = Callable[[dict[str, np.ndarray]], None]
+
+
+def equal(one: Qwen2, two: Qwen2) -> bool:
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(one), nnx.state(two))
+    return jax.tree.all(same)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shard_bytes", [2**30, 10_000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_weights_load_bit_for_bit(
+    dtype: str, shard_bytes: int, tied: bool, tmp_path: Path
+) -> None:
+    config = ModelConfig.from_hf(CONFIG.to_hf() | {"tie_word_embeddings": tied})
+    model = random_model(config, dtype=dtype, seed=3)
+    save_pretrained(model, tmp_path, max_shard_bytes=shard_bytes)
+    assert (len(weight_files(tmp_path)) > 1) == (shard_bytes == 10_000)
+    loaded = load_pretrained(tmp_path, dtype=dtype)
+    assert loaded.config == config
+    assert equal(model, loaded)
+
+
+def test_conversion_rounds_each_weight_once(tmp_path: Path) -> None:
+    model = random_model(CONFIG, dtype="float32")
+    save_pretrained(model, tmp_path)
+    narrow = load_pretrained(tmp_path, dtype="bfloat16")
+    expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), nnx.state(model))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(narrow), expected)
+    )
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_loads_what_transformers_writes(shard_size: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    theirs = Qwen2ForCausalLM(Qwen2Config(**CONFIG.to_hf(dtype="float32"))).eval()
+    theirs.save_pretrained(str(tmp_path), max_shard_size=shard_size)
+    assert (len(weight_files(tmp_path)) > 1) == (shard_size == "20KB")
+    tokens = np.arange(24)[None] % CONFIG.vocab_size
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    got = load_pretrained(tmp_path, dtype="float32")(jax.numpy.asarray(tokens))
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_resaving_leaves_no_stale_shards(tmp_path: Path) -> None:
+    save_pretrained(random_model(CONFIG, seed=1), tmp_path)
+    save_pretrained(random_model(CONFIG, seed=2), tmp_path, max_shard_bytes=20_000)
+    many = weight_files(tmp_path)
+    assert equal(load_pretrained(tmp_path), random_model(CONFIG, seed=2))
+    save_pretrained(random_model(CONFIG, seed=3), tmp_path)
+    assert equal(load_pretrained(tmp_path), random_model(CONFIG, seed=3))
+    assert not any(path.exists() for path in many)
+
+
+def rewrite(path: Path, edit: Edit) -> None:
+    """Change the tensors of a float32 file."""
+    file = SafetensorsFile(path)
+    tensors = {name: file.read(name) for name in file.shapes}
+    edit(tensors)
+    shapes = [(name, data.shape) for name, data in tensors.items()]
+    write_safetensors(path, shapes, np.dtype(np.float32), tensors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"missing tensor 'model\.norm\.weight'"),
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.bias"), r"missing .*layers\.1.*k_proj"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": np.ones(4, np.float32)}),
+            r"unknown tensor 'model\.layers\.0\.self_attn\.q_norm\.weight'",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": np.ones((5, 32), np.float32)}),
+            r"'lm_head\.weight' has shape \(5, 32\), expected \(96, 32\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(edit: Edit, message: str, tmp_path: Path) -> None:
+    save_pretrained(random_model(CONFIG, dtype="float32"), tmp_path)
+    rewrite(tmp_path / "model.safetensors", edit)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_another_models_weights_are_refused(tmp_path: Path) -> None:
+    save_pretrained(random_model(CONFIG), tmp_path)
+    deeper = CONFIG.to_hf() | {"num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(deeper))
+    with pytest.raises(CheckpointError, match=r"do not fit.*layers\.3.*and \d+ more"):
+        load_pretrained(tmp_path)
+
+
+def sharded(folder: Path) -> tuple[Path, dict[str, str]]:
+    save_pretrained(random_model(CONFIG, dtype="float32"), folder, max_shard_bytes=30_000)
+    index = folder / "model.safetensors.index.json"
+    return index, json.loads(index.read_text())["weight_map"]
+
+
+def test_index_and_shards_must_agree(tmp_path: Path) -> None:
+    index, places = sharded(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    def write(weight_map: object) -> None:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+
+    write({key: file for key, file in places.items() if key != name})
+    with pytest.raises(CheckpointError, match=f"unknown tensor '{name}'"):
+        load_pretrained(tmp_path)
+    write(places | {"model.extra": places[name]})
+    with pytest.raises(CheckpointError, match=r"missing tensor 'model\.extra'"):
+        load_pretrained(tmp_path)
+    write(places | {name: "../elsewhere.safetensors"})
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        load_pretrained(tmp_path)
+    write(["not a map"])
+    with pytest.raises(CheckpointError, match="not a safetensors index"):
+        load_pretrained(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_a_duplicate(tmp_path: Path) -> None:
+    _, places = sharded(tmp_path)
+    name = "model.norm.weight"
+    other = next(file for file in places.values() if file != places[name])
+    rewrite(tmp_path / other, lambda t: t.update({name: np.ones(32, np.float32)}))
+    with pytest.raises(CheckpointError, match=f"duplicate tensor '{name}'"):
+        load_pretrained(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    _, places = sharded(tmp_path)
+    gone = places["model.norm.weight"]
+    (tmp_path / gone).unlink()
+    with pytest.raises(CheckpointError, match=gone):
+        load_pretrained(tmp_path)
+
+
+def header(text: str, data: int = 0) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cut short"),
+        (b"not a safetensors file at all", "not a safetensors file"),
+        (header("{nonsense}"), "broken safetensors header"),
+        (header("[1, 2]"), "broken safetensors header"),
+        (header('{"x": {"dtype": "F32", "shape": [2]}}'), "broken safetensors header"),
+        (
+            header('{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 4),
+            "beyond the file's end",
+        ),
+        (
+            header('{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', 8),
+            "does not fill its bytes",
+        ),
+        (
+            header('{"x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}', 2),
+            "F8_E4M3, expected BF16, F16, F32",
+        ),
+        (
+            header(
+                '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+                ' "x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+                8,
+            ),
+            "duplicate tensor 'x'",
+        ),
+    ],
+)
+def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    save_pretrained(random_model(CONFIG), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        weight_files(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        weight_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="convert"):
+        weight_files(tmp_path)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def fail(name: str) -> np.ndarray:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_safetensors(tmp_path / "x", [("a", (2,))], np.dtype(np.float32), fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_host_memory_stays_at_the_largest_parameter(tmp_path: Path) -> None:
+    """Every host allocation of a load, as numpy reports it; device buffers are not counted."""
+    values = CONFIG.to_hf() | {"num_hidden_layers": 12, "hidden_size": 256, "vocab_size": 1024}
+    model = random_model(ModelConfig.from_hf(values | {"intermediate_size": 512}))
+    save_pretrained(model, tmp_path)
+    file_bytes = (tmp_path / "model.safetensors").stat().st_size
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    del model
+    load_pretrained(tmp_path)  # compiles, so that only data is counted below
+    tracemalloc.start()
+    try:
+        load_pretrained(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert file_bytes > 8 * largest
+    assert peak < 3 * largest
+
+
+def test_orbax_gives_back_the_same_model(tmp_path: Path) -> None:
+    model = random_model(CONFIG, seed=5)
+    save_orbax(random_model(CONFIG, seed=4), tmp_path / "c")
+    save_orbax(model, tmp_path / "c")  # replaces the first
+    restored = restore_orbax(tmp_path / "c")
+    assert restored.config == CONFIG
+    assert restored.dtype == model.dtype
+    assert equal(model, restored)
+    assert restore_orbax(tmp_path / "c", dtype="float32").dtype == "float32"
+
+
+def test_orbax_faults_are_named(tmp_path: Path) -> None:
+    save_orbax(random_model(CONFIG), tmp_path)
+    deeper = CONFIG.to_hf() | {"num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(deeper))
+    with pytest.raises(CheckpointError, match="cannot restore"):
+        restore_orbax(tmp_path)
+    save_pretrained(random_model(CONFIG), tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="not an Orbax checkpoint"):
+        restore_orbax(tmp_path / "hf")
+
+
+def test_random_models_follow_their_seed() -> None:
+    assert equal(random_model(CONFIG, seed=1), random_model(CONFIG, seed=1))
+    assert not equal(random_model(CONFIG, seed=1), random_model(CONFIG, seed=2))
