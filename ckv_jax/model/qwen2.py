@@ -184,11 +184,11 @@ def _attend_block(
     batch, _, heads, dim = q.shape
     groups = heads // k.shape[2]
     block = q[:, start:stop].reshape(batch, stop - start, -1, groups, dim)  # [B, R, K, G, D]
-    scores = jnp.einsum("brkgd,btkd->bkgrt", block, k[:, :stop], preferred_element_type=jnp.float32)
+    scores = _einsum("brkgd,btkd->bkgrt", block, k[:, :stop])
     seen = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]  # [R, T]
     scores = jnp.where(seen[None, None, None], scores * dim**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgrt,btkd->brkgd", weights, v[:, :stop], preferred_element_type=jnp.float32)
+    out = _einsum("bkgrt,btkd->brkgd", weights, v[:, :stop])
     return out.reshape(batch, stop - start, heads, dim).astype(q.dtype)
 
 
@@ -201,8 +201,14 @@ def _matmul(
     if lone:  # XLA's 16-bit matrix-vector product on a CPU is 15 times slower than two rows
         x = jnp.broadcast_to(x, (1, 2, x.shape[2]))
     subscripts = "bsi,oi->bso" if transposed else "bsi,io->bso"
-    out = jnp.einsum(subscripts, x, kernel[...], preferred_element_type=jnp.float32)
+    out = _einsum(subscripts, x, kernel[...])
     return out[:, :1] if lone else out
+
+
+def _einsum(subscripts: str, a: Array, b: Array) -> Array:
+    """Accumulated in float32; float32 inputs are multiplied as such, not as TF32 or bfloat16."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, int], dtype: str) -> nnx.Param[Array]:

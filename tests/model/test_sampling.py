@@ -1,0 +1,125 @@
+"""Sampling against a plain numpy reference; batch equals one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckv_jax.model.sampling import SamplingParams, sample, stack_params
+
+VOCAB = 24
+
+
+def allowed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The probability of each token, float64 `[V]`, after temperature, top-k and top-p."""
+    order = np.argsort(-logits, kind="stable")
+    scaled = logits[order].astype(np.float64) / params.temperature
+    if params.top_k:
+        scaled[params.top_k :] = -np.inf
+    share = np.exp(scaled - scaled.max())
+    share /= share.sum()
+    if params.top_p < 1:
+        reached = np.cumsum(share) - share >= params.top_p
+        share[reached & (np.arange(len(share)) > 0)] = 0
+        share /= share.sum()
+    out = np.zeros(len(logits))
+    out[order] = share
+    return out
+
+
+def draw(logits: np.ndarray, params: SamplingParams, steps: np.ndarray) -> np.ndarray:
+    """Tokens of one request at many steps."""
+    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (len(steps), len(logits)))
+    return np.asarray(sample(rows, stack_params([params] * len(steps)), jnp.asarray(steps)))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.5, top_k=5),
+        SamplingParams(temperature=1.5, top_p=0.7),
+        SamplingParams(temperature=1.0, top_k=8, top_p=0.8, seed=2**32 - 1),
+        SamplingParams(temperature=1.0, top_p=1e-6),
+        SamplingParams(temperature=2.0, top_k=1),
+    ],
+)
+def test_frequencies_follow_the_reference(params: SamplingParams) -> None:
+    logits = np.random.default_rng(4).normal(0, 1.5, VOCAB).astype(np.float32)
+    count = 4096
+    tokens = draw(logits, params, np.arange(count, dtype=np.int32))
+    expected = allowed(logits, params)
+    got = np.bincount(tokens, minlength=VOCAB) / count
+    assert not got[expected == 0].any()
+    # five standard deviations of a share drawn `count` times
+    assert (np.abs(got - expected) <= 5 * np.sqrt(expected / count) + 1e-9).all()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[0, [7, 3]] = 2.0
+    logits[1, 23] = 1.0
+    tokens = sample(jnp.asarray(logits), stack_params([SamplingParams()] * 3), jnp.zeros(3, int))
+    assert tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(tokens, [3, 23, 0])
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    top_k=st.integers(0, VOCAB + 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests=st.lists(PARAMS, min_size=4, max_size=4), seed=st.integers(0, 1000))
+def test_a_batch_equals_one_by_one(requests: list[SamplingParams], seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=(4, VOCAB)).astype(np.float32)
+    steps = np.arange(4, dtype=np.int32)
+    batch = sample(jnp.asarray(logits), stack_params(requests), jnp.asarray(steps))
+    for i, params in enumerate(requests):
+        assert int(batch[i]) == int(draw(logits[i], params, steps[i : i + 1])[0])
+        if params.temperature > 0:
+            assert allowed(logits[i], params)[int(batch[i])] > 0
+        else:
+            assert int(batch[i]) == int(np.argmax(logits[i]))
+
+
+def test_seeds_and_steps_differ() -> None:
+    logits = np.zeros(VOCAB, np.float32)
+    steps = np.arange(64, dtype=np.int32)
+    one = draw(logits, SamplingParams(temperature=1.0, seed=1), steps)
+    again = draw(logits, SamplingParams(temperature=1.0, seed=1), steps)
+    other = draw(logits, SamplingParams(temperature=1.0, seed=2), steps)
+    np.testing.assert_array_equal(one, again)
+    assert len(set(one.tolist())) > 10
+    assert (one != other).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "seed="),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"stop_token_ids": (3, -1)}, "stop_token_ids"),
+        ({"stop": ("",)}, "stop="),
+        ({"stop": "end"}, "stop='end'"),
+    ],
+)
+def test_bad_parameters_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**changes)

@@ -1,0 +1,143 @@
+"""Text to ids and back, and text as it streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckv_jax.errors import CheckpointError
+from ckv_jax.model.stream import TextStream
+from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from tests.model.small import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def test_text_comes_back(tokenizer: Tokenizer) -> None:
+    for text in ("the cat sat", "", "  two  spaces , and . dots", "größer 漢字 🙂\n\tend"):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32
+        assert ids.ndim == 1
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer.encode("the cat")) < len("the cat")
+
+
+def test_special_tokens_are_text_only_when_asked(tokenizer: Tokenizer) -> None:
+    end = tokenizer.eos_token_id
+    assert end is not None
+    ids = [*tokenizer.encode("the cat"), end]
+    assert tokenizer.decode(ids) == "the cat<|endoftext|>"
+    assert tokenizer.decode(ids, skip_special=True) == "the cat"
+    assert int(max(ids)) < tokenizer.vocab_size
+
+
+def test_chat_template(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat(messages) == "<user>hello</><assistant>"
+    assert tokenizer.apply_chat(messages, add_generation_prompt=False) == "<user>hello</>"
+    with pytest.raises(ValueError, match="no boss"):
+        tokenizer.apply_chat([{"role": "boss", "content": "hello"}])
+    with pytest.raises(ValueError, match="no messages"):
+        tokenizer.apply_chat([])
+    with pytest.raises(ValueError, match="role and content"):
+        tokenizer.apply_chat([{"role": "user"}])
+
+
+def test_without_a_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat=False)
+    with pytest.raises(CheckpointError, match="no chat template"):
+        load_tokenizer(tmp_path).apply_chat([{"role": "user", "content": "hello"}])
+
+
+def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="tokenizer missing"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_vocabulary_and_merges_are_enough(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    whole = load_tokenizer(tmp_path)
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    parts = load_tokenizer(tmp_path)
+    assert tmp_path / "vocab.json" in tokenizer_files(tmp_path)
+    for text in ("the cat sat on the mat", "größer"):
+        np.testing.assert_array_equal(parts.encode(text), whole.encode(text))
+        assert parts.decode(parts.encode(text)) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_streamed_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(int(token)) for token in ids]
+    pieces.append(stream.finish())
+    assert "".join(pieces) == stream.text == tokenizer.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(alphabet="abc ", max_size=30),
+    stop=st.lists(st.text(alphabet="abc ", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_at_the_first_stop_string(
+    tokenizer: Tokenizer, text: str, stop: list[str]
+) -> None:
+    stream = TextStream(tokenizer, stop=stop)
+    given_out = ""
+    for token in tokenizer.encode(text):
+        given_out += stream.push(int(token))
+        assert not any(one in given_out for one in stop)
+    given_out += stream.finish()
+    ends = [text.find(one) for one in stop if one in text]
+    if not ends:
+        assert given_out == text
+        assert stream.stopped_by is None
+    else:
+        assert stream.stopped_by in stop
+        assert given_out == text[: text.find(stream.stopped_by)]
+        assert not any(one in given_out for one in stop)
+
+
+def test_incomplete_characters_are_held_back(tokenizer: Tokenizer) -> None:
+    ids = [int(token) for token in tokenizer.encode("a🙂")]
+    assert len(ids) > 3  # the emoji is several byte tokens
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids]
+    assert pieces[0] == "a"
+    assert set(pieces[1:-1]) == {""}
+    assert pieces[-1] == "🙂"
+    cut = TextStream(tokenizer)
+    for token in ids[:-1]:
+        cut.push(token)
+    assert cut.finish() == "\ufffd"
+    assert cut.text == tokenizer.decode(ids[:-1])
+
+
+def test_nothing_after_a_stop(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, stop=["cat"])
+    for token in tokenizer.encode("the cat sat"):
+        stream.push(int(token))
+    assert (stream.text, stream.stopped_by) == ("the ", "cat")
+    assert (stream.push(5), stream.finish()) == ("", "")
+    with pytest.raises(ValueError, match="empty stop string"):
+        TextStream(tokenizer, stop=[""])
