@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckv_jax.cache import HostPool, slots_for
+from ckv_jax.cache.pool import PAGE_BYTES, aligned_bytes
+
+SHAPE = (2, 2, 4, 1, 8)
+
+
+def packs(n: int) -> np.ndarray:
+    return np.arange(n * 128).reshape(n, *SHAPE).astype(ml_dtypes.bfloat16)
+
+
+def test_packs_come_back_bit_for_bit() -> None:
+    pool = HostPool(5, SHAPE, ml_dtypes.bfloat16)
+    slots = np.array([4, 1, 2], np.int32)
+    pool.write(slots, packs(3))
+    out = np.empty((2, *SHAPE), ml_dtypes.bfloat16)
+    pool.read(np.array([2, 4], np.int32), out)
+    np.testing.assert_array_equal(out.view(np.uint16), packs(3)[[2, 0]].view(np.uint16))
+
+
+def test_memory_starts_on_a_page_and_counts_its_bytes() -> None:
+    pool = HostPool(3, SHAPE, np.float32)
+    assert pool.packs.ctypes.data % PAGE_BYTES == 0
+    assert pool.pack_bytes == 512 and pool.nbytes == 1536
+    assert aligned_bytes(0).size == 0
+
+
+def test_an_empty_pool_is_fine() -> None:
+    pool = HostPool(0, SHAPE, np.float32)
+    none = np.zeros(0, np.int32)
+    pool.write(none, np.zeros((0, *SHAPE), np.float32))
+    pool.read(none, np.zeros((0, *SHAPE), np.float32))
+    assert pool.nbytes == 0
+
+
+def test_slots_for_rounds_down() -> None:
+    assert slots_for(1000, 300) == 3
+    assert slots_for(0, 300) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: slots_for(-1, 4), "budget of -1"),
+        (lambda: slots_for(4, 0), "packs of 0"),
+        (lambda: HostPool(-1, SHAPE, np.float32), "-1 slots"),
+        (lambda: HostPool(1, (), np.float32), "pack shape"),
+        (lambda: HostPool(1, SHAPE, np.float32).write(np.zeros(1, np.int32), packs(1)), "bfloat16"),
+        (
+            lambda: HostPool(1, SHAPE, np.float32).read(
+                np.array([1], np.int32), np.zeros((1, *SHAPE), np.float32)
+            ),
+            "got slots 1",
+        ),
+        (
+            lambda: HostPool(1, SHAPE, np.float32).read(
+                np.array([0], np.int32), np.zeros((2, *SHAPE), np.float32)
+            ),
+            "got out",
+        ),
+    ],
+)
+def test_misuse_is_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

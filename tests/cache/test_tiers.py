@@ -1,0 +1,234 @@
+"""The contract of `Tiers` between engine and cache, by example."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckv_jax.cache import AttentionGuided, Lru, PoolExhausted, Tiers
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, np.int64)
+
+
+def use(tiers: Tiers, attention: dict[int, float]) -> np.ndarray:
+    """One request over these pages, from lookup to admit; returns the slots it used."""
+    pages = ids(*attention)
+    device, host = tiers.lookup(pages)
+    cached = pages[(device >= 0) | (host >= 0)]
+    tiers.pin(cached)
+    slots = device.copy()
+    slots[device < 0] = tiers.take(int((device < 0).sum()))
+    tiers.record(pages, np.array(list(attention.values())))
+    tiers.unpin(cached)
+    tiers.admit(pages, slots)
+    return slots
+
+
+def test_fresh_packs_are_cached_by_relabelling_their_work_slots() -> None:
+    tiers = Tiers(2, 2, 2, AttentionGuided())
+    tiers.register(8)
+    slots = tiers.take(2)
+    tiers.record(ids(3, 4), np.array([0.5, 0.25]))
+    moves = tiers.admit(ids(3, 4), slots)
+    assert moves.kept.tolist() == [True, True]
+    assert len(moves.demote) == len(moves.freed) == len(moves.dropped) == 0
+    device, host = tiers.lookup(ids(3, 4, 5))
+    assert device.tolist() == [*slots.tolist(), -1]
+    assert host.tolist() == [-1, -1, -1]
+    assert tiers.free_slots == 2, "the work slots are there for the next request"
+
+
+def test_a_better_fresh_page_pushes_the_lowest_down_to_the_host() -> None:
+    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers.register(8)
+    (old,) = use(tiers, {0: 0.5}).tolist()
+    new = tiers.take(1)
+    tiers.record(ids(1), np.array([0.75]))
+    moves = tiers.admit(ids(1), new)
+    assert moves.kept.tolist() == [True]
+    assert moves.demote_pages.tolist() == [0]
+    assert moves.demote.tolist() == [[old, tiers.lookup(ids(0))[1][0]]]
+    assert moves.freed.tolist() == [old]
+    assert tiers.lookup(ids(0, 1))[0].tolist() == [-1, new[0]]
+
+
+def test_a_fresh_page_worth_only_the_host_is_copied_down_from_its_work_slot() -> None:
+    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers.register(8)
+    use(tiers, {0: 0.5})
+    slot = tiers.take(1)
+    tiers.record(ids(1), np.array([0.25]))
+    moves = tiers.admit(ids(1), slot)
+    assert moves.kept.tolist() == [False]
+    assert moves.demote.tolist() == [[slot[0], 0]]
+    assert moves.freed.tolist() == slot.tolist()
+    assert tiers.lookup(ids(1))[1].tolist() == [0]
+
+
+def test_a_fresh_page_worth_nothing_is_freed_but_its_score_is_kept() -> None:
+    tiers = Tiers(1, 1, 1, AttentionGuided())
+    base = tiers.register(8)
+    use(tiers, {0: 0.5})
+    use(tiers, {1: 0.25})
+    slot = tiers.take(1)
+    tiers.record(ids(2), np.array([0.125]))
+    moves = tiers.admit(ids(2), slot)
+    assert moves.freed.tolist() == slot.tolist()
+    assert not moves.kept.any() and not len(moves.demote) and not len(moves.dropped)
+    importance, frequency = tiers.scores(base, 8)
+    assert importance.dtype == np.float32 and frequency.dtype == np.uint32
+    assert importance[:3].tolist() == [0.5, 0.25, 0.125]
+    assert frequency[:3].tolist() == [1, 1, 1]
+
+
+def test_a_host_hit_is_promoted_once_it_beats_the_lowest_on_the_device() -> None:
+    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers.register(8)
+    (first,) = use(tiers, {0: 0.5}).tolist()
+    use(tiers, {1: 0.25})
+    work = tiers.take(1)  # page 1 is copied here from its host slot
+    tiers.record(ids(1), np.array([0.25]))  # I x F = 0.5 x 2
+    moves = tiers.admit(ids(1), work)
+    assert moves.kept.tolist() == [True]
+    assert moves.demote.tolist() == [[first, 0]], "into the host slot that page 1 has left"
+    assert tiers.lookup(ids(0, 1))[0].tolist() == [-1, work[0]]
+    assert tiers.lookup(ids(0, 1))[1].tolist() == [0, -1]
+    assert tiers.stats.promotions == 1
+
+
+def test_a_host_hit_that_is_not_better_stays_in_the_host_tier() -> None:
+    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers.register(8)
+    use(tiers, {0: 4.0})
+    use(tiers, {1: 0.25})
+    work = tiers.take(1)
+    tiers.record(ids(1), np.array([0.25]))
+    moves = tiers.admit(ids(1), work)
+    assert moves.freed.tolist() == work.tolist()
+    assert tiers.lookup(ids(1))[1].tolist() == [0]
+    assert not len(moves.demote)
+
+
+def test_pages_pinned_by_another_request_do_not_move() -> None:
+    tiers = Tiers(1, 1, 2, AttentionGuided())
+    tiers.register(8)
+    use(tiers, {0: 0.5})
+    use(tiers, {1: 0.25})
+    tiers.pin(ids(0, 1))
+    slots = tiers.take(2)
+    tiers.record(ids(2, 1), np.array([9.0, 9.0]))
+    moves = tiers.admit(ids(2, 1), slots)
+    assert not moves.kept.any()
+    assert sorted(moves.freed.tolist()) == sorted(slots.tolist())
+    assert tiers.lookup(ids(0))[0][0] >= 0
+    assert tiers.lookup(ids(1))[1][0] >= 0
+    tiers.unpin(ids(0, 1))
+    slots = tiers.take(1)
+    assert tiers.admit(ids(2), slots).kept.tolist() == [True]
+
+
+def test_a_second_copy_of_a_cached_page_is_freed() -> None:
+    tiers = Tiers(2, 0, 2, AttentionGuided())
+    tiers.register(4)
+    slots = tiers.take(2)
+    tiers.record(ids(0), np.array([1.0]))
+    assert tiers.admit(ids(0), slots[:1]).kept.tolist() == [True]
+    moves = tiers.admit(ids(0), slots[1:])
+    assert moves.kept.tolist() == [False]
+    assert moves.freed.tolist() == slots[1:].tolist()
+
+
+def test_an_equal_score_does_not_displace() -> None:
+    tiers = Tiers(1, 0, 1, AttentionGuided())
+    tiers.register(4)
+    use(tiers, {2: 0.5})
+    use(tiers, {1: 0.5})
+    assert (tiers.lookup(ids(1, 2))[0] >= 0).tolist() == [False, True]
+
+
+def test_of_equal_scores_the_higher_page_leaves_first() -> None:
+    tiers = Tiers(2, 0, 2, Lru())
+    tiers.register(8)
+    use(tiers, {4: 0.0, 2: 0.0})
+    use(tiers, {7: 0.0})
+    assert (tiers.lookup(ids(2, 4, 7))[0] >= 0).tolist() == [True, False, True]
+
+
+def test_a_restart_goes_on_with_persisted_scores() -> None:
+    tiers = Tiers(1, 1, 1, AttentionGuided())
+    base = tiers.register(4)
+    use(tiers, {1: 0.5})
+    use(tiers, {1: 0.25})
+    importance, frequency = tiers.scores(base, 4)
+    again = Tiers(1, 1, 1, AttentionGuided())
+    base = again.register(4, importance.reshape(2, 2), frequency.reshape(2, 2))
+    assert again.scores(base, 4)[0].tolist() == [0.0, 0.75, 0.0, 0.0]
+    use(again, {2: 0.7})
+    use(again, {1: 0.0})  # 0.75 x 3 beats 0.7 x 1
+    assert again.lookup(ids(1))[0][0] >= 0
+
+
+def test_hits_are_counted_by_tier() -> None:
+    tiers = Tiers(1, 1, 2, AttentionGuided())
+    tiers.register(4)
+    use(tiers, {0: 2.0, 1: 1.0})
+    use(tiers, {0: 2.0, 1: 0.0, 2: 0.0})
+    stats = tiers.stats
+    assert (stats.device_hits, stats.host_hits, stats.misses) == (1, 1, 3)
+    assert stats.demotions == 1 and stats.dropped == 0
+
+
+def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
+    tiers = Tiers(2, 2, 2, AttentionGuided())
+    base = tiers.register(3)
+    use(tiers, {base: 9.0, base + 1: 8.0})
+    tiers.forget(base, 3)
+    assert tiers.device_pages == 0 and tiers.free_slots == 4
+    assert tiers.register(3) == base
+    assert tiers.scores(base, 3)[1].tolist() == [0, 0, 0]
+
+
+def test_taking_more_than_there_is_lends_nothing() -> None:
+    tiers = Tiers(2, 0, 2, AttentionGuided())
+    with pytest.raises(PoolExhausted, match=r"5 device slots, 4 of 4"):
+        tiers.take(5)
+    assert tiers.free_slots == 4
+
+
+def test_no_cache_at_all_frees_everything() -> None:
+    tiers = Tiers(0, 0, 2, AttentionGuided())
+    tiers.register(4)
+    slots = tiers.take(2)
+    tiers.record(ids(0, 1), np.array([1.0, 1.0]))
+    moves = tiers.admit(ids(0, 1), slots)
+    assert not moves.kept.any() and tiers.free_slots == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: t.pin(ids(1, 1)), "twice"),
+        (lambda t: t.pin(ids(-1)), "got pages -1"),
+        (lambda t: t.pin(ids(8)), "expected 0 to 3"),
+        (lambda t: t.unpin(ids(0)), "not pinned"),
+        (lambda t: t.release(np.array([0], np.int32)), "not lent"),
+        (lambda t: t.release(np.array([-1], np.int32)), "got device slots -1"),
+        (lambda t: t.release(t.take(1)[[0, 0]]), "twice"),
+        (lambda t: t.admit(ids(0), np.array([1], np.int32)), "not lent"),
+        (lambda t: t.admit(ids(0), np.array([-1], np.int32)), "got device slots -1"),
+        (lambda t: t.admit(ids(0), t.take(2)), "expected as many"),
+        (lambda t: t.record(ids(0, 1), np.ones(1)), "attention"),
+        (lambda t: t.record(ids(0), np.array([np.nan])), "finite"),
+        (lambda t: t.record(ids(0), np.array([-1.0])), "below 0"),
+        (lambda t: t.register(0), "expected 1 or more"),
+        (lambda t: t.register(2, np.zeros(3), np.zeros(2, np.uint32)), "expected 2"),
+        (lambda t: Tiers(-1, 0, 0, Lru()), "expected 0 or more"),
+    ],
+)
+def test_misuse_is_refused(call, message: str) -> None:
+    tiers = Tiers(2, 2, 2, AttentionGuided())
+    tiers.register(4)
+    with pytest.raises(ValueError, match=message):
+        call(tiers)
