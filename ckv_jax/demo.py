@@ -19,10 +19,15 @@ from ckv_jax.engine import Engine
 from ckv_jax.request import Request, Result
 from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["BUDGETS", "Demo", "Report", "cache_folder", "kl_divergence"]
+__all__ = ["BUDGETS", "Demo", "Report", "cache_folder", "demo_checkpoint", "kl_divergence"]
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
+
+
+def demo_checkpoint(cache: Path | None = None) -> Path:
+    """The folder of a small checkpoint that needs no network; made in `cache` at first use."""
+    return random_checkpoint((cache or cache_folder()) / _RECIPE)
 
 
 def cache_folder() -> Path:
@@ -49,7 +54,7 @@ class Demo:
     def prepare(cls, cache: Path, *, text: str | None = None, question: str | None = None) -> Demo:
         """The demo for a text (None: the packaged one); the checkpoint is made once, in `cache`."""
         return cls(
-            checkpoint=random_checkpoint(cache / _RECIPE),
+            checkpoint=demo_checkpoint(cache),
             trained=False,
             text=handbook() if text is None else text,
             questions=((question or QUESTION, None),),

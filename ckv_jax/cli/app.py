@@ -19,6 +19,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="ckv",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

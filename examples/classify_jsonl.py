@@ -1,0 +1,66 @@
+"""Sort texts from a JSONL file into classes, many at once, behind one block of examples.
+
+    python examples/classify_jsonl.py texts.jsonl --examples examples.jsonl --store /tmp/kv
+
+`examples.jsonl` holds `{"text": …, "label": …}`, `texts.jsonl` holds `{"text": …}`. The examples
+are the shared prefix: computed once, kept on disk, and each text reads the part of them that is
+like it. A text's class is the label whose first token the model finds most likely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckv_jax import Engine, EngineConfig, Request
+from ckv_jax.demo import demo_checkpoint
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sort texts into classes by examples.")
+    parser.add_argument("texts", type=Path, help='JSONL of {"text"}')
+    parser.add_argument("--examples", type=Path, required=True, help='JSONL of {"text", "label"}')
+    parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
+    parser.add_argument("--checkpoint", type=Path, help="a Qwen2.5 folder; default: the demo's")
+    parser.add_argument("--budget", type=float, default=0.25)
+    args = parser.parse_args()
+
+    examples = list(read(args.examples))
+    labels = sorted({example["label"] for example in examples})
+    texts = list(read(args.texts))
+    checkpoint = args.checkpoint or demo_checkpoint()
+    config = EngineConfig(budget=args.budget)
+    with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:
+        first = {label: int(engine.encode(f" {label}")[0]) for label in labels}
+        if len(set(first.values())) < len(labels):
+            sys.exit("two labels begin with the same token; rename one")
+        prefix = engine.ingest("".join(block(e["text"]) + f" {e['label']}\n" for e in examples))
+        requests = [Request(prefix=prefix, suffix=block(item["text"])) for item in texts]
+        for item, result in zip(texts, engine.reprefill(requests), strict=True):
+            label = max(labels, key=lambda name: result.logits[first[name]])
+            print(json.dumps({**item, "label": label}, ensure_ascii=False))
+
+
+def block(text: str) -> str:
+    """One text as the model sees it, up to where its label belongs."""
+    return f"Text: {text}\nLabel:"
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; a line that is none is reported and skipped."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            item = json.loads(line)
+            item["text"]
+        except (ValueError, TypeError, KeyError) as error:
+            print(f"{path}, line {number}: {error!r}", file=sys.stderr)
+        else:
+            yield item
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The pages say what is so: code compiles, links lead somewhere, commands and options exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from ckv_jax.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_exist(page: Path) -> None:
+    options = {
+        name: {opt for parameter in command.params for opt in parameter.opts}
+        for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+    }
+    text = re.sub(r"\\\n\s*", " ", page.read_text("utf-8"))
+    for command, rest in re.findall(r"\bckv ([a-z]+)\b([^\n`|]*)", text):
+        if command not in options:
+            assert command in ("is", "and", "does", "uses"), command
+            continue
+        used = set(re.findall(r"(?<![\w-])--[a-z-]+", rest))
+        assert used <= options[command] | {"--help"}, (command, used)
+
+
+def test_the_readme_keeps_its_shape() -> None:
+    page = ROOT / "README.md"
+    (example,) = blocks(page, "python")
+    assert len(example.splitlines()) == 6
+    commands = [line for block in blocks(page, "console") for line in block.splitlines()]
+    assert commands == ["make demo", "make test"]
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {command.split()[1] for command in commands} <= set(targets)

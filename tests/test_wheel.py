@@ -1,0 +1,77 @@
+"""A wheel installs all three folders under one import root, wherever Python is started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = """
+import sys
+import ckv_jax, ckv_jax.storage, ckv_jax.kernels_pallas, ckv_jax.cli
+from ckv_jax.storage.layout import Layout
+from ckv_jax.data.handbook import handbook
+assert len(handbook()) > 10_000
+for module in (ckv_jax, ckv_jax.storage, ckv_jax.kernels_pallas):
+    assert module.__file__.startswith(sys.prefix), module.__file__
+for name in ("storage", "kernels_pallas", "bench", "tests"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(f"{name} is importable by itself")
+assert "jax" not in sys.modules, "the store must not need jax"
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_under_one_import_root(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("ckv_jax", "storage", "kernels_pallas"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source])
+    (wheel,) = tmp_path.glob("*.whl")
+
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ckv_jax"}
+    for folder, inside in (
+        ("ckv_jax", ""),
+        ("storage", "storage/"),
+        ("kernels_pallas", "kernels_pallas/"),
+    ):
+        expected = {
+            f"ckv_jax/{inside}{file.relative_to(source / folder)}"
+            for file in (source / folder).rglob("*.py")
+        }
+        assert expected <= set(names), expected - set(names)
+    assert "ckv_jax/py.typed" in names
+    assert "ckv_jax/data/handbook.txt" in names
+
+    venv = tmp_path / "venv"
+    run([sys.executable, "-m", "venv", "--without-pip", venv])
+    python = venv / "bin" / "python"
+    run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel])
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run([python, "-c", PROBE], cwd=tmp_path)
+    version = run([venv / "bin" / "ckv", "--version"], cwd=tmp_path)
+    assert version.startswith("ckv ")
+
+
+def run(command: list[object], cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, cwd=cwd, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
