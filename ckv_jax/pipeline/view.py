@@ -52,6 +52,10 @@ class PrefixView:
         return self.first_page[chunks] + group * self.page_stride[chunks]
 
 
+MAX_VIEWS = 1024
+"""Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""
+
+
 class Views:
     """The views in use, least recently used first; digests live under one byte budget."""
 
@@ -59,16 +63,18 @@ class Views:
         self._store = store
         self._tiers = tiers
         self._budget = digest_bytes
-        self._segments: dict[str, tuple[int, int]] = {}  # segment -> (first page, chunks)
-        self._groups: dict[str, int] = {}
+        self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
         self._views: OrderedDict[str, PrefixView] = OrderedDict()
 
     def open(self, prefix: Prefix) -> PrefixView:
         """The view of `prefix`, made on first use."""
         view = self._views.get(prefix.id)
-        if view is None:
+        if view is None or view.prefix != prefix:  # stored anew, in other segments
             view = self._views[prefix.id] = self._make(prefix)
         self._views.move_to_end(prefix.id)
+        while len(self._views) > MAX_VIEWS:
+            self._views.popitem(last=False)
+            self._forget_unused()
         return view
 
     def keep_digest(self, view: PrefixView, data: DigestData) -> None:
@@ -84,20 +90,30 @@ class Views:
 
     def save_scores(self) -> None:
         """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
-        for segment, (base, chunks) in self._segments.items():
-            groups = self._groups[segment]
-            importance, frequency = self._tiers.scores(base, groups * chunks)
-            self._store.save_scores(
-                segment,
-                importance.reshape(groups, chunks).astype(np.float32),
-                frequency.reshape(groups, chunks),
-            )
+        for segment in self._segments:
+            self._save(segment)
+
+    def _save(self, segment: str) -> None:
+        base, groups, chunks = self._segments[segment]
+        importance, frequency = self._tiers.scores(base, groups * chunks)
+        self._store.save_scores(
+            segment, importance.reshape(groups, chunks), frequency.reshape(groups, chunks)
+        )
+
+    def _forget_unused(self) -> None:
+        """Segments of no view leave memory; the store keeps their scores."""
+        used = {span.segment_id for view in self._views.values() for span in view.prefix.spans}
+        for segment in [name for name in self._segments if name not in used]:
+            self._save(segment)
+            base, groups, chunks = self._segments.pop(segment)
+            self._tiers.forget(base, groups * chunks)
 
     def _make(self, prefix: Prefix) -> PrefixView:
         layout = prefix.layout
         first, stride = [], []
         for span in prefix.spans:
-            base, chunks = self._register(span.segment_id, span.segment_chunks, layout.groups)
+            chunks = span.segment_chunks
+            base = self._register(span.segment_id, layout.groups, chunks)
             first.append(base + span.first_chunk + np.arange(span.num_chunks, dtype=np.int64))
             stride.append(np.full(span.num_chunks, chunks, np.int64))
         size = layout.chunk_tokens
@@ -110,18 +126,12 @@ class Views:
             chunk_lengths=lengths,
         )
 
-    def _register(self, segment: str, chunks: int, groups: int) -> tuple[int, int]:
+    def _register(self, segment: str, groups: int, chunks: int) -> int:
         if segment not in self._segments:
             scores = self._store.load_scores(segment)
-            importance, frequency = scores if scores is not None else (None, None)
-            base = self._tiers.register(
-                groups * chunks,
-                None if importance is None else importance.reshape(-1),
-                None if frequency is None else frequency.reshape(-1),
-            )
-            self._segments[segment] = (base, chunks)
-            self._groups[segment] = groups
-        return self._segments[segment]
+            base = self._tiers.register(groups * chunks, *(scores or ()))
+            self._segments[segment] = (base, groups, chunks)
+        return self._segments[segment][0]
 
 
 def device_digest(data: DigestData, tokens: int) -> list[Probe]:
