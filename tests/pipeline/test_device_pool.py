@@ -1,0 +1,59 @@
+"""Packs land in the slots they were sent to, and nowhere else."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckv_jax.cache.pool import HostPool
+from ckv_jax.pipeline.device_pool import DevicePool
+from ckv_jax.pipeline.staging import Staging
+
+SHAPE = (2, 2, 4, 1, 8)
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+
+
+def packs(n: int, dtype: object, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, *SHAPE)).astype(dtype)
+
+
+def content(pool: DevicePool, dtype: object) -> np.ndarray:
+    return np.asarray(pool.pages).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_and_read_are_bit_exact(dtype: object) -> None:
+    pool = DevicePool(7, SHAPE, np.dtype(dtype))
+    rows = packs(4, dtype)
+    pool.write(rows, np.array([6, -1, 0, 3])).block_until_ready()
+    expected = np.zeros((7, *SHAPE), dtype)
+    expected[[6, 0, 3]] = rows[[0, 2, 3]]
+    np.testing.assert_array_equal(content(pool, dtype), expected)
+    back = np.asarray(pool.read(np.array([3, 6, 0])))[:3].view(dtype)
+    np.testing.assert_array_equal(back, rows[[3, 0, 2]])
+
+
+def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
+    pool = DevicePool(64, SHAPE, np.dtype(np.float32))
+    rows = packs(16, np.float32)
+    for turn in range(4):
+        rows[...] = packs(16, np.float32, turn)
+        slots = np.arange(16) + 16 * turn
+        pool.write(rows, slots).block_until_ready()
+    expected = np.concatenate([packs(16, np.float32, turn) for turn in range(4)])
+    np.testing.assert_array_equal(np.asarray(pool.pages), expected)
+
+
+def test_staging_moves_scattered_host_packs_in_blocks() -> None:
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    pool, host = DevicePool(20, SHAPE, dtype), HostPool(20, SHAPE, dtype)
+    host.write(np.arange(20, dtype=np.int32), packs(20, dtype))
+    staging = Staging(3, SHAPE, dtype, pool)
+    order = np.random.default_rng(1).permutation(20).astype(np.int32)
+    moved = staging.send(host, order[:11], order[:11][::-1].copy())
+    staging.drain()
+    assert moved == 11 * host.pack_bytes
+    expected = np.zeros((20, *SHAPE), dtype)
+    expected[order[:11][::-1]] = packs(20, dtype)[order[:11]]
+    np.testing.assert_array_equal(content(pool, dtype), expected)
