@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend import reference
+from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
 
 __all__ = ["attend", "merge"]
@@ -57,22 +58,6 @@ def attend(
     }
     args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
     return dispatch(implementation, kernels, *args)
-
-
-def merge(
-    outs: Sequence[Float[Array, "B S H D"]], lses: Sequence[Float32[Array, "B S H"]]
-) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
-    """Attention over the union of disjoint parts, from each part's out and lse (float32 inside)."""
-    if not outs or len(outs) != len(lses):
-        raise ValueError(f"got {len(outs)} outs and {len(lses)} lses, expected as many, at least 1")
-    lse = jnp.stack(lses)
-    top = jnp.max(lse, axis=0)
-    weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0)[None])
-    total = jnp.sum(weights, axis=0)
-    share = weights / jnp.where(total > 0, total, 1.0)[None]
-    out = sum(o.astype(jnp.float32) * s[..., None] for o, s in zip(outs, share, strict=True))
-    assert not isinstance(out, int)
-    return out.astype(outs[0].dtype), jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
 
 
 def _check(

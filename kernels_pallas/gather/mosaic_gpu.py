@@ -36,7 +36,7 @@ def gather(
     pages: Array,
     table: Array,
     *,
-    blocks: GatherBlocks = GatherBlocks(),  # noqa: B008
+    blocks: GatherBlocks = GatherBlocks(),
     interpret: Any = None,
 ) -> Array:
     """See `api.gather`.
@@ -77,9 +77,7 @@ def gather(
         scratch_types=(plgpu.SMEM((rows, columns), pages.dtype), plgpu.Barrier()),
         grid=(batch * entries * parts,),
         grid_names=("unit",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )(pages.reshape(count, parts, rows, columns), table.reshape(-1))
     return out.reshape(batch, entries, *page)

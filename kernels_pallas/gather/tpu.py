@@ -30,7 +30,7 @@ def gather(
     pages: Array,
     table: Array,
     *,
-    blocks: GatherBlocks = GatherBlocks(),  # noqa: B008
+    blocks: GatherBlocks = GatherBlocks(),
     interpret: Any = False,
 ) -> Array:
     """See `api.gather`.

@@ -1,0 +1,279 @@
+"""Paged attention for Hopper GPUs (WGMMA), in the manner of FlashAttention with split keys.
+
+A thread block owns 64 rows (queries times the group's heads) of one KV head and a share of the
+keys. Keys and values come straight out of the pool, C tokens of one head a TMA copy, two blocks
+of keys ahead of the tensor cores. Shares of the keys are merged afterwards by their log-sum-exp.
+
+New tokens are cut into pieces of C tokens as well. One table then lists every piece: an entry
+e >= 0 is a page of the pool, e < 0 is piece -1 - e of the new tokens, the last of which is zeros
+and stands in for invalid pages. `order` says from which query on a key is seen: 0 for a page
+token, r + 1 for new token r, a number no query reaches for what must not be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ckv_jax.kernels_pallas.attend.merge import merge
+from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
+
+__all__ = ["AttendBlocks", "attend"]
+
+_ROWS = 64  # of one WGMMA
+_LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendBlocks:
+    """keys: tokens of one step; steps: how many of them are loaded ahead; thread_blocks: into how
+    many the work is split at least, if there are as many steps (the multiprocessors of a card).
+    """
+
+    keys: int = 64
+    steps: int = 2
+    thread_blocks: int = 132
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or self.keys < 64:
+            raise ValueError(f"got keys {self.keys}, expected a multiple of 64")
+        if self.steps < 1 or self.thread_blocks < 1:
+            raise ValueError(f"got {self.steps} and {self.thread_blocks}, expected at least 1")
+
+
+def attend(
+    q: Array,
+    pages: Array,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    k_new: Array,
+    v_new: Array,
+    q_start: Array,
+    token_mask: Array | None = None,
+    *,
+    blocks: AttendBlocks = AttendBlocks(),
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """See `api.attend`.
+
+    Raises:
+      NotImplementedError: other dtypes than bfloat16 or float16 throughout, D not a multiple of
+        64 up to 256, chunks that are no multiple of 8 or do not divide `blocks.keys`.
+    """
+    batch, queries, heads, dim = q.shape
+    chunk, kv_heads = pages.shape[1:3]
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or pages.dtype != q.dtype:
+        raise NotImplementedError(
+            f"got q {q.dtype} and pages {pages.dtype}, expected bfloat16 or float16, both the same"
+        )
+    if dim % 64 or dim > 256:
+        raise NotImplementedError(f"got head dim {dim}, expected 64, 128, 192 or 256")
+    if chunk % 8 or blocks.keys % chunk:
+        raise NotImplementedError(
+            f"got chunks of {chunk} tokens, expected a multiple of 8 that divides {blocks.keys}"
+        )
+    group = heads // kv_heads
+    if q.size == 0:
+        return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
+    tables = (pages, k_table, v_table, lengths, k_new, v_new, q_start)
+    pieces = cut(*tables, queries, token_mask, blocks.keys // chunk)
+    rows, limit = fold(q, kv_heads, q_start, _ROWS)
+    steps = pieces.order.shape[1] // blocks.keys
+    tiles = rows.shape[2] // _ROWS
+    splits = min(steps, max(1, blocks.thread_blocks // (batch * kv_heads * tiles)))
+    out, lse = _call(rows, limit, pages, pieces, splits, blocks, interpret)
+    out, lse = merge(
+        [unfold(out[:, :, s], queries, group) for s in range(splits)],
+        [unfold(lse[:, :, s], queries, group) for s in range(splits)],
+    )
+    return out.astype(q.dtype), lse
+
+
+def _call(
+    rows: Array,
+    limit: Array,
+    pages: Array,
+    pieces: Pieces,
+    splits: int,
+    blocks: AttendBlocks,
+    interpret: Any,
+) -> tuple[Array, Array]:
+    """Partial out float32 [B, K, splits, rows, D] and lse [B, K, splits, rows]."""
+    batch, kv_heads, num_rows, dim = rows.shape
+    chunk, keys = pages.shape[1], blocks.keys
+    steps = pieces.order.shape[1] // keys
+    share = pl.cdiv(steps, splits)
+    per_step = keys // chunk
+
+    def kernel(
+        rows_ref: Any,
+        limit_ref: Any,
+        pages_ref: Any,
+        k_new_ref: Any,
+        v_new_ref: Any,
+        k_table_ref: Any,
+        v_table_ref: Any,
+        order_ref: Any,
+        dirty_ref: Any,
+        out_ref: Any,
+        lse_ref: Any,
+        q_smem: Any,
+        k_smem: Any,
+        v_smem: Any,
+        p_smem: Any,
+        order_smem: Any,
+        limit_smem: Any,
+        lse_smem: Any,
+        q_barrier: Any,
+        barriers: Any,
+    ) -> None:
+        unit = lax.axis_index("unit")
+        b, head = lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
+        tile = pl.ds(lax.axis_index("tile") * _ROWS, _ROWS)
+        split = lax.axis_index("split")
+        first = split * share
+        last = jnp.minimum(first + share, steps)
+
+        def load(step: Array, slot: Array) -> None:
+            for i in range(per_step):
+                into = pl.ds(i * chunk, chunk)
+                for table_ref, new_ref, smem in (
+                    (k_table_ref, k_new_ref, k_smem),
+                    (v_table_ref, v_new_ref, v_smem),
+                ):
+                    entry = table_ref[b, step * per_step + i]
+
+                    @pl.when(entry >= 0)
+                    def _page(entry: Array = entry, smem: Any = smem, into: Any = into) -> None:
+                        plgpu.copy_gmem_to_smem(
+                            pages_ref.at[entry, :, head, :],
+                            smem.at[slot, into],
+                            barriers.at[slot],
+                        )
+
+                    @pl.when(entry < 0)
+                    def _new(
+                        entry: Array = entry,
+                        new_ref: Any = new_ref,
+                        smem: Any = smem,
+                        into: Any = into,
+                    ) -> None:
+                        plgpu.copy_gmem_to_smem(
+                            new_ref.at[b, -1 - entry, :, head, :],
+                            smem.at[slot, into],
+                            barriers.at[slot],
+                        )
+
+            plgpu.copy_gmem_to_smem(
+                order_ref.at[b, pl.ds(step * keys, keys)], order_smem.at[slot], barriers.at[slot]
+            )
+
+        plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, q_barrier)
+        plgpu.copy_gmem_to_smem(limit_ref.at[b, tile], limit_smem, q_barrier)
+        for ahead in range(blocks.steps):
+            pl.when(first + ahead < last)(lambda ahead=ahead: load(first + ahead, ahead))
+        plgpu.barrier_wait(q_barrier)
+
+        def body(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            acc, top, total = carry
+            slot = lax.rem(step - first, blocks.steps)
+            plgpu.barrier_wait(barriers.at[slot])
+
+            def logits(acc_ref: Any) -> Array:
+                plgpu.wgmma(acc_ref, q_smem, plgpu.transpose_ref(k_smem.at[slot], (1, 0)))
+                return acc_ref[...]
+
+            x = pl.run_scoped(logits, plgpu.ACC((_ROWS, keys), jnp.float32))
+            seen = lax.broadcast_in_dim(order_smem[slot], x.shape, (1,)) <= lax.broadcast_in_dim(
+                limit_smem[...], x.shape, (0,)
+            )
+            x = jnp.where(seen, x * (1.0 / math.sqrt(dim)), -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(x, axis=1))
+            shrink = jnp.exp(top - new_top)
+            p = jnp.exp(x - lax.broadcast_in_dim(new_top, x.shape, (0,)))
+            total = total * shrink + jnp.sum(p, axis=1)
+            p_smem[...] = p.astype(p_smem.dtype)
+
+            @pl.when(dirty_ref[b, step] > 0)
+            def _clean() -> None:
+                v = v_smem[slot]
+                clean = lax.broadcast_in_dim(order_smem[slot], v.shape, (0,)) < NEVER
+                v_smem[slot] = jnp.where(clean, v, jnp.zeros_like(v))
+
+            plgpu.commit_smem()
+
+            def values(acc_ref: Any) -> Array:
+                plgpu.wgmma(acc_ref, p_smem, v_smem.at[slot])
+                return acc_ref[...]
+
+            part = pl.run_scoped(values, plgpu.ACC((_ROWS, dim), jnp.float32))
+            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)) + part
+
+            @pl.when(step + blocks.steps < last)
+            def _next() -> None:
+                plgpu.commit_smem()  # every warp is done with this slot
+                load(step + blocks.steps, slot)
+
+            return acc, new_top, total
+
+        acc, top, total = lax.fori_loop(
+            first,
+            last,
+            body,
+            (
+                jnp.zeros((_ROWS, dim), jnp.float32),
+                jnp.full((_ROWS,), _LOWEST, jnp.float32),
+                jnp.zeros((_ROWS,), jnp.float32),
+            ),
+        )
+        divisor = jnp.where(total > 0, total, jnp.ones_like(total))
+        out_ref[b, head, split, tile] = acc / lax.broadcast_in_dim(divisor, acc.shape, (0,))
+        lse_smem[...] = jnp.where(total > 0, top + jnp.log(divisor), jnp.full_like(total, -jnp.inf))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, head, split, tile])
+        plgpu.wait_smem_to_gmem(0)
+
+    layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled = {"transforms": layout}
+    shape = (batch, kv_heads, splits, num_rows)
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        scratch_types=(
+            plgpu.SMEM((_ROWS, dim), rows.dtype, **tiled),
+            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, **tiled),
+            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, **tiled),
+            plgpu.SMEM((_ROWS, keys), rows.dtype, **tiled),
+            plgpu.SMEM((blocks.steps, keys), jnp.int32),
+            plgpu.SMEM((_ROWS,), jnp.int32),
+            plgpu.SMEM((_ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 * per_step + 1, num_barriers=blocks.steps),
+        ),
+        grid=(batch * kv_heads, num_rows // _ROWS, splits),
+        grid_names=("unit", "tile", "split"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )(
+        rows,
+        limit,
+        pages,
+        pieces.k_new,
+        pieces.v_new,
+        pieces.k_table,
+        pieces.v_table,
+        pieces.order,
+        pieces.dirty,
+    )
+    return out, lse

@@ -1,0 +1,112 @@
+"""One list of C-token pieces, pages of the pool and new tokens alike, for the kernels to walk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+__all__ = ["NEVER", "Pieces", "cut", "fold", "unfold"]
+
+NEVER = 2**30  # the order of a token that no query sees
+
+
+class Pieces(NamedTuple):
+    """n pieces of C tokens in whole steps; the order says from which query on a token is seen."""
+
+    k_table: Array  # int32 [B, n]: a page of the pool, or -1 - i for piece i of k_new
+    v_table: Array  # int32 [B, n]
+    order: Array  # int32 [B, n*C]: 0 for a page token, r + 1 for new token r, NEVER for neither
+    dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that nobody may see
+    k_new: Array  # [B, pieces + 1, C, K, D], padded with zeros; the last piece is all zeros
+    v_new: Array
+
+
+def cut(
+    pages: Array,
+    k_table: Array,
+    v_table: Array,
+    lengths: Array,
+    k_new: Array,
+    v_new: Array,
+    q_start: Array,
+    queries: int,
+    token_mask: Array | None,
+    per_step: int,
+) -> Pieces:
+    """Arguments as in `api.attend`; a step is `per_step` pieces."""
+    count, chunk, kv_heads, dim = pages.shape
+    batch, num_pages = k_table.shape
+    tail = k_new.shape[1]
+    new_pieces = -(-tail // chunk)
+    total = -(-max(1, num_pages + new_pieces) // per_step) * per_step
+
+    inside = (k_table >= 0) & (k_table < count) & (v_table >= 0) & (v_table < count)
+    lengths = jnp.where(inside, lengths, 0)
+    valid = jnp.arange(chunk, dtype=jnp.int32)[None, None, :] < lengths[:, :, None]
+    if token_mask is not None:
+        valid = valid & token_mask
+    used = jnp.any(valid, axis=2)
+    zeros = -1 - new_pieces
+    new_table = -1 - jnp.arange(new_pieces, dtype=jnp.int32)
+    new_table = jnp.broadcast_to(new_table[None, :], (batch, new_pieces))
+    pad = ((0, 0), (0, total - num_pages - new_pieces))
+
+    def table(of_pages: Array) -> Array:
+        entries = jnp.concatenate([jnp.where(used, of_pages, zeros), new_table], axis=1)
+        return jnp.pad(entries, pad, constant_values=zeros)
+
+    position = jnp.arange(new_pieces * chunk, dtype=jnp.int32)[None, :]
+    seen = (position < tail) & (position < q_start[:, None] + queries)  # [B, R]
+    order = jnp.concatenate(
+        [
+            jnp.where(valid, 0, NEVER).reshape(batch, num_pages * chunk),
+            jnp.where(seen, position + 1, NEVER),
+        ],
+        axis=1,
+    )
+    order = jnp.pad(order, ((0, 0), (0, pad[1][1] * chunk)), constant_values=NEVER)
+    partial = used & jnp.any(~valid, axis=2)
+    partial = jnp.pad(partial, ((0, 0), (0, total - num_pages)))
+    dirty = jnp.any(partial.reshape(batch, -1, per_step), axis=2)
+
+    def new(tokens: Array) -> Array:
+        tokens = jnp.pad(tokens, ((0, 0), (0, (new_pieces + 1) * chunk - tail), (0, 0), (0, 0)))
+        keep = jnp.pad(seen, ((0, 0), (0, chunk)))[:, :, None, None]
+        tokens = jnp.where(keep, tokens, jnp.zeros((), tokens.dtype))
+        return tokens.reshape(batch, new_pieces + 1, chunk, kv_heads, dim)
+
+    return Pieces(
+        k_table=table(k_table),
+        v_table=table(v_table),
+        order=order.astype(jnp.int32),
+        dirty=dirty.astype(jnp.int32),
+        k_new=new(k_new),
+        v_new=new(v_new),
+    )
+
+
+def fold(q: Array, kv_heads: int, q_start: Array, multiple: int) -> tuple[Array, Array]:
+    """q [B, S, H, D] -> rows [B, K, S*G, D], padded to a multiple, and limit int32 [B, rows].
+
+    A row sees the tokens whose order is at most its limit; padding sees none.
+    """
+    batch, queries, heads, dim = q.shape
+    group = heads // kv_heads
+    rows = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, queries * group, dim)
+    pad = -(queries * group) % multiple
+    limit = q_start[:, None] + jnp.arange(1, queries + 1, dtype=jnp.int32)[None, :]
+    limit = jnp.repeat(jnp.maximum(limit, 0), group, axis=1)
+    return (
+        jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
+        jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1),
+    )
+
+
+def unfold(rows: Array, queries: int, group: int) -> Array:
+    """[B, K, rows, ...] -> [B, S, H, ...], without the padding."""
+    batch, kv_heads, _, *rest = rows.shape
+    rows = rows[:, :, : queries * group].reshape(batch, kv_heads, queries, group, *rest)
+    return jnp.moveaxis(rows, 1, 2).reshape(batch, queries, kv_heads * group, *rest)
