@@ -2,6 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 
 class CkvError(Exception):
-    """Base of all errors that this package raises on purpose, besides `ValueError` for bad input."""
+    """Base of all errors raised on purpose here, besides `ValueError` for bad input."""
+
+
+class StoreError(CkvError):
+    """A fault of the store: its folder, its catalog, its object store."""
+
+
+class StoreClosed(StoreError):
+    """The store, a reader or a writer was used after `close()`."""
+
+
+class SegmentDamaged(StoreError):
+    """A segment's manifest or files are missing, malformed or not the ones it was written with."""
+
+
+class PrefixNotFound(StoreError):
+    """No stored prefix has this id.
+
+    Attributes:
+      prefix_id: the id that was asked for.
+      close: stored ids that look like it, best first.
+    """
+
+    def __init__(self, prefix_id: str, close: Sequence[str] = ()) -> None:
+        self.prefix_id = prefix_id
+        self.close = tuple(close)
+        hint = f"; close ids: {', '.join(self.close)}" if self.close else ""
+        super().__init__(f"no stored prefix with id {prefix_id!r}{hint}")
+
+
+class FingerprintMismatch(StoreError):
+    """The stored KV was made by another model, tokenizer, dtype or layout.
+
+    Attributes:
+      fields: names of the fields that differ.
+    """
+
+    def __init__(self, stored: Mapping[str, str], asked: Mapping[str, str]) -> None:
+        names = sorted(stored.keys() | asked.keys())
+        self.fields = tuple(n for n in names if stored.get(n) != asked.get(n))
+        lines = [f"{n} (stored {stored.get(n)!r}, got {asked.get(n)!r})" for n in self.fields]
+        super().__init__(f"stored KV belongs to another model; these differ: {', '.join(lines)}")
+
+
+class ReadTimeout(StoreError):
+    """A read did not return within its deadline and was abandoned.
+
+    The read may still be running and may still write into the caller's buffer: the buffer must not
+    be used again before `settled()` is true.
+    """
+
+    def __init__(self, what: str, deadline_s: float, settled: Callable[[], bool]) -> None:
+        self.settled = settled
+        super().__init__(f"{what} did not return within {deadline_s:g} s")
+
+
+class StoreFull(StoreError):
+    """No room: the disk or quota is full, or `max_bytes` is held by pinned or busy segments.
+
+    Nothing half-written is left, and the reserved bytes are free again.
+    """

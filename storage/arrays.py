@@ -1,0 +1,166 @@
+"""The zarr v3 arrays of a segment: the only place that builds their metadata and shard indexes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from ckv_jax.storage.layout import Layout
+
+_MISSING = np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySpec:
+    """One zarr array of a segment, split along its first axis only into shard files.
+
+    Inner chunks are stored plain: their checksum is the identity-checked one in the manifest
+    (`checks.py`). The shard index has zarr's own crc32c.
+
+    Attributes:
+      name: folder of the array within the segment.
+      data_type: zarr data type on disk.
+      shape: shape of the array.
+      shard: shape of one shard.
+      inner: shape of one inner chunk, the unit of a read.
+      entries: inner chunks that are really stored; shard slots past them are marked missing.
+      kv: inner chunks along the keys-values axis (2 when keys and values are apart).
+      attributes: zarr attributes.
+    """
+
+    name: str
+    data_type: str
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]
+    inner: tuple[int, ...]
+    entries: int
+    kv: int
+    attributes: dict[str, Any]
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one inner chunk."""
+        return prod(self.inner) * np.dtype(self.data_type).itemsize
+
+    @property
+    def shard_entries(self) -> int:
+        """Slots of one shard's index."""
+        return prod(s // i for s, i in zip(self.shard, self.inner, strict=True))
+
+    @property
+    def shards(self) -> int:
+        """Shard files of the array."""
+        return -(-self.shape[0] // self.shard[0])
+
+    def stored(self, shard: int) -> int:
+        """Inner chunks stored in `shard`."""
+        return min(self.shard_entries, self.entries - shard * self.shard_entries)
+
+    def file(self, shard: int) -> str:
+        """Path of a shard file within the segment."""
+        return f"{self.name}/c.{shard}" + ".0" * (len(self.shape) - 1)
+
+    def file_bytes(self, shard: int) -> int:
+        """Exact size of a shard file: entries, index, crc of the index."""
+        return self.stored(shard) * self.entry_bytes + 16 * self.shard_entries + 4
+
+    def index(self, shard: int) -> bytes:
+        """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""
+        steps = self.shard[0] // self.inner[0]
+        slots = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.kv, -1)
+        slots = slots.transpose(0, 2, 1).reshape(-1)  # zarr order has keys-values innermost
+        table = np.empty((self.shard_entries, 2), "<u8")
+        table[:, 0] = slots * np.uint64(self.entry_bytes)
+        table[:, 1] = self.entry_bytes
+        table[slots >= self.stored(shard)] = _MISSING
+        data = table.tobytes()
+        return data + struct.pack("<I", google_crc32c.value(data))
+
+    def metadata(self) -> dict[str, Any]:
+        """The array's zarr.json."""
+        endian = {"name": "bytes", "configuration": {"endian": "little"}}
+        plain = {"name": "bytes"} if self.data_type == "uint8" else endian
+        sharding = {
+            "chunk_shape": list(self.inner),
+            "codecs": [plain],
+            "index_codecs": [endian, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.data_type,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.shard)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": self.attributes,
+        }
+
+
+def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
+    """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest" if any.
+
+    packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values.
+    probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
+    digest uint8 [L, X]: one record of params, scales and codes a layer.
+    """
+    chunks = layout.num_chunks(tokens)
+    heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
+    disk = layout.disk_dtype.name
+    pl, kv = layout.pack_layers, 1 if layout.kv_together else 2
+    specs = {
+        "packs": ArraySpec(
+            name="packs",
+            data_type=disk,
+            shape=(-(-layout.num_layers // pl) * pl, chunks, 2, ct, heads, dim),
+            shard=(max(pl, 2), chunks, 2, ct, heads, dim),
+            inner=(pl, 1, 2 // kv, ct, heads, dim),
+            entries=layout.groups * chunks,
+            kv=kv,
+            attributes={
+                "element_type": layout.dtype,
+                "axes": ["layer", "chunk", "keys_values", "token", "kv_head", "dim"],
+                "layers": layout.num_layers,
+                "tokens": tokens,
+            },
+        )
+    }
+    if layout.probe_layers:
+        block = layout.probe_block(chunks)
+        blocks = -(-chunks // block)
+        rows, ph = len(layout.probe_layers), layout.probe_heads
+        specs["probe"] = ArraySpec(
+            name="probe",
+            data_type=disk,
+            shape=(rows, blocks * block * ct, ph, dim),
+            shard=(rows, blocks * block * ct, ph, dim),
+            inner=(1, block * ct, ph, dim),
+            entries=rows * blocks,
+            kv=1,
+            attributes={
+                "element_type": layout.dtype,
+                "axes": ["probe_layer", "token", "kv_head", "dim"],
+                "layers": list(layout.probe_layers),
+                "tokens": tokens,
+            },
+        )
+    if layout.digest != "none":
+        record = sum(layout.digest_record(tokens))
+        specs["digest"] = ArraySpec(
+            name="digest",
+            data_type="uint8",
+            shape=(layout.num_layers, record),
+            shard=(layout.num_layers, record),
+            inner=(1, record),
+            entries=layout.num_layers,
+            kv=1,
+            attributes={"kind": layout.digest, "record": list(layout.digest_record(tokens))},
+        )
+    return specs

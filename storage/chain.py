@@ -1,0 +1,46 @@
+"""Names of prefixes: SHA-256 chained over chunks of tokens, seeded by whose KV it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.layout import Layout
+
+BYTES = 16
+"""Bytes of a link: enough to never meet by chance, and tokens are compared on every hit anyway."""
+
+
+def seed(fingerprint: Fingerprint, layout: Layout, salt: str) -> bytes:
+    """The link before the first chunk: other models, layouts and tenants never meet."""
+    text = f"ckv-chain\0{fingerprint.hex}\0{layout.hex}\0{salt}"
+    return hashlib.sha256(text.encode()).digest()[:BYTES]
+
+
+def link(before: bytes, tokens: bytes) -> bytes:
+    """The link after one chunk whose little-endian int32 `tokens` follow the link `before`."""
+    return hashlib.sha256(before + tokens).digest()[:BYTES]
+
+
+def links(before: bytes, tokens: np.ndarray, chunk_tokens: int) -> Iterator[bytes]:
+    """One link per chunk of `tokens` [T]; the last chunk may be partial."""
+    data = tokens.astype("<i4", copy=False).tobytes()
+    step = 4 * chunk_tokens
+    for start in range(0, len(data), step):
+        before = hashlib.sha256(before + data[start : start + step]).digest()[:BYTES]
+        yield before
+
+
+def as_tokens(tokens: np.ndarray) -> np.ndarray:
+    """`tokens` as an immutable int32 [T] array of its own; raises ValueError for anything else."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"tokens: got {array.dtype} {array.shape}, expected integers [T]")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > np.iinfo(np.int32).max):
+        raise ValueError("tokens: got ids outside int32, expected ids in [0, 2**31)")
+    result = array.astype(np.int32)
+    result.flags.writeable = False
+    return result

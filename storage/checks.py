@@ -1,0 +1,45 @@
+"""Checksums that cover content and identity, so that a valid pack in the wrong place is bad.
+
+Each checksum is the crc32c of (segment id, kind, row, column) followed by the bytes. For bytes of
+one length the crc state is a bijection of its seed, so within a segment no two places share a
+checksum for equal content, and across segments they meet with probability 2**-32.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import google_crc32c
+import numpy as np
+
+_PLACE = struct.Struct("<II")
+
+
+def seed(segment_id: str, kind: str) -> int:
+    """Crc state after the segment and the kind of data ("packs", "probe", "digest")."""
+    return int(google_crc32c.value(f"{kind}\0{segment_id}".encode()))
+
+
+def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
+    """Checksum of `data`, read-only and contiguous, at (row, column) after `seed`."""
+    place = google_crc32c.extend(state, _PLACE.pack(row, column))
+    return int(google_crc32c.extend(place, data))
+
+
+def checksums(state: int, row: int, columns: Iterable[int], data: np.ndarray) -> np.ndarray:
+    """uint32 [n]: checksums of `data[i]`, C-contiguous [n, ...], at (row, columns[i])."""
+    rows = as_bytes(data)
+    extend, place = google_crc32c.extend, _PLACE.pack
+    return np.fromiter(
+        (extend(extend(state, place(row, c)), rows[i]) for i, c in enumerate(columns)),
+        np.uint32,
+        len(rows),
+    )
+
+
+def as_bytes(data: np.ndarray) -> np.ndarray:
+    """A read-only view of C-contiguous `data` [n, ...] as uint8 [n, bytes]."""
+    view = data.reshape(len(data), -1).view(np.uint8)
+    view.flags.writeable = False
+    return view

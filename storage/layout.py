@@ -1,0 +1,205 @@
+"""How a segment's KV lies on disk: shapes, packing and the zarr v3 metadata that describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+VERSION = 1
+"""Version of the on-disk format; part of every fingerprint of a layout."""
+
+_DTYPES: dict[str, tuple[Any, str]] = {
+    "bfloat16": (ml_dtypes.bfloat16, "uint16"),
+    "float16": (np.float16, "uint16"),
+    "float32": (np.float32, "float32"),
+}
+_PROBES = ("keys", "heads", "none")
+_DIGESTS = ("none", "int8", "int4", "pq")
+_PROBE_HEADS = 3  # IMPRESS §4.1: the keys of three heads rank the tokens of all of them
+_PROBE_BLOCK = 1024  # tokens of one probe read
+PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
+PQ_CODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Shapes and packing of a segment; two stores of one model may hold several layouts.
+
+    One pack is one chunk over `pack_layers` layers, keys and values together: the unit of a read.
+    With `kv_together=False` (baselines) a pack holds the keys or the values of one layer.
+
+    Attributes:
+      num_layers: L.
+      num_kv_heads: K.
+      head_dim: D.
+      dtype: element type of keys and values: "bfloat16", "float16" or "float32".
+      chunk_tokens: C, tokens of one chunk.
+      pack_layers: layers in one pack: 1, 2 or 4.
+      kv_together: whether keys and values of a chunk share a pack.
+      probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
+        first three KV heads of every layer; "none".
+      digest: compressed keys of every layer: "int8", "int4", "pq" (one byte for eight values) or
+        "none".
+      reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
+        mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    chunk_tokens: int = 16
+    pack_layers: int = 4
+    kv_together: bool = True
+    probe: str = "keys"
+    digest: str = "none"
+    reordered: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= 1 << 20:
+                raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
+        for name in ("kv_together", "reordered"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype: got {self.dtype!r}, expected one of {list(_DTYPES)}")
+        if type(self.pack_layers) is not int or self.pack_layers not in (1, 2, 4):
+            raise ValueError(f"pack_layers: got {self.pack_layers!r}, expected 1, 2 or 4")
+        if not self.kv_together and self.pack_layers != 1:
+            raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 when K and V part")
+        if self.probe not in _PROBES:
+            raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
+        if self.digest not in _DIGESTS:
+            raise ValueError(f"digest: got {self.digest!r}, expected one of {_DIGESTS}")
+        if self.digest == "int4" and self.head_dim % 2:
+            raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
+        if self.digest == "pq" and self.head_dim % PQ_DIM:
+            raise ValueError(f"head_dim: got {self.head_dim}, expected a multiple of 8 for pq")
+
+    # -- packs -----------------------------------------------------------------------------------
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Element type of keys and values in memory."""
+        return np.dtype(_DTYPES[self.dtype][0])
+
+    @cached_property
+    def disk_dtype(self) -> np.dtype[Any]:
+        """Element type on disk: 16-bit types are stored as bit patterns."""
+        return np.dtype(_DTYPES[self.dtype][1])
+
+    @cached_property
+    def groups(self) -> int:
+        """Layer groups; with K and V apart, `2 * layer` holds keys and `2 * layer + 1` values."""
+        return -(-self.num_layers // self.pack_layers) * (1 if self.kv_together else 2)
+
+    @cached_property
+    def pack_shape(self) -> tuple[int, int, int, int, int]:
+        """`(pack_layers, 2, C, K, D)`, or `(1, 1, C, K, D)` with K and V apart."""
+        kv = 2 if self.kv_together else 1
+        return (self.pack_layers, kv, self.chunk_tokens, self.num_kv_heads, self.head_dim)
+
+    @cached_property
+    def pack_bytes(self) -> int:
+        """Bytes of one pack."""
+        return int(np.prod(self.pack_shape)) * self.disk_dtype.itemsize
+
+    def group_layers(self, group: int) -> range:
+        """The layers in `group`; the last group may hold fewer than `pack_layers`."""
+        if not 0 <= group < self.groups:
+            raise ValueError(f"group: got {group}, expected one in [0, {self.groups})")
+        first = group * self.pack_layers if self.kv_together else group // 2
+        return range(first, min(first + self.pack_layers, self.num_layers))
+
+    def num_chunks(self, tokens: int) -> int:
+        """Chunks that hold `tokens` tokens; the last one may be partial."""
+        return -(-tokens // self.chunk_tokens)
+
+    # -- shard files: a shard spans at least two layers, so that files stay few -------------------
+
+    @property
+    def shard_groups(self) -> int:
+        """Layer groups in one shard file."""
+        return (max(self.pack_layers, 2) // self.pack_layers) * (1 if self.kv_together else 2)
+
+    @property
+    def shards(self) -> int:
+        """Shard files of a segment."""
+        return -(-self.groups // self.shard_groups)
+
+    # -- probe -----------------------------------------------------------------------------------
+
+    @cached_property
+    def probe_layers(self) -> tuple[int, ...]:
+        """Layers that have a probe, ascending."""
+        if self.probe == "none":
+            return ()
+        return tuple(range(0, self.num_layers, 1 if self.probe == "heads" else self.pack_layers))
+
+    @property
+    def probe_heads(self) -> int:
+        """KV heads in the probe."""
+        return self.num_kv_heads if self.probe == "keys" else min(_PROBE_HEADS, self.num_kv_heads)
+
+    def probe_block(self, chunks: int) -> int:
+        """Chunks of one probe block of a segment of `chunks` chunks."""
+        return min(max(1, _PROBE_BLOCK // self.chunk_tokens), chunks)
+
+    # -- digest: one record of bytes a layer: params | scale | codes ------------------------------
+
+    @property
+    def digest_params(self) -> int:
+        """float32 values at the head of a layer's record: mean key, or the pq codebooks."""
+        values = self.num_kv_heads * self.head_dim
+        return {"none": 0, "pq": values * PQ_CODES}.get(self.digest, values)
+
+    @property
+    def digest_codes(self) -> int:
+        """Bytes of codes a token and KV head."""
+        parts = {"none": 0, "int8": 1, "int4": 2, "pq": PQ_DIM}[self.digest]
+        return self.head_dim // parts if parts else 0
+
+    def digest_record(self, tokens: int) -> tuple[int, int, int]:
+        """Bytes of (params, scale, codes) in one layer's record."""
+        scale = 0 if self.digest == "pq" else 4 * self.num_kv_heads * tokens
+        return 4 * self.digest_params, scale, self.digest_codes * self.num_kv_heads * tokens
+
+    # -- identity and size -----------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, with the format version."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Layout:
+        """Inverse of `to_dict`; raises ValueError for anything else."""
+        if not isinstance(value, dict) or value.get("version") != VERSION:
+            raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
+        names = {f.name for f in dataclasses.fields(cls)}
+        if set(value) - {"version"} != names:
+            raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
+        return cls(**{n: value[n] for n in names})
+
+    @cached_property
+    def hex(self) -> str:
+        """SHA-256 of the layout and the format version."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def segment_bytes(self, tokens: int) -> int:
+        """Upper estimate of a segment's bytes on disk, its metadata included."""
+        chunks = self.num_chunks(tokens)
+        block = self.probe_block(chunks)
+        probe = -(-chunks // block) * block * self.chunk_tokens * len(self.probe_layers)
+        probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
+        digest = sum(self.digest_record(tokens)) * self.num_layers if self.digest != "none" else 0
+        tables = (self.groups + len(self.probe_layers)) * chunks * 24 + tokens * 12
+        return self.groups * chunks * self.pack_bytes + probe + digest + tables + (1 << 14)

@@ -1,0 +1,37 @@
+"""From KV as a model makes it to packs as they lie on disk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckv_jax.storage.layout import Layout
+
+
+def pack(kv: np.ndarray, layout: Layout) -> np.ndarray:
+    """[groups, n, *pack] from bit patterns [L, 2, t, K, D]; zeros fill a partial last chunk."""
+    layers, _, tokens, heads, dim = kv.shape
+    size, chunks = layout.chunk_tokens, layout.num_chunks(tokens)
+    whole = tokens // size
+    packs = np.empty((layout.groups, chunks, *layout.pack_shape), kv.dtype)
+    if whole < chunks or layers % layout.pack_layers:
+        packs[...] = 0
+    for group in range(layout.groups):
+        span = layout.group_layers(group)
+        part = kv[span.start : span.stop]
+        if not layout.kv_together:
+            part = part[:, group % 2 : group % 2 + 1]
+        out = packs[group, :, : len(span)].transpose(1, 2, 0, 3, 4, 5)  # [pl, kv, n, C, K, D]
+        body = part[:, :, : whole * size]
+        out[:, :, :whole] = body.reshape(*part.shape[:2], whole, size, heads, dim)
+        if whole < chunks:
+            out[:, :, whole, : tokens - whole * size] = part[:, :, whole * size :]
+    return packs
+
+
+def block_keys(packs: np.ndarray, layer: int, layout: Layout) -> np.ndarray:
+    """Bit patterns of the keys of one layer, [n * C, K, D], from packs [groups, n, *pack]."""
+    if layout.kv_together:
+        keys = packs[layer // layout.pack_layers, :, layer % layout.pack_layers, 0]
+    else:
+        keys = packs[2 * layer, :, 0, 0]
+    return keys.reshape(-1, *keys.shape[2:])

@@ -1,0 +1,79 @@
+"""A stored prefix: its tokens and the runs of chunks that hold its KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ckv_jax.storage import chain
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of chunks of one segment.
+
+    Attributes:
+      segment_id: hex id of the segment.
+      first_chunk: first chunk of the run, counted within the segment.
+      num_chunks: chunks in the run; only the last of a prefix may be partial.
+      segment_chunks: all chunks of the segment.
+      checksum: hex SHA-256 of the manifest that this span was resolved from.
+    """
+
+    segment_id: str
+    first_chunk: int
+    num_chunks: int
+    segment_chunks: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prefix:
+    """Token ids whose KV is stored, or the stored part of what was looked up.
+
+    Attributes:
+      id: hex name; equal tokens of the same model, layout and salt have equal ids.
+      tokens: int32 [T], read-only.
+      spans: where the chunks are, in order; empty when nothing is stored.
+      layout: how they are stored.
+      fingerprint: whose they are.
+      salt: the tenant's salt, "" without one.
+    """
+
+    id: str
+    tokens: np.ndarray = field(repr=False)
+    spans: tuple[Span, ...]
+    layout: Layout
+    fingerprint: Fingerprint
+    salt: str = field(default="", repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prefix) and (self.id, self.spans) == (other.id, other.spans)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.spans))
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @property
+    def num_chunks(self) -> int:
+        """M; the last chunk may be partial."""
+        return self.layout.num_chunks(len(self.tokens))
+
+    def whole_chunks(self) -> Prefix:
+        """This prefix without its partial last chunk: what another segment may continue."""
+        size = self.layout.chunk_tokens
+        tokens = self.tokens[: len(self.tokens) // size * size]
+        if len(tokens) == len(self.tokens):
+            return self
+        seed = chain.seed(self.fingerprint, self.layout, self.salt)
+        link = [seed, *chain.links(seed, tokens, size)][-1]
+        last = replace(self.spans[-1], num_chunks=self.spans[-1].num_chunks - 1)
+        spans = (*self.spans[:-1], last) if last.num_chunks else self.spans[:-1]
+        return replace(self, id=link.hex(), tokens=tokens, spans=spans)

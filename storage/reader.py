@@ -1,0 +1,256 @@
+"""Reading a prefix: packs, probes and digests straight into the caller's buffers, all checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ckv_jax.storage.digest import DigestData, read_digest
+from ckv_jax.storage.errors import StoreClosed
+from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.segment import Deadline, Segment
+
+_PIECE_BYTES = 32 << 20  # of one batch: TensorStore holds about this much beside the buffer
+
+Report = Callable[[Segment | None, int, str], None]
+"""Told of a bad chunk: segment (None: it is gone), chunk within it, reason."""
+
+
+class PrefixReader:
+    """Reads one prefix; its segments stay on disk until `close()`. Thread-safe, a context manager.
+
+    Chunk ids are global: [0, prefix.num_chunks) over all spans.
+    """
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        segments: list[Segment | None],
+        *,
+        deadline_s: float,
+        report: Report,
+        release: Callable[[list[Segment | None]], None],
+        digests: Callable[[Prefix, Callable[[], DigestData | None]], DigestData | None],
+    ) -> None:
+        self.prefix = prefix
+        self._segments = segments
+        self._deadline_s = deadline_s
+        self._report = report
+        self._release = release
+        self._digests = digests
+        self._starts = np.cumsum([0, *(s.num_chunks for s in prefix.spans)])
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # -- packs -----------------------------------------------------------------------------------
+
+    def read_packs(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, *, deadline_s: float | None = None
+    ) -> np.ndarray:
+        """Read the packs of `chunks` int [n] of one layer group into `out`.
+
+        Args:
+          group: layer group.
+          chunks: global chunk ids, in any order.
+          out: [n, *layout.pack_shape] of layout.numpy_dtype, C-contiguous; filled in place. A
+            partial last chunk is zero past its tokens.
+          deadline_s: seconds for the whole call; default: the store's.
+
+        Returns:
+          bool [n]: False where the pack is bad or missing; such rows of `out` are zero.
+
+        Raises:
+          ReadTimeout: the reads may still write into `out` until the error's `settled()`.
+        """
+        layout = self.prefix.layout
+        chunks = np.asarray(chunks)
+        self._check(out, (len(chunks), *layout.pack_shape))
+        layout.group_layers(group)
+        if len(chunks) == 0:
+            return np.zeros(0, bool)
+        if chunks.min() < 0 or chunks.max() >= self.prefix.num_chunks:
+            raise ValueError(
+                f"chunks: got ids in [{chunks.min()}, {chunks.max()}], "
+                f"expected [0, {self.prefix.num_chunks})"
+            )
+        deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
+        data = out.view(layout.disk_dtype)
+        piece = max(1, _PIECE_BYTES // layout.pack_bytes)
+        if len(chunks) <= piece:
+            return self._read_piece(group, chunks, data, deadline)
+        parts = range(0, len(chunks), piece)
+        return np.concatenate(
+            [
+                self._read_piece(group, chunks[i : i + piece], data[i : i + piece], deadline)
+                for i in parts
+            ]
+        )
+
+    def _read_piece(
+        self, group: int, chunks: np.ndarray, data: np.ndarray, deadline: Deadline
+    ) -> np.ndarray:
+        good = np.zeros(len(chunks), bool)
+        reads = []
+        with ts.Batch() as batch:
+            for segment, rows, local in self._split(chunks):
+                target = data[rows] if isinstance(rows, slice) else ts.array(data).oindex[rows]
+                future = segment and deadline.watch(
+                    segment.begin_packs(group, local, target, batch)
+                )
+                reads.append((segment, rows, local, future))
+        for segment, rows, local, future in reads:
+            if segment and deadline.wait(future, f"reading {len(local)} packs"):
+                part = data[rows]  # a copy only where one span's chunks do not lie together
+                good[rows] = segment.packs_good(group, local, part)
+        if not good.all():
+            self._read_again(group, chunks, data, good, deadline)
+        return good
+
+    def _read_again(
+        self,
+        group: int,
+        chunks: np.ndarray,
+        data: np.ndarray,
+        good: np.ndarray,
+        deadline: Deadline,
+    ) -> None:
+        """Try the packs that are not `good` one by one; report and zero what stays bad."""
+        again = []
+        for row in np.flatnonzero(~good):
+            segment, local = self._locate(int(chunks[row]))
+            ids = np.array([local])
+            part = data[row : row + 1]
+            future = segment and deadline.watch(segment.begin_packs(group, ids, part, None))
+            again.append((int(row), segment, ids, future))
+        for row, segment, ids, future in again:
+            arrived = deadline.wait(future, "reading a pack again")
+            part = data[row : row + 1]
+            good[row] = segment and arrived and segment.packs_good(group, ids, part)[0]
+            if not good[row]:
+                part[...] = 0
+                reason = "checksum" if arrived else "unreadable"
+                self._report(segment, int(ids[0]), f"group {group}: {reason}")
+
+    def _split(self, chunks: np.ndarray) -> list[tuple[Segment | None, Any, np.ndarray]]:
+        """(segment, rows, chunks within it) of every span that `chunks` touch."""
+        spans, segments = self.prefix.spans, self._segments
+        if len(spans) == 1:
+            return [(segments[0], slice(None), chunks + spans[0].first_chunk)]
+        which = np.searchsorted(self._starts, chunks, side="right") - 1
+        parts: list[tuple[Segment | None, Any, np.ndarray]] = []
+        for i in np.unique(which):
+            rows = np.flatnonzero(which == i)
+            local = chunks[rows] - self._starts[i] + spans[i].first_chunk
+            run = rows[-1] - rows[0] == len(rows) - 1
+            parts.append((segments[i], slice(rows[0], rows[-1] + 1) if run else rows, local))
+        return parts
+
+    def _locate(self, chunk: int) -> tuple[Segment | None, int]:
+        i = int(np.searchsorted(self._starts, chunk, side="right")) - 1
+        return self._segments[i], chunk - int(self._starts[i]) + self.prefix.spans[i].first_chunk
+
+    # -- probe -----------------------------------------------------------------------------------
+
+    def read_probe(self, layer: int, out: np.ndarray, *, deadline_s: float | None = None) -> int:
+        """Read the probe keys of `layer` into `out` [T, K', D] of layout.numpy_dtype.
+
+        K' is all KV heads for "keys" and the first three for "heads". Returns how many leading
+        tokens are good; the rest of `out` is zero. Raises as `read_packs`.
+        """
+        layout = self.prefix.layout
+        if layer not in layout.probe_layers:
+            raise ValueError(f"layer: got {layer}, expected one of {layout.probe_layers}")
+        row = layout.probe_layers.index(layer)
+        self._check(out, (self.prefix.num_tokens, layout.probe_heads, layout.head_dim))
+        data = out.view(layout.disk_dtype)
+        deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
+        reads = []
+        with ts.Batch() as batch:
+            for span, segment, start, end in self._token_runs():
+                # A span that starts inside its segment is read, and checked, from the start.
+                skip = span.first_chunk * layout.chunk_tokens
+                shape = (skip + end - start, *data.shape[1:])
+                part = np.empty(shape, data.dtype) if skip else data[start:end]
+                future = segment and deadline.watch(segment.begin_probe(row, part, batch))
+                reads.append((segment, start, skip, part, future))
+        for segment, start, skip, part, future in reads:
+            arrived = deadline.wait(future, f"reading the probe of layer {layer}")
+            whole = segment.probe_good(row, part) if segment and arrived else 0
+            good = max(0, whole - skip)
+            if skip:
+                data[start : start + good] = part[skip : skip + good]
+            if whole < len(part):
+                data[start + good :] = 0
+                self._report(segment, whole // layout.chunk_tokens, f"probe of layer {layer}")
+                return start + good
+        return self.prefix.num_tokens
+
+    def _token_runs(self) -> list[tuple[Span, Segment | None, int, int]]:
+        """(span, segment, first token, end token) of every span, in tokens of the prefix."""
+        size, total = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
+        bounds = np.minimum(self._starts * size, total).tolist()
+        pairs = zip(self.prefix.spans, self._segments, bounds, bounds[1:], strict=False)
+        return list(pairs)
+
+    # -- digest and mapping ----------------------------------------------------------------------
+
+    def read_digest(self, *, deadline_s: float | None = None) -> DigestData | None:
+        """The compressed keys of all layers and tokens, from the host pool when they are there.
+
+        None when the layout has none, or any of it is bad or missing. Raises as `read_packs`.
+        """
+        self._open()
+        if self.prefix.layout.digest == "none" or not self.prefix.spans:
+            return None
+        deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
+        runs = self._token_runs()
+        return self._digests(
+            self.prefix, lambda: read_digest(self.prefix, runs, deadline, self._report)
+        )
+
+    @property
+    def order(self) -> np.ndarray:
+        """int32 [T]: the prefix position of each token as stored; not the identity if reordered."""
+        self._open()
+        order = np.arange(self.prefix.num_tokens, dtype=np.int32)
+        for _, segment, start, end in self._token_runs():
+            if segment and segment.manifest.order is not None:
+                order[start:end] = start + segment.manifest.order
+        return order
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the reader is closed")
+
+    def _check(self, out: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._open()
+        dtype = self.prefix.layout.numpy_dtype
+        if out.shape != shape or out.dtype != dtype:
+            raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError("out: expected a C-contiguous, writable array")
+
+    def close(self) -> None:
+        """Let the segments go; may be called twice."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._release(self._segments)
+
+    def __enter__(self) -> PrefixReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
