@@ -1,0 +1,200 @@
+"""Equation 1 for Hopper GPUs (WGMMA), in two passes over the probe.
+
+The first finds every query row's log-sum-exp, the second the sum over rows of exp(logit - lse),
+key by key: a `[B, K, tiles, T]` array is all that reaches device memory. A thread block owns 64
+rows of one KV head and a share of the keys; compressed keys are decoded a block at a time, in
+shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ckv_jax.kernels_pallas.score.mosaic_gpu_keys import KeyBlocks, key_blocks
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens
+
+__all__ = ["ScoreBlocks", "score"]
+
+_ROWS = 64  # of one WGMMA
+_LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreBlocks:
+    """keys: of one step; steps: how many of them are loaded ahead; thread_blocks: into how many
+    the work is split at least, if there are as many steps (the multiprocessors of a card).
+    """
+
+    keys: int = 64
+    steps: int = 2
+    thread_blocks: int = 132
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or self.keys < 64:
+            raise ValueError(f"got keys {self.keys}, expected a multiple of 64")
+        if self.steps < 1 or self.thread_blocks < 1:
+            raise ValueError(f"got {self.steps} and {self.thread_blocks}, expected at least 1")
+
+
+def score(
+    q: Array,
+    probe: Probe,
+    num_tokens: Array,
+    q_lengths: Array,
+    chunk_tokens: int,
+    *,
+    blocks: ScoreBlocks = ScoreBlocks(),
+    interpret: Any = None,
+) -> Array:
+    """See `api.score`.
+
+    Raises:
+      NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the
+        queries, D not a multiple of 64 up to 256, chunks of no multiple of 4 tokens, or
+        sub-vectors of another length than 8 (product quantisation).
+    """
+    dim = q.shape[3]
+    tokens, kv_heads, _ = probe.shape
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"got q {q.dtype}, expected bfloat16 or float16")
+    if dim % 64 or dim > 256:
+        raise NotImplementedError(f"got head dim {dim}, expected 64, 128, 192 or 256")
+    probe = pad_tokens(probe, max(blocks.keys, -(-tokens // 16) * 16))
+    plan = key_blocks(probe, q.dtype, blocks.keys, blocks.steps)
+    if q.size == 0:
+        return jnp.zeros((q.shape[0], tokens // chunk_tokens), jnp.float32)
+    rows, valid = fold_queries(q, kv_heads, q_lengths, _ROWS)  # [B, K, rows, D], [B, rows]
+    steps = pl.cdiv(probe.shape[0], blocks.keys)
+    units = rows.shape[0] * kv_heads * (rows.shape[2] // _ROWS)
+    splits = min(steps, max(1, blocks.thread_blocks // units))
+    limit = num_tokens.reshape(1)
+
+    tops, totals = _stream(rows, plan, limit, None, probe.shape[0], splits, blocks, interpret)
+    top = jnp.max(tops, axis=2)
+    total = jnp.sum(totals * jnp.exp(tops - top[:, :, None]), axis=2)  # [B, K, rows]
+    lse = top + jnp.log(jnp.where(total > 0, total, 1.0))
+    lse = jnp.where((total > 0) & valid[:, None], lse, jnp.inf)  # such a row's weights are 0
+    sums = _stream(rows, plan, limit, lse, probe.shape[0], splits, blocks, interpret)[0]
+    return chunk_sums(sums[..., :tokens], chunk_tokens)
+
+
+def _stream(
+    rows: Array,
+    plan: KeyBlocks,
+    num_tokens: Array,
+    lse: Array | None,
+    tokens: int,
+    splits: int,
+    blocks: ScoreBlocks,
+    interpret: Any,
+) -> tuple[Array, ...]:
+    """Without lse: maxima and sums of exponentials, [B, K, splits, rows] both. With lse
+    [B, K, rows]: every key's sum of weights over the rows of a tile, [B, K, tiles, T].
+    """
+    batch, kv_heads, num_rows, dim = rows.shape
+    keys, tiles = blocks.keys, num_rows // _ROWS
+    share = pl.cdiv(pl.cdiv(tokens, keys), splits)
+    operands = (rows, num_tokens, *plan.operands) + (() if lse is None else (lse,))
+    shape = (batch, kv_heads, splits, num_rows)
+    out_type = (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+    if lse is not None:
+        out_type = (jax.ShapeDtypeStruct((batch, kv_heads, tiles, tokens), jnp.float32),)
+
+    def kernel(*refs: Any) -> None:
+        inputs, rest = refs[: len(operands)], refs[len(operands) :]
+        rows_ref, limit_ref, *probe_refs = inputs
+        outs, rest = rest[: len(out_type)], rest[len(out_type) :]
+        q_smem, lse_smem, start_barrier, barriers, *scratch = rest
+        unit = lax.axis_index("unit")
+        b, head = lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
+        tile_index = lax.axis_index("tile")
+        tile = pl.ds(tile_index * _ROWS, _ROWS)
+        split = lax.axis_index("split")
+        begin = split * share
+        end = jnp.minimum(begin + share, pl.cdiv(tokens, keys))
+        limit = limit_ref[0]
+
+        def first_key(step: Array) -> Array:
+            return jnp.minimum(step * keys, tokens - keys)  # the last block overlaps its neighbour
+
+        def load(step: Array, slot: Array) -> None:
+            plan.load(probe_refs, scratch, head, first_key(step), slot, barriers.at[slot])
+
+        plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, start_barrier)
+        if lse is not None:
+            plgpu.copy_gmem_to_smem(probe_refs[-1].at[b, head, tile], lse_smem, start_barrier)
+        plan.prepare(probe_refs, scratch, head, start_barrier)
+        for ahead in range(blocks.steps):
+            pl.when(begin + ahead < end)(lambda ahead=ahead: load(begin + ahead, ahead))
+        plgpu.barrier_wait(start_barrier)
+
+        def logits(step: Array) -> Array:
+            """[rows, keys], -inf past the last token."""
+            slot = lax.rem(step - begin, blocks.steps)
+            plgpu.barrier_wait(barriers.at[slot])
+            key_ref, scale = plan.decode(scratch, slot)
+
+            def dot(acc_ref: Any) -> Array:
+                plgpu.wgmma(acc_ref, q_smem, plgpu.transpose_ref(key_ref, (1, 0)))
+                return acc_ref[...]
+
+            x = pl.run_scoped(dot, plgpu.ACC((_ROWS, keys), jnp.float32)) * (1.0 / math.sqrt(dim))
+            if scale is not None:
+                x = x * lax.broadcast_in_dim(scale, x.shape, (1,))
+            column = lax.broadcasted_iota(jnp.int32, x.shape, 1) + first_key(step)
+            seen = column < limit
+            if lse is None:  # a key that two blocks hold counts once
+                seen = seen & (column >= step * keys)
+            x = jnp.where(seen, x, -jnp.inf)
+
+            @pl.when(step + blocks.steps < end)
+            def _next() -> None:
+                plgpu.commit_smem()  # every warp is done with this slot
+                load(step + blocks.steps, slot)
+
+            return x
+
+        def stats(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            top, total = carry
+            x = logits(step)
+            new_top = jnp.maximum(top, jnp.max(x, axis=1))
+            p = jnp.exp(x - lax.broadcast_in_dim(new_top, x.shape, (0,)))
+            return new_top, total * jnp.exp(top - new_top) + jnp.sum(p, axis=1)
+
+        def sums(step: Array, carry: None) -> None:
+            x = logits(step)
+            p = jnp.exp(x - lax.broadcast_in_dim(lse_smem[...], x.shape, (0,)))
+            outs[0][b, head, tile_index, pl.ds(first_key(step), keys)] = jnp.sum(p, axis=0)
+
+        if lse is not None:
+            lax.fori_loop(begin, end, sums, None)
+            return
+        start = (jnp.full((_ROWS,), _LOWEST, jnp.float32), jnp.zeros((_ROWS,), jnp.float32))
+        top, total = lax.fori_loop(begin, end, stats, start)
+        outs[0][b, head, split, tile] = top
+        outs[1][b, head, split, tile] = total
+
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=(
+            plgpu.SMEM((_ROWS, dim), rows.dtype, transforms=plan.transforms),
+            plgpu.SMEM((_ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + (lse is not None) + plan.prepared),
+            plgpu.Barrier(num_arrivals=plan.loaded, num_barriers=blocks.steps),
+            *plan.scratch,
+        ),
+        grid=(batch * kv_heads, tiles, splits),
+        grid_names=("unit", "tile", "split"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )(*operands)

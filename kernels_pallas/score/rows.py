@@ -1,0 +1,50 @@
+"""What the kernels need before and after they run: rows of queries, whole blocks of keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ckv_jax.kernels_pallas.score.probe import PqKeys, Probe
+
+__all__ = ["chunk_sums", "fold_queries", "pad_tokens"]
+
+
+def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tuple[Array, Array]:
+    """q [B, S, H, D] -> rows [B, K, S*G, D], padded to a multiple, and valid bool [B, rows].
+
+    Queries past their length become zeros, whatever they were.
+    """
+    batch, queries, heads, dim = q.shape
+    group = heads // kv_heads
+    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
+    q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
+    rows = q.reshape(batch, queries, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, queries * group, dim)
+    pad = -(queries * group) % multiple
+    return (
+        jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
+        jnp.pad(jnp.repeat(valid, group, axis=1), ((0, 0), (0, pad))),
+    )
+
+
+def pad_tokens(probe: Probe, tokens: int) -> Probe:
+    """Zeros behind the keys, up to `tokens` of them."""
+    pad = tokens - probe.shape[0]
+    if pad <= 0:
+        return probe
+
+    def padded(array: Array) -> Array:
+        return jnp.pad(array, ((0, pad),) + ((0, 0),) * (array.ndim - 1))
+
+    if isinstance(probe, PqKeys):
+        return PqKeys(padded(probe.codes), probe.codebooks)
+    return jax.tree.map(padded, probe)
+
+
+def chunk_sums(weights: Array, chunk_tokens: int) -> Array:
+    """Weights of keys [B, K, tiles, T] -> scores of chunks [B, M]."""
+    batch, kv_heads, tiles, tokens = weights.shape
+    by_chunk = weights.reshape(batch, kv_heads, tiles, tokens // chunk_tokens, chunk_tokens)
+    return jnp.sum(by_chunk, axis=(1, 2, 4))
