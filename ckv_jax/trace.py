@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -81,6 +82,13 @@ class Trace:
         with self._lock:
             self.chunks["selected"] += selected
             self.chunks["total"] += total
+
+    def share(self, *, selected: int, total: int, attention_mass: Iterable[float]) -> Trace:
+        """This trace as one request of a batch sees it: its own selection, all else in common."""
+        own = copy.copy(self)
+        own.chunks = {"selected": selected, "total": total}
+        own.period_attention_mass = list(attention_mass)
+        return own
 
     def end(self) -> None:
         """The first token is there. Later calls change nothing."""
