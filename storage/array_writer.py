@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ckv_jax.storage.arrays import ArraySpec
 from ckv_jax.storage.workspace import write_file
 
+_PAGE = mmap.PAGESIZE
+
 
 class ArrayWriter:
-    """The shard files of one array, open for writing; one thread at a time."""
+    """The shard files of one array, open for writing; one thread at a time.
 
-    def __init__(self, folder: Path, spec: ArraySpec) -> None:
+    With `direct`, entries of whole pages that lie at the start of a page of memory go past the page
+    cache; everything else goes through it.
+    """
+
+    def __init__(self, folder: Path, spec: ArraySpec, *, direct: bool) -> None:
         self._spec = spec
+        self._direct: list[int] = []
         self._fds: list[int] = []
         (folder / spec.name).mkdir(mode=0o700)
         write_file(folder / spec.name / "zarr.json", json.dumps(spec.metadata()).encode())
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for shard in range(spec.shards):
-            self._fds.append(os.open(folder / spec.file(shard), flags, 0o600))
+            path = folder / spec.file(shard)
+            self._fds.append(os.open(path, flags, 0o600))
+            if direct and spec.entry_bytes % _PAGE == 0:
+                past = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._direct.append(os.open(path, past))
 
     def put(self, entry: int, data: np.ndarray, offset: int = 0) -> None:
         """Write contiguous `data` at byte `offset` of an entry, counted over all shards."""
         shard, slot = divmod(entry, self._spec.shard_entries)
-        _write_all(self._fds[shard], data, slot * self._spec.entry_bytes + offset)
+        start = slot * self._spec.entry_bytes + offset
+        past = self._direct and not (
+            start % _PAGE or data.nbytes % _PAGE or data.ctypes.data % _PAGE
+        )
+        _write_all((self._direct if past else self._fds)[shard], data, start)
 
     def get(self, entry: int, out: np.ndarray) -> None:
         """Read back what `put` wrote at an entry into contiguous `out`."""
         shard, slot = divmod(entry, self._spec.shard_entries)
-        view, at = memoryview(out).cast("B"), slot * self._spec.entry_bytes
+        view, at = memoryview(as_buffer(out)), slot * self._spec.entry_bytes
         while view:
             done = os.preadv(self._fds[shard], [view], at)
             if not done:
@@ -51,13 +68,18 @@ class ArrayWriter:
 
     def close(self) -> None:
         """Close the files; may be called twice."""
-        fds, self._fds = self._fds, []
+        fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
             os.close(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:
-    view = memoryview(data.reshape(-1).view(np.uint8))
+    view = memoryview(as_buffer(data))
     while view:
         done = os.pwrite(fd, view, offset)
         view, offset = view[done:], offset + done
+
+
+def as_buffer(data: np.ndarray) -> Any:
+    """The bytes of `data`, contiguous, as something that has a buffer."""
+    return data.reshape(-1).view(np.uint8)

@@ -72,8 +72,8 @@ class ArraySpec:
     def index(self, shard: int) -> bytes:
         """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""
         steps = self.shard[0] // self.inner[0]
-        slots = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.kv, -1)
-        slots = slots.transpose(0, 2, 1).reshape(-1)  # zarr order has keys-values innermost
+        order = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.kv, -1)
+        slots = order.transpose(0, 2, 1).reshape(-1)  # zarr order has keys-values innermost
         table = np.empty((self.shard_entries, 2), "<u8")
         table[:, 0] = slots * np.uint64(self.entry_bytes)
         table[:, 1] = self.entry_bytes

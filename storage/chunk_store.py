@@ -20,14 +20,14 @@ from ckv_jax.storage.catalog import Catalog, Described
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import SegmentDamaged, StoreClosed, StoreError, StoreFull
 from ckv_jax.storage.eviction import evict
-from ckv_jax.storage.files import Files, Workspace
+from ckv_jax.storage.files import Workspace
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.lookup import Loaded
 from ckv_jax.storage.manifest import Manifest, check_order
 from ckv_jax.storage.manifest_cache import ManifestCache
 from ckv_jax.storage.open_segments import OpenSegments
-from ckv_jax.storage.place import open_place
+from ckv_jax.storage.place import Place, open_place
 from ckv_jax.storage.pool import DigestPool
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.reader import PrefixReader
@@ -40,11 +40,12 @@ _TOUCH_S = 5.0  # times of use reach the index at most this often
 class ChunkStore:
     """A store that is open; thread-safe, a context manager. Many processes may share one folder."""
 
-    def __init__(self, files: Files, context: Any, config: StoreConfig) -> None:
+    def __init__(self, place: Place, config: StoreConfig) -> None:
         """Use `open`."""
         self.config = config
-        self.files = files
-        self._context = context
+        self.files = files = place.files
+        self._context = place.context
+        self._direct = place.direct
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._bad: dict[tuple[str, str], int] = {}  # (segment, checksum) → first bad chunk
@@ -70,8 +71,7 @@ class ChunkStore:
           StoreError: the place is something else than a store, or cannot be used.
         """
         config = config or StoreConfig()
-        files, context = open_place(url, config)
-        return cls(files, context, config)
+        return cls(open_place(url, config), config)
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -203,7 +203,12 @@ class ChunkStore:
 
         params = held[-1].digest_params() if held and held[-1] else None
         return SegmentWriter(
-            draft, workspace, params=params, publish=self._publish_after(parent), release=release
+            draft,
+            workspace,
+            direct=self._direct,
+            params=params,
+            publish=self._publish_after(parent),
+            release=release,
         )
 
     @staticmethod

@@ -49,10 +49,12 @@ class DigestData:
             layers, _, heads, parts = codes.shape
             index = np.ix_(range(layers), range(heads), range(parts))
             picked = books[index[0][:, None], index[1][:, None], index[2][:, None], codes]
-            return picked.reshape(*codes.shape[:3], -1)
+            found: np.ndarray = picked.reshape(*codes.shape[:3], -1)
+            return found
         if self.kind == "int4":
             codes = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - np.int8(8)
-        return codes * self.arrays["scale"][..., None]
+        values: np.ndarray = codes * self.arrays["scale"][..., None]
+        return values
 
 
 def quantise(keys: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -112,11 +114,13 @@ def read_digest(
                     return None  # not made to be scored together
                 params[layer] = head.view(np.float32)
                 if len(middle):
-                    part = middle.view(np.float32).reshape(-1, shape[2])
-                    scale[layer, start:end] = part[skip : skip + end - start]
+                    values = middle.view(np.float32).reshape(-1, shape[2])
+                    scale[layer, start:end] = values[skip : skip + end - start]
                 part = tail.reshape(-1, shape[2], layout.digest_codes)
                 codes[layer, start:end] = part[skip : skip + end - start]
-    arrays = {"codes": codes.view(np.int8) if layout.digest == "int8" else codes}
+    arrays: dict[str, np.ndarray] = {"codes": codes}
+    if layout.digest == "int8":
+        arrays["codes"] = codes.view(np.int8)
     if layout.digest == "pq":
         books = (shape[2], layout.digest_codes, PQ_CODES, PQ_DIM)
         arrays["codebooks"] = params.reshape(shape[0], *books)

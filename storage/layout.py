@@ -90,7 +90,8 @@ class Layout:
     @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Element type of keys and values in memory."""
-        return np.dtype(_DTYPES[self.dtype][0])
+        dtype: np.dtype[Any] = np.dtype(_DTYPES[self.dtype][0])
+        return dtype
 
     @cached_property
     def disk_dtype(self) -> np.dtype[Any]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 
 from ckv_jax.storage.layout import Layout
 
 
-def pack(kv: np.ndarray, layout: Layout) -> np.ndarray:
-    """[groups, n, *pack] from bit patterns [L, 2, t, K, D]; zeros fill a partial last chunk."""
+def aligned(num_bytes: int) -> np.ndarray:
+    """uint8 [num_bytes] at the start of a page of memory, as direct I/O wants it."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
+    """[groups, n, *pack] in uint8 `memory`, from bit patterns [L, 2, t, K, D].
+
+    Zeros fill a partial last chunk, and the layers that the last group lacks.
+    """
     layers, _, tokens, heads, dim = kv.shape
     size, chunks = layout.chunk_tokens, layout.num_chunks(tokens)
     whole = tokens // size
-    packs = np.empty((layout.groups, chunks, *layout.pack_shape), kv.dtype)
+    shape = (layout.groups, chunks, *layout.pack_shape)
+    packs = memory[: layout.groups * chunks * layout.pack_bytes].view(kv.dtype).reshape(shape)
     if whole < chunks or layers % layout.pack_layers:
         packs[...] = 0
     for group in range(layout.groups):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,8 +17,23 @@ from ckv_jax.storage.files import Files
 from ckv_jax.storage.local import LocalFiles
 
 
-def open_place(url: str | os.PathLike[str], config: StoreConfig) -> tuple[Files, Any]:
-    """The files behind `url`, and a `ts.Context` of our own: no cache, bounded concurrency."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store's segments live.
+
+    Attributes:
+      files: the place.
+      context: TensorStore's settings for it: no cache, bounded concurrency.
+      direct: whether reads and writes go past the page cache.
+    """
+
+    files: Files
+    context: Any
+    direct: bool
+
+
+def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
+    """The place behind `url`; raises StoreError when it cannot be used."""
     text = os.fspath(url)
     parts = urlsplit(text) if "://" in text else None
     if parts is None or parts.scheme == "file":
@@ -25,7 +41,8 @@ def open_place(url: str | os.PathLike[str], config: StoreConfig) -> tuple[Files,
         if parts and parts.netloc not in ("", "localhost"):
             raise ValueError(f"url: got {text!r}, expected file:///path")
         local = LocalFiles(path)
-        return local, _context(config, direct=_use_direct_io(local.root, config.direct_io))
+        direct = _use_direct_io(local.root, config.direct_io)
+        return Place(local, _context(config, direct=direct), direct)
     raise ValueError(f"url: got {text!r}, expected a folder, file://, s3://, gs:// or memory://")
 
 

@@ -121,12 +121,12 @@ class PrefixReader:
     ) -> None:
         """Try the packs that are not `good` one by one; report and zero what stays bad."""
         again = []
-        for row in np.flatnonzero(~good):
+        for row in np.flatnonzero(~good).tolist():
             segment, local = self._locate(int(chunks[row]))
             ids = np.array([local])
             part = data[row : row + 1]
             future = segment and deadline.watch(segment.begin_packs(group, ids, part, None))
-            again.append((int(row), segment, ids, future))
+            again.append((row, segment, ids, future))
         for row, segment, ids, future in again:
             arrived = deadline.wait(future, "reading a pack again")
             part = data[row : row + 1]

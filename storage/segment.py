@@ -90,7 +90,8 @@ class Segment:
     def packs_good(self, group: int, chunks: np.ndarray, data: np.ndarray) -> np.ndarray:
         """bool [n]: whether `data` [n, *pack] holds exactly these packs."""
         found = checks.checksums(self._seeds["packs"], group, chunks.tolist(), data)
-        return np.equal(found, self.manifest.pack_crc[group, chunks])
+        good: np.ndarray = np.equal(found, self.manifest.pack_crc[group, chunks])
+        return good
 
     # -- probe -----------------------------------------------------------------------------------
 

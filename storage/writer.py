@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
+import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +21,7 @@ from ckv_jax.storage.files import Workspace
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.manifest import Manifest
-from ckv_jax.storage.packing import block_keys, pack
+from ckv_jax.storage.packing import aligned, block_keys, pack
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.workspace import write_file
 
@@ -41,6 +41,7 @@ class SegmentWriter:
         draft: Manifest,
         workspace: Workspace,
         *,
+        direct: bool,
         params: np.ndarray | None,
         publish: Callable[[Manifest, str, Workspace], Prefix],
         release: Callable[[], None],
@@ -51,7 +52,10 @@ class SegmentWriter:
         self._release = release
         self._written = 0
         self._closed = False
-        self._slots = threading.Semaphore(_BLOCKS_AHEAD)
+        self._step = max(1, _BLOCK_BYTES // (draft.layout.groups * draft.layout.pack_bytes))
+        self._memory: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        for _ in range(_BLOCKS_AHEAD):
+            self._memory.put(None)  # made when it is first needed
         self._jobs: list[Future[None]] = []
         self._arrays: dict[str, ArrayWriter] = {}
         self._seeds = {kind: checks.seed(draft.segment_id, kind) for kind in draft.arrays}
@@ -59,7 +63,7 @@ class SegmentWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-write")
         try:
             for name, spec in draft.arrays.items():
-                self._arrays[name] = ArrayWriter(workspace.path, spec)
+                self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
             if draft.layout.digest != "none":
                 self._digest = DigestWriter(draft, self._arrays["digest"], params)
         except OSError as e:
@@ -100,19 +104,21 @@ class SegmentWriter:
                 f"first_token: got {first_token} with {kv.shape[2]} tokens, expected blocks in "
                 f"order, from token {self._written} on, up to {total}, each but the last whole"
             )
-        chunk_bytes = layout.groups * layout.pack_bytes
-        step = max(1, _BLOCK_BYTES // chunk_bytes) * layout.chunk_tokens
+        step = self._step * layout.chunk_tokens
         for start in range(0, kv.shape[2], step):
             self._append(first_token + start, kv[:, :, start : start + step])
         self._written = end
 
     def _append(self, first_token: int, kv: np.ndarray) -> None:
         self._raise_failed()
-        self._slots.acquire()
-        packs = pack(kv.view(self.layout.disk_dtype), self.layout)
-        first_chunk = first_token // self.layout.chunk_tokens
+        layout, memory = self.layout, self._memory.get()
+        if memory is None:
+            chunks = min(self._step, self._draft.chunks)
+            memory = aligned(chunks * layout.groups * layout.pack_bytes)
+        packs = pack(kv.view(layout.disk_dtype), layout, memory)
+        first_chunk = first_token // layout.chunk_tokens
         job = self._thread.submit(self._store, first_chunk, packs, kv.shape[2])
-        job.add_done_callback(lambda _: self._slots.release())
+        job.add_done_callback(lambda _: self._memory.put(memory))
         self._jobs.append(job)
 
     def _store(self, first: int, packs: np.ndarray, tokens: int) -> None:
