@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from ckv_jax.storage.layout import Layout
 
-Selector = Literal["all", "chunk", "h2o", "impress"]
+Selector = Literal["none", "all", "chunk", "h2o", "impress"]
+"""What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""
 Prefetch = Literal["none", "intra", "inter"]
 Speculate = Literal["previous", "lookahead"]
 PolicyName = Literal["attention", "lru", "lfu", "importance-ratio"]
@@ -119,6 +120,8 @@ class EngineConfig:
     """Tokens in one block of the dense prefill."""
     max_batch: int = 32
     """Requests computed together at most; they must share a prefix."""
+    admit_bytes: int = 1024 * MIB
+    """Device room for the packs, suffixes and texts of requests that run at once; others wait."""
     salt: str = ""
     """Tenant: prefixes of one salt are invisible to every other."""
 
@@ -131,7 +134,7 @@ class EngineConfig:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected at least 0")
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
-            "max_batch",
+            "max_batch", "admit_bytes",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}, expected at least 1")

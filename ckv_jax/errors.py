@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ckv_jax.storage.errors import CkvError
 
-__all__ = ["CheckpointError", "CkvError", "ContextOverflow", "UnsupportedModel"]
+__all__ = [
+    "Cancelled",
+    "CheckpointError",
+    "CkvError",
+    "ContextOverflow",
+    "DeadlineExceeded",
+    "EngineClosed",
+    "UnsupportedModel",
+]
 
 
 class CheckpointError(CkvError):
@@ -17,3 +25,15 @@ class UnsupportedModel(CkvError):
 
 class ContextOverflow(CkvError):
     """Prefix and suffix together are longer than the model's context."""
+
+
+class Cancelled(CkvError):
+    """The caller gave the request up before its answer was there."""
+
+
+class DeadlineExceeded(CkvError):
+    """The request's deadline passed before its first token was there."""
+
+
+class EngineClosed(CkvError):
+    """The engine was closed before the request's turn came."""

@@ -63,11 +63,16 @@ def ingest(
         return writer.commit()
 
 
-def read_kv(store: ChunkStore, prefix: Prefix, prefill: DensePrefill) -> np.ndarray:
-    """All keys and values [L, 2, T, K, D] of a stored prefix; what is bad is recomputed."""
+def read_kv(
+    store: ChunkStore, prefix: Prefix, prefill: DensePrefill, *, first_chunk: int = 0
+) -> np.ndarray:
+    """Keys and values [L, 2, T, K, D] of a stored prefix; what is bad is recomputed.
+
+    T counts from the first token of `first_chunk`.
+    """
     layout = prefix.layout
     recovery = Recovery(prefix, prefill)
-    chunks = np.arange(prefix.num_chunks)
+    chunks = np.arange(first_chunk, prefix.num_chunks)
     size = layout.chunk_tokens
     out = np.empty(
         (layout.num_layers, 2, len(chunks) * size, layout.num_kv_heads, layout.head_dim),
@@ -88,7 +93,7 @@ def read_kv(store: ChunkStore, prefix: Prefix, prefill: DensePrefill) -> np.ndar
                 out[layers.start : layers.stop] = rows[: len(layers)]
             else:
                 out[layers.start, group % 2] = rows[0, 0]
-    return out[:, :, : prefix.num_tokens]
+    return out[:, :, : prefix.num_tokens - first_chunk * size]
 
 
 def _write(writer: SegmentWriter, block: Block, whole: int, layout: Layout) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ckv_jax.config import check_budget
+from ckv_jax.errors import CkvError
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -23,23 +24,82 @@ class Request:
     budget: float | None = None
     """Share of the prefix in (0, 1]; None: the engine's."""
     id: str | None = None
-    """A name of the caller's, given back in the result."""
+    """A name of the caller's, unique within one call, given back in the result."""
+    deadline_s: float | None = None
+    """Seconds from submission after which nobody waits for the answer any more."""
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             check_budget(self.budget)
         if len(self.suffix) == 0:
             raise ValueError("got an empty suffix, expected text or at least one token")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A request whose prefix has been found and whose suffix has become tokens."""
+
+    request: Request
+    prefix: Prefix
+    """What is stored, perhaps nothing."""
+    suffix: np.ndarray
+    """int32 [S]: everything after it that has to be computed."""
+    budget: float
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T + S]: prefix and suffix."""
+        return np.concatenate([self.prefix.tokens, self.suffix])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAnswer:
+    """The first token after one suffix."""
+
+    token_id: int
+    text: str
+    logits: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The first token of one request."""
+    """The first token of one request, or what was wrong with it.
+
+    A request's own fault is in `error` and fails nothing else; `token_id`, `text` and `logits` of
+    such a result raise it, so that it cannot be overlooked.
+    """
 
     request: Request
-    token_id: int
-    text: str
-    """The token decoded; empty without a tokenizer."""
-    logits: np.ndarray
-    """float32 [V]."""
     trace: Trace
+    """Of the batch that the request was in, with the request's own chunks and attention mass."""
+    queued_ms: float = 0.0
+    """From submission until its batch began; not part of the trace's time to first token."""
+    error: CkvError | ValueError | None = None
+    answer: FirstAnswer | None = field(default=None, repr=False)
+
+    def raise_for_error(self) -> None:
+        """Raises `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def token_id(self) -> int:
+        """The likeliest token."""
+        return self._answer().token_id
+
+    @property
+    def text(self) -> str:
+        """That token decoded; empty without a tokenizer."""
+        return self._answer().text
+
+    @property
+    def logits(self) -> np.ndarray:
+        """float32 [V]."""
+        return self._answer().logits
+
+    def _answer(self) -> FirstAnswer:
+        self.raise_for_error()
+        assert self.answer is not None
+        return self.answer

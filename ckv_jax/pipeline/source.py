@@ -35,7 +35,10 @@ class _Group:
 
 
 class PackSource:
-    """Packs of one prefix for one request. A context manager: leaving it gives everything back."""
+    """Packs of one prefix for one request. A context manager: leaving it gives everything back.
+
+    With `hold`, packs stay in their slots until then, so that decode can go on reading them.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class PackSource:
         prefetcher: Prefetcher,
         recompute: Recompute,
         trace: Trace,
+        hold: bool = False,
     ) -> None:
         self._view = view
         self._reader = reader
@@ -54,6 +58,7 @@ class PackSource:
         self._prefetcher = prefetcher
         self._recompute = recompute
         self._trace = trace
+        self._hold = hold
         self._layout = view.prefix.layout
         self._groups: dict[int, _Group] = {}
         self._done: list[int] = []
@@ -87,8 +92,13 @@ class PackSource:
         state = self._groups.setdefault(group, _Group())
         self._submit(group, state, self._locate(group, state, chunks), demand=False)
 
-    def collect(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """Device slots int32 [n] of `chunks`, all demanded before; waits for those still read."""
+    def collect(
+        self, group: int, chunks: np.ndarray, *, stage: str = "critical_io_wait"
+    ) -> np.ndarray:
+        """Device slots int32 [n] of `chunks`, all demanded before; waits for those still read.
+
+        The wait is recorded as a span named `stage`.
+        """
         state = self._groups[group]
         wanted = chunks.tolist()
         self._stage_host(state, [c for c in wanted if c not in state.slots and c in state.host])
@@ -98,14 +108,37 @@ class PackSource:
             if not needed:
                 break
             if not needed.isdisjoint(job.chunks.tolist()):
-                failed += self._take_job(state, job, needed)
+                failed += self._take_job(state, job, needed, stage)
         if failed:
             self._replace(group, state, failed)
         return np.fromiter((state.slots[c] for c in wanted), np.int32, len(wanted))
 
     def done(self, group: int) -> None:
         """Says that all calls reading this group have been dispatched."""
-        self._done.append(group)
+        if not self._hold:
+            self._done.append(group)
+
+    def keep_only(self, group: int, chunks: np.ndarray) -> None:
+        """Gives back the group's packs other than `chunks`; all it demanded was collected."""
+        state = self._groups[group]
+        for job in state.jobs:
+            self._count_waste(state, job)
+            self._retire_job(job)
+        state.jobs.clear()
+        state.flying.clear()
+        kept = set(chunks.tolist())
+        leaving = [c for c in (*state.slots, *state.host) if c not in kept]
+        pages = self._view.pages(group, np.unique(np.array(leaving, np.int64)))
+        mine = [np.isin(pinned, pages) for pinned in self._pinned]
+        for pinned, gone in zip(self._pinned, mine, strict=True):
+            self._tiers.unpin(pinned[gone])
+        self._pinned = [pinned[~gone] for pinned, gone in zip(self._pinned, mine, strict=True)]
+        fresh = [c for c in state.fresh if c not in kept]
+        self._give_back(group, state, fresh)
+        state.fresh = [c for c in state.fresh if c in kept]
+        for chunk in leaving:
+            state.slots.pop(chunk, None)
+            state.host.pop(chunk, None)
 
     def finish(self) -> None:
         """Cancels what is queued, admits what was read to the cache, and unpins. Idempotent."""
@@ -172,12 +205,14 @@ class PackSource:
         self._trace.count_bytes("host", moved)
         self._own(state, chunks, slots)
 
-    def _take_job(self, state: _Group, job: ReadJob, needed: set[int]) -> list[int]:
+    def _take_job(
+        self, state: _Group, job: ReadJob, needed: set[int], stage: str
+    ) -> list[int]:
         """Writes a job's needed packs into slots; returns the chunks that could not be read."""
         start = time.perf_counter_ns()
         result = job.result()
         end = time.perf_counter_ns()
-        self._trace.add("critical_io_wait", "host", start, end, chunks=len(job.chunks))
+        self._trace.add(stage, "host", start, end, chunks=len(job.chunks))
         chunks = job.chunks.tolist()
         good = [i for i, c in enumerate(chunks) if c in needed and result.ok[i]]
         failed = [c for i, c in enumerate(chunks) if c in needed and not result.ok[i]]
@@ -215,13 +250,17 @@ class PackSource:
 
     def _admit(self, group: int) -> None:
         state = self._groups[group]
-        if state.fresh:
-            chunks = np.array(state.fresh, np.int64)
-            slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
-            moves = self._tiers.admit(self._view.pages(group, chunks), slots)
-            self._memory.apply(moves)
+        self._give_back(group, state, state.fresh)
         state.fresh.clear()
         state.slots.clear()
+
+    def _give_back(self, group: int, state: _Group, fresh: list[int]) -> None:
+        """Lets the cache decide about slots that this request took."""
+        if fresh:
+            chunks = np.array(fresh, np.int64)
+            slots = np.fromiter((state.slots[c] for c in fresh), np.int32, len(chunks))
+            moves = self._tiers.admit(self._view.pages(group, chunks), slots)
+            self._memory.apply(moves)
 
     def _reap(self) -> None:
         """Gives back read buffers whose write is done."""

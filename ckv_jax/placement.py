@@ -1,0 +1,108 @@
+"""Placement: text becomes tokens, and tokens are found in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckv_jax.config import EngineConfig
+from ckv_jax.errors import ContextOverflow
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.request import Placed, Request
+from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.prefix import Prefix
+
+
+class Placement:
+    """Where requests of one engine belong. Thread-safe: it only looks things up."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        store: ChunkStore,
+        fingerprint: Fingerprint,
+        layout: Layout,
+        config: EngineConfig,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._store = store
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._config = config
+
+    def encode(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        """Token ids int32 [n] of a text; ids are checked and passed through."""
+        if isinstance(text, str):
+            if self._tokenizer is None:
+                raise ValueError("got text, expected token ids: this engine has no tokenizer")
+            return self._tokenizer.encode(text)
+        tokens = np.asarray(text)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ValueError(f"got tokens {tokens.dtype}{tokens.shape}, expected integers [n]")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._model.vocab_size:
+            raise ValueError(
+                f"got token ids from {tokens.min()} to {tokens.max()}, "
+                f"expected [0, {self._model.vocab_size})"
+            )
+        return tokens.astype(np.int32)
+
+    def place(self, request: Request, *, new_tokens: int = 0) -> Placed:
+        """The stored prefix of a request, and the tokens to compute after it.
+
+        Raises `ValueError` for tokens that are none, `ContextOverflow` if prefix, suffix and
+        `new_tokens` do not fit the model, and a `StoreError` for a prefix that is not stored or
+        is another model's.
+        """
+        suffix = self.encode(request.suffix)
+        if not len(suffix):
+            raise ValueError("got an empty suffix, expected text or at least one token")
+        if isinstance(request.prefix, str):
+            prefix = self._store.prefix(request.prefix, fingerprint=self._fingerprint)
+        elif isinstance(request.prefix, Prefix):
+            prefix = request.prefix
+            prefix.fingerprint.require(self._fingerprint)
+        else:
+            tokens = self.encode(request.prefix)
+            prefix = self.longest(tokens)
+            suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
+        self.check_context(prefix.num_tokens, len(suffix), new_tokens)
+        return Placed(
+            request=request,
+            prefix=prefix,
+            suffix=suffix,
+            budget=self._config.budget if request.budget is None else request.budget,
+        )
+
+    def shorten(self, placed: Placed) -> Placed:
+        """The same request over as much of its prefix as is stored now."""
+        prefix = self.longest(placed.prefix.tokens)
+        rest = placed.prefix.tokens[prefix.num_tokens :]
+        return Placed(
+            request=placed.request,
+            prefix=prefix,
+            suffix=np.concatenate([rest, placed.suffix]),
+            budget=placed.budget,
+        )
+
+    def longest(self, tokens: np.ndarray) -> Prefix:
+        """The longest stored prefix of `tokens` int32 [n]."""
+        return self._store.longest_prefix(
+            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=self._config.salt
+        )
+
+    def check_context(self, prefix: int, suffix: int, new_tokens: int = 0) -> None:
+        """Raises `ContextOverflow` unless so many tokens fit the model's context together."""
+        limit = self._model.max_position_embeddings
+        if prefix + suffix + new_tokens > limit:
+            more = f" and {new_tokens} new ones" if new_tokens else ""
+            raise ContextOverflow(
+                f"got {prefix} prefix and {suffix} suffix tokens{more}, "
+                f"expected at most {limit} together (the model's context)"
+            )
