@@ -16,10 +16,11 @@ from ckv_jax.config import EngineConfig
 from ckv_jax.data.handbook import QUESTION, handbook
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.engine import Engine
+from ckv_jax.folders import cache_folder
 from ckv_jax.request import Request, Result
 from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["BUDGETS", "Demo", "Report", "cache_folder", "demo_checkpoint", "kl_divergence"]
+__all__ = ["BUDGETS", "Demo", "Report", "demo_checkpoint", "kl_divergence"]
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
@@ -28,12 +29,6 @@ _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it 
 def demo_checkpoint(cache: Path | None = None) -> Path:
     """The folder of a small checkpoint that needs no network; made in `cache` at first use."""
     return random_checkpoint((cache or cache_folder()) / _RECIPE)
-
-
-def cache_folder() -> Path:
-    """Where the demo keeps its checkpoint and its store: `$XDG_CACHE_HOME/ckv_jax`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "ckv_jax"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

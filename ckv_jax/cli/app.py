@@ -13,8 +13,16 @@ import typer
 from ckv_jax.cli import ask, batch, demo, ingest, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
+from ckv_jax.folders import cache_folder
 
 __all__ = ["app", "main"]
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
+    "TRANSFORMERS_VERBOSITY": "error",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 app = typer.Typer(
     name="ckv",
@@ -63,8 +71,9 @@ def _root(
 
 def main() -> None:
     """Run `ckv`. Exit code 0: done; 1: one line on stderr says why not; 2: wrong usage."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "compiled"))
     try:
         app()
     except BrokenPipeError:

@@ -14,8 +14,7 @@ from ckv_jax.config import EngineConfig, check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request
-from ckv_jax.storage.errors import FingerprintMismatch
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 
 __all__ = ["Answerer", "find_prefix", "open_engine"]
@@ -39,31 +38,31 @@ def open_engine(
 def find_prefix(engine: Engine, name: str | None) -> Prefix:
     """The stored prefix whose id is or begins with `name`; None: the only one there is.
 
-    Raises `PrefixNotFound` with close ids, `ValueError` where several begin with `name`, and
-    `FingerprintMismatch` where another model, tokenizer, dtype or layout made it.
+    Raises `PrefixNotFound` with close ids, `FingerprintMismatch` where another model, tokenizer
+    or dtype made it, and `ValueError` where another system laid it out.
     """
     store = engine.store
-    found = [
-        prefix
-        for prefix in store.prefixes()
-        if prefix.id.startswith(name or "") and prefix.salt == engine.config.salt
-    ]
-    exact = [prefix for prefix in found if prefix.id == name]
-    if len(exact or found) > 1:
-        ids = ", ".join(prefix.id[:12] for prefix in found[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ValueError(f"{len(found)} stored prefixes fit; say --prefix with one of {ids}{more}")
-    if not found and name is None:
-        raise ValueError("the store holds no prefix; `ckv ingest` makes one")
-    prefix_id = (exact or found)[0].id if found else name or ""
-    prefix = store.prefix(prefix_id, fingerprint=engine.fingerprint)
+    if name is None:
+        stored = [prefix.id for prefix in store.prefixes() if prefix.salt == engine.config.salt]
+        if not stored:
+            raise ValueError("the store holds no prefix; `ckv ingest` makes one")
+        if len(stored) > 1:
+            ids = ", ".join(prefix_id[:12] for prefix_id in stored[:5])
+            more = f" and {len(stored) - 5} more" if len(stored) > 5 else ""
+            raise ValueError(f"{len(stored)} prefixes are stored; say --prefix: {ids}{more}")
+        (name,) = stored
+    prefix = store.prefix(name, fingerprint=engine.fingerprint)
+    if prefix.salt != engine.config.salt:
+        raise PrefixNotFound(name)
     if prefix.layout != engine.layout:
-        raise FingerprintMismatch(_strings(prefix.layout), _strings(engine.layout))
+        stored_as, asked = asdict(prefix.layout), asdict(engine.layout)
+        differ = ", ".join(
+            f"{field} (stored {stored_as[field]!r}, got {asked[field]!r})"
+            for field in asked
+            if stored_as[field] != asked[field]
+        )
+        raise ValueError(f"the prefix was stored with another --system; these differ: {differ}")
     return prefix
-
-
-def _strings(layout: Layout) -> dict[str, str]:
-    return {name: str(value) for name, value in asdict(layout).items()}
 
 
 class Answerer:
