@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+import importlib
+from typing import Any, Literal, get_args
 
 import jax
 
 __all__ = ["Implementation", "dispatch"]
 
 Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu"]
-Result = TypeVar("Result")
 
-_OF_BACKEND = {"gpu": "mosaic_gpu", "cuda": "mosaic_gpu", "tpu": "tpu"}
+_OF_BACKEND = {"gpu": "mosaic_gpu", "tpu": "tpu"}
 
 
-def dispatch(
-    implementation: Implementation, kernels: Mapping[str, Callable[..., Result]], *args: Any
-) -> Result:
-    """Calls `kernels[implementation]`; "auto" takes the backend's kernel and, where that one
-    raises NotImplementedError for these shapes, the reference.
+def dispatch(implementation: Implementation, package: str, function: str, *args: Any) -> Any:
+    """Calls `function` of the module of `package` that is named like the implementation.
 
-    The choice is made while tracing, from `jax.default_backend()`.
+    "auto" takes the kernel of `jax.default_backend()`, while tracing, and the reference where
+    there is none or where it raises NotImplementedError for these shapes. Modules are imported
+    when first called, so that a machine never loads the kernels of another.
 
     Raises:
-      ValueError: the name is none of `kernels` nor "auto".
+      ValueError: no such implementation.
       NotImplementedError: the kernel asked for by name cannot take these shapes or dtypes.
     """
-    if implementation != "auto":
-        if implementation not in kernels:
-            expected = ", ".join(["auto", *kernels])
-            raise ValueError(f"got implementation {implementation!r}, expected one of {expected}")
-        return kernels[implementation](*args)
-    name = _OF_BACKEND.get(jax.default_backend(), "reference")
-    try:
-        return kernels[name](*args)
-    except NotImplementedError:
-        return kernels["reference"](*args)
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"got implementation {implementation!r}, expected one of {get_args(Implementation)}"
+        )
+    name: str = implementation
+    if implementation == "auto":
+        name = _OF_BACKEND.get(jax.default_backend(), "reference")
+        if name != "reference":
+            try:
+                return _load(package, name, function)(*args)
+            except NotImplementedError:
+                name = "reference"
+    return _load(package, name, function)(*args)
+
+
+def _load(package: str, name: str, function: str) -> Any:
+    return getattr(importlib.import_module(f"{package}.{name}"), function)

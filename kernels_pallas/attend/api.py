@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend import reference
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
 
 __all__ = ["attend", "merge"]
+
+_PACKAGE = "ckv_jax.kernels_pallas.attend"
 
 
 def attend(
@@ -53,11 +52,11 @@ def attend(
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
     _check(q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
-    kernels: dict[str, Callable[..., tuple[Array, Array]]] = {
-        "reference": reference.attend,
-    }
     args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
-    return dispatch(implementation, kernels, *args)
+    out: Array
+    lse: Array
+    out, lse = dispatch(implementation, _PACKAGE, "attend", *args)
+    return out, lse
 
 
 def _check(

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
+from ckv_jax.kernels_pallas.capability import require_wgmma
 
 __all__ = ["AttendBlocks", "attend"]
 
@@ -68,6 +69,7 @@ def attend(
       NotImplementedError: other dtypes than bfloat16 or float16 throughout, D not a multiple of
         64 up to 256, chunks that are no multiple of 8 or do not divide `blocks.keys`.
     """
+    require_wgmma()
     batch, queries, heads, dim = q.shape
     chunk, kv_heads = pages.shape[1:3]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or pages.dtype != q.dtype:

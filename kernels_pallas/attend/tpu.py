@@ -59,7 +59,7 @@ def attend(
       NotImplementedError: other dtypes than bfloat16 or float32 throughout, or chunks that do not
         divide `blocks.keys`.
     """
-    batch, queries, heads, dim = q.shape
+    queries, heads = q.shape[1:3]
     chunk, kv_heads = pages.shape[1:3]
     if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != q.dtype:
         raise NotImplementedError(

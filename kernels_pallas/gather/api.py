@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32, Shaped
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
-from ckv_jax.kernels_pallas.gather import reference
 
 __all__ = ["gather"]
+
+_PACKAGE = "ckv_jax.kernels_pallas.gather"
 
 
 def gather(
@@ -34,7 +33,5 @@ def gather(
         raise ValueError(f"got table {table.dtype}{table.shape}, expected int32 [B, N]")
     if pages.ndim < 2 or pages.shape[0] == 0:
         raise ValueError(f"got pages {pages.shape}, expected [P, *page] with P > 0")
-    kernels: dict[str, Callable[..., Array]] = {
-        "reference": reference.gather,
-    }
-    return dispatch(implementation, kernels, pages, table)
+    out: Array = dispatch(implementation, _PACKAGE, "gather", pages, table)
+    return out

@@ -16,6 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ckv_jax.kernels_pallas.capability import require_tma
+
 __all__ = ["GatherBlocks", "gather"]
 
 _BOX = 256  # a TMA box has at most this many elements along one dimension
@@ -45,6 +47,7 @@ def gather(
       NotImplementedError: a page that cannot be cut into TMA boxes (its size in bytes must be a
         multiple of 16, and its number of elements must have a fitting divisor).
     """
+    require_tma()
     count, *page = pages.shape
     rows, columns = _box(math.prod(page), pages.dtype.itemsize, blocks.bytes)
     parts = math.prod(page) // (rows * columns)

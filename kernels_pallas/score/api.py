@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
-from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.top import top
 
 __all__ = ["Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score", "select"]
+
+_PACKAGE = "ckv_jax.kernels_pallas.score"
 
 
 def score(
@@ -40,10 +40,9 @@ def score(
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    kernels: dict[str, Callable[..., Array]] = {
-        "reference": reference.score,
-    }
-    return dispatch(implementation, kernels, q, probe, num_tokens, q_lengths, chunk_tokens)
+    args = (q, probe, num_tokens, q_lengths, chunk_tokens)
+    out: Array = dispatch(implementation, _PACKAGE, "score", *args)
+    return out
 
 
 def select(
@@ -55,7 +54,7 @@ def select(
     """
     if scores.ndim != 2 or n < 0:
         raise ValueError(f"got scores {scores.shape} and n {n}, expected [B, M] and n >= 0")
-    return reference.select(scores, n, num_chunks)
+    return top(scores, n, num_chunks)
 
 
 def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ckv_jax.kernels_pallas.capability import require_wgmma
 from ckv_jax.kernels_pallas.score.mosaic_gpu_keys import KeyBlocks, key_blocks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens
@@ -62,6 +63,7 @@ def score(
         queries, D not a multiple of 64 up to 256, chunks of no multiple of 4 tokens, or
         sub-vectors of another length than 8 (product quantisation).
     """
+    require_wgmma()
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 
-__all__ = ["score", "select"]
+__all__ = ["score"]
 
 _LOGITS_BYTES = 8 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -52,17 +52,6 @@ def score(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tok
     weighted = weighted.reshape(blocks_, kv_heads, batch, queries * group, width)
     out = jnp.sum(weighted, axis=(1, 3))  # [blocks, B, width]
     return out.swapaxes(0, 1).reshape(batch, blocks_ * width)[:, :chunks]
-
-
-def select(scores: Array, n: int, num_chunks: Array) -> Array:
-    """See `api.select`."""
-    chunks = scores.shape[1]
-    ids = jnp.arange(chunks, dtype=jnp.int32)
-    masked = jnp.where((ids < num_chunks)[None, :], scores, -jnp.inf)
-    _, best = lax.top_k(masked, min(n, chunks))
-    best = jnp.sort(jnp.where(best < num_chunks, best.astype(jnp.int32), chunks), axis=1)
-    best = jnp.where(best < chunks, best, -1)
-    return jnp.pad(best, ((0, 0), (0, n - best.shape[1])), constant_values=-1)
 
 
 def _block(rows: Array, probe: Probe, num_tokens: Array, chunk: int) -> tuple[Array, Array]:
