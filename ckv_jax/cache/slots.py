@@ -22,6 +22,7 @@ class Slots:
         self._stack: SlotArray = np.arange(count, dtype=np.int32)[::-1].copy()
         self._free = count
         self._owned = 0
+        self._mark = np.zeros(count, np.int32)
 
     def __len__(self) -> int:
         return len(self._owner)
@@ -36,9 +37,18 @@ class Slots:
         """Slots that belong to cached pages."""
         return self._owned
 
-    def owner(self, slots: SlotArray) -> npt.NDArray[np.int64]:
-        """Page that owns each slot, or `FREE`, or `LENT`."""
-        return self._owner[slots]
+    def require_lent(self, slots: SlotArray) -> None:
+        """Refuse slots that are outside the pool, not lent, or given twice."""
+        n = len(slots)
+        if not n:
+            return
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= len(self._owner):
+            raise ValueError(f"got slots {low} to {high}, expected 0 to {len(self._owner) - 1}")
+        ranks = np.arange(n, dtype=np.int32)
+        self._mark[slots] = ranks
+        if (self._owner[slots] != LENT).any() or (self._mark[slots] != ranks).any():
+            raise ValueError("got device slots that are not lent, or one twice in one call")
 
     def pages(self) -> npt.NDArray[np.int64]:
         """Pages that own a slot, in slot order."""

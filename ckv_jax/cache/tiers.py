@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ckv_jax.cache.heap import Members, Pages, ScoreHeap
 from ckv_jax.cache.policy import Policy
-from ckv_jax.cache.slots import LENT, SlotArray, Slots
+from ckv_jax.cache.slots import SlotArray, Slots
 from ckv_jax.cache.table import PageTable
 from ckv_jax.errors import CkvError
 
@@ -183,7 +183,7 @@ class Tiers:
 
     def release(self, slots: SlotArray) -> None:
         """Give lent slots back unused; for requests that end without `admit`."""
-        self._require_lent(slots)
+        self._device.require_lent(slots)
         self._device.put_back(slots)
 
     def record(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
@@ -237,7 +237,7 @@ class Tiers:
             raise ValueError(f"got {len(pages)} pages and {len(slots)} slots, expected as many")
         table.check(pages)
         held = table.device_slot[pages]
-        self._require_lent(slots[(held < 0) | (held != slots)])
+        self._device.require_lent(slots[(held < 0) | (held != slots)])
 
         movable = (held < 0) & ((table.host_slot[pages] < 0) | (table.pins[pages] == 0))
         contenders, lent = self._best_first(pages[movable], slots[movable])
@@ -305,15 +305,9 @@ class Tiers:
         return pages[:entered], np.stack([sources[:entered], targets], axis=1), left
 
     def _best_first(self, pages: Pages, slots: SlotArray) -> tuple[Pages, SlotArray]:
-        order = np.lexsort((pages, -self._table.score[pages]))
+        scores = self._table.score[pages]
+        order = np.argsort(-scores)
+        ranked = scores[order]
+        if (ranked[1:] == ranked[:-1]).any():  # rare but for LRU
+            order = np.lexsort((pages, -scores))
         return pages[order], slots[order]
-
-    def _require_lent(self, slots: SlotArray) -> None:
-        if len(slots) and (slots.min() < 0 or slots.max() >= len(self._device)):
-            raise ValueError(
-                f"got device slots {slots.min()} to {slots.max()}, "
-                f"expected 0 to {len(self._device) - 1}"
-            )
-        owners = self._device.owner(slots)
-        if (owners != LENT).any() or len(np.unique(slots)) != len(slots):
-            raise ValueError("got device slots that are not lent, or one twice in one call")
