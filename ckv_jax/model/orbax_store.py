@@ -16,6 +16,7 @@ __all__ = ["restore_orbax", "save_orbax"]
 
 _CONFIG = "config.json"
 _WEIGHTS = "weights"
+_ORDER = "kernels_out_first"
 
 
 def save_orbax(model: Qwen2, folder: str | Path) -> None:
@@ -26,7 +27,7 @@ def save_orbax(model: Qwen2, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / _WEIGHTS, nnx.to_pure_dict(nnx.state(model)), force=True)
-    config = model.config.to_hf(dtype=model.dtype.name)
+    config = model.config.to_hf(dtype=model.dtype.name) | {_ORDER: model.out_first}
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -41,8 +42,12 @@ def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Qwen2:
     config = ModelConfig.from_hf(folder)
     if not (folder / _WEIGHTS).is_dir():
         raise CheckpointError(f"not an Orbax checkpoint: {folder} has no {_WEIGHTS} folder")
-    saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype", "bfloat16")
-    model = Qwen2.abstract(config, dtype=dtype or saved)
+    saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    model = Qwen2.abstract(
+        config,
+        dtype=dtype or saved.get("dtype", "bfloat16"),
+        out_first=saved.get(_ORDER, False),
+    )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
         lambda leaf: leaf.update(sharding=place), nnx.to_pure_dict(nnx.state(model))

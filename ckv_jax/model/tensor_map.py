@@ -14,13 +14,13 @@ __all__ = ["Slot", "tensor_slots"]
 class Slot:
     """One parameter: where it is in the module tree and what it is made of.
 
-    A kernel `[in, out]` is HF's `[out, in]` weights, transposed and put side by side; a bias is
-    HF's biases end to end; anything else is one tensor as it is.
+    A kernel is HF's `[out, in]` weights end to end, transposed unless the model is `out_first`;
+    a bias is HF's biases end to end; anything else is one tensor as it is.
     """
 
     path: tuple[str | int, ...]
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # HF name and shape
-    transposed: bool = False
+    kernel: bool = False
 
 
 def tensor_slots(config: ModelConfig) -> list[Slot]:
@@ -49,7 +49,7 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Slot]:
                 for proj in projections
                 for shape in [(rows, hidden) if part == "kernel" else (rows,)]
             ),
-            transposed=part == "kernel",
+            kernel=part == "kernel",
         )
         for name, projections, rows in (("query", "q", queries), ("kv", "kv", kv))
         for part in ("kernel", "bias")
@@ -57,19 +57,19 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[Slot]:
     yield Slot(
         path=(*ours, "attention", "output_kernel"),
         tensors=((f"{attention}.o_proj.weight", (hidden, queries)),),
-        transposed=True,
+        kernel=True,
     )
     post_norm = f"{theirs}.post_attention_layernorm.weight"
     yield _plain((*ours, "post_norm", "weight"), post_norm, (hidden,))
     yield Slot(
         path=(*ours, "mlp", "gate_up_kernel"),
         tensors=tuple((f"{mlp}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")),
-        transposed=True,
+        kernel=True,
     )
     yield Slot(
         path=(*ours, "mlp", "down_kernel"),
         tensors=((f"{mlp}.down_proj.weight", (hidden, inner)),),
-        transposed=True,
+        kernel=True,
     )
 
 

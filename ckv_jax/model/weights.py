@@ -49,11 +49,11 @@ def load_pretrained(folder: str | Path, *, dtype: str = "bfloat16") -> Qwen2:
     slots = tensor_slots(config)
     files = _locate(folder)
     _check_fit(folder, slots, {name: file.shapes[name] for name, file in files.items()})
-    model = Qwen2.abstract(config, dtype=dtype)
+    model = Qwen2.abstract(config, dtype=dtype, out_first=_out_first(dtype))
     values: dict[str | int, Any] = {}
     for slot in slots:
         parts = [jax.device_put(files[name].read(name)) for name, _ in slot.tensors]
-        _put(values, slot.path, _join(parts, slot.transposed, dtype))
+        _put(values, slot.path, _join(parts, slot.kernel and not model.out_first, dtype))
     nnx.update(model, values)
     return model
 
@@ -94,7 +94,12 @@ def save_pretrained(
 
 def random_model(config: ModelConfig, *, dtype: str = "bfloat16", seed: int = 0) -> Qwen2:
     """A freshly initialised model; the same seed and config give the same weights."""
-    return Qwen2(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    return Qwen2(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
+
+
+def _out_first(dtype: str) -> bool:
+    """Which kernels the fastest matmuls want: see `qwen2.py`."""
+    return dtype != "float32"
 
 
 def weight_files(folder: str | Path) -> list[Path]:
@@ -171,10 +176,10 @@ def _put(tree: dict[str | int, Any], path: tuple[str | int, ...], value: jax.Arr
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _join(parts: list[jax.Array], transposed: bool, dtype: str) -> jax.Array:
+def _join(parts: list[jax.Array], transpose: bool, dtype: str) -> jax.Array:
     """One parameter from its HF tensors (see `Slot`)."""
-    parts = [(part.T if transposed else part).astype(dtype) for part in parts]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+    return (whole.T if transpose else whole).astype(dtype)
 
 
 def _tensor(model: Qwen2, slot: Slot, name: str) -> np.ndarray:
@@ -188,8 +193,8 @@ def _tensor(model: Qwen2, slot: Slot, name: str) -> np.ndarray:
             break
         start += shape[0]
     value = np.asarray(node[...])
-    if slot.transposed:
-        return np.ascontiguousarray(value[:, start : start + shape[0]].T)
+    if slot.kernel and not model.out_first:
+        value = value.T
     return value[start : start + shape[0]]
 
 

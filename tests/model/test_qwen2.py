@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from ckv_jax.model.qwen2 import Layer, causal_attention
+from ckv_jax.model.qwen2 import Layer, Mlp, causal_attention
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.weights import random_model
 from tests.model.small import CONFIG
@@ -66,6 +68,27 @@ def test_one_token_equals_the_same_token_among_many(dtype: str) -> None:
     np.testing.assert_allclose(
         got.astype("float32"), expected.astype("float32"), atol=1e-6, rtol=1e-2
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("out_first", [False, True])
+@pytest.mark.parametrize("inner", [48, 256])
+def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inner: int) -> None:
+    wide = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=inner)
+    mlp = Mlp(wide, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first)
+    run = nnx.jit(lambda mlp, x: mlp(x))
+    rng = np.random.default_rng(0)
+    for batch, length in [(1, 1), (1, 2), (3, 3), (1, 32), (2, 32), (5, 13), (1, 100)]:
+        x = jnp.asarray(rng.normal(size=(batch, length, 128)), dtype)
+        gate_up, down = (
+            np.asarray(kernel[...], np.float32).T if out_first else np.asarray(kernel[...], "f4")
+            for kernel in (mlp.gate_up_kernel, mlp.down_kernel)
+        )
+        gate, up = np.split(np.asarray(x, np.float32) @ gate_up, 2, axis=-1)
+        expected = (gate / (1 + np.exp(-gate)) * up) @ down
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        error = np.abs(np.asarray(run(mlp, x), np.float32) - expected).max()
+        assert error <= tolerance * np.abs(expected).max(), (batch, length)
 
 
 def test_attention_in_blocks_equals_attention_at_once() -> None:
