@@ -14,9 +14,12 @@ from ckv_jax.storage.errors import (
     StoreFull,
 )
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
+from ckv_jax.storage.inspect import Inspection, inspect_store, plot_importance
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.reader import PrefixReader
+from ckv_jax.storage.upkeep import PruneReport, pin_prefix, prune_store
+from ckv_jax.storage.verify import VerifyReport, verify_store
 from ckv_jax.storage.writer import SegmentWriter
 
 __all__ = [
@@ -25,10 +28,12 @@ __all__ = [
     "DigestData",
     "Fingerprint",
     "FingerprintMismatch",
+    "Inspection",
     "Layout",
     "Prefix",
     "PrefixNotFound",
     "PrefixReader",
+    "PruneReport",
     "ReadTimeout",
     "SegmentDamaged",
     "SegmentWriter",
@@ -37,5 +42,11 @@ __all__ = [
     "StoreConfig",
     "StoreError",
     "StoreFull",
+    "VerifyReport",
     "hash_files",
+    "inspect_store",
+    "pin_prefix",
+    "plot_importance",
+    "prune_store",
+    "verify_store",
 ]

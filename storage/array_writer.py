@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from pathlib import Path
@@ -28,7 +27,7 @@ class ArrayWriter:
         self._direct: list[int] = []
         self._fds: list[int] = []
         (folder / spec.name).mkdir(mode=0o700)
-        write_file(folder / spec.name / "zarr.json", json.dumps(spec.metadata()).encode())
+        write_file(folder / spec.name / "zarr.json", spec.encoded())
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for shard in range(spec.shards):
             path = folder / spec.file(shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -81,8 +82,12 @@ class ArraySpec:
         data = table.tobytes()
         return data + struct.pack("<I", google_crc32c.value(data))
 
+    def encoded(self) -> bytes:
+        """The array's zarr.json, for readers other than this package."""
+        return json.dumps(self.metadata()).encode()
+
     def metadata(self) -> dict[str, Any]:
-        """The array's zarr.json."""
+        """zarr v3 metadata of the array."""
         endian = {"name": "bytes", "configuration": {"endian": "little"}}
         plain = {"name": "bytes"} if self.data_type == "uint8" else endian
         sharding = {

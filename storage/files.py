@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ class Files(Protocol):
     def manifest(self, segment_id: str) -> bytes:
         """The manifest's bytes; raises SegmentDamaged when it is not there or not a plain file."""
 
+    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """(id, manifest) of many segments, without those that have none."""
+
     def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
         """TensorStore's kvstore spec of one array of a segment."""
 
@@ -60,9 +63,6 @@ class Files(Protocol):
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
         """Those of `sizes` that are missing, not plain files, or of another size."""
-
-    def size(self, segment_id: str) -> int:
-        """Bytes of all files of the segment; 0 when it is gone."""
 
     def workspace(self) -> Workspace:
         """A new private folder."""

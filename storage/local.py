@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,11 @@ class LocalFiles:
             except OSError as e:
                 raise SegmentDamaged(f"segment {segment_id}: manifest: {e.strerror}") from e
 
+    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        for id_ in ids:
+            with contextlib.suppress(SegmentDamaged):
+                yield id_, self.manifest(id_)
+
     def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self._folder(segment_id)}/{array}/"}
 
@@ -147,9 +152,6 @@ class LocalFiles:
         if not all(_is(stat.S_ISDIR, p) for p in parents):
             return set(sizes)
         return {n for n, size in sizes.items() if not _is(stat.S_ISREG, folder / n, size)}
-
-    def size(self, segment_id: str) -> int:
-        return _tree_bytes(self._folder(segment_id))
 
     def workspace(self) -> LocalWorkspace:
         self.make()
@@ -243,14 +245,3 @@ def _is(kind: Any, path: Path, size: int | None = None) -> bool:
     except OSError:
         return False
     return bool(kind(found.st_mode)) and size in (None, found.st_size)
-
-
-def _tree_bytes(folder: Path) -> int:
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                total += _tree_bytes(Path(entry.path))
-            else:
-                total += entry.stat(follow_symlinks=False).st_size
-    return total

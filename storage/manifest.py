@@ -19,6 +19,8 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 
 FILE = "manifest.json"
+GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+"""The segment's own zarr.json."""
 MAX_BYTES = 256 << 20
 """No manifest is read beyond this size."""
 
@@ -82,6 +84,11 @@ class Manifest:
         """Exact size of every shard file, by path within the segment."""
         arrays = self.arrays.values()
         return {a.file(s): a.file_bytes(s) for a in arrays for s in range(a.shards)}
+
+    def size(self, encoded: int) -> int:
+        """Bytes of all files of the segment, its manifest being `encoded` bytes long."""
+        described = sum(len(a.encoded()) for a in self.arrays.values())
+        return sum(self.files.values()) + described + encoded + len(GROUP)
 
     def encode(self) -> tuple[bytes, str]:
         """The file's bytes, and the hex SHA-256 that they carry."""

@@ -15,6 +15,7 @@ from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.files import Files
 from ckv_jax.storage.local import LocalFiles
+from ckv_jax.storage.objects import ObjectFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
         local = LocalFiles(path)
         direct = _use_direct_io(local.root, config.direct_io)
         return Place(local, _context(config, direct=direct), direct)
-    raise ValueError(f"url: got {text!r}, expected a folder, file://, s3://, gs:// or memory://")
+    context = _context(config, direct=False)
+    return Place(ObjectFiles(text, context, config.deadline_s), context, False)
 
 
 def _context(config: StoreConfig, *, direct: bool) -> Any:

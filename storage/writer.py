@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import queue
 import time
 from collections.abc import Callable
@@ -167,8 +166,7 @@ class SegmentWriter:
             self._digest.finish(self._arrays["packs"])
         for array in self._arrays.values():
             array.finish()
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        write_file(self._workspace.path / "zarr.json", json.dumps(group).encode())
+        write_file(self._workspace.path / "zarr.json", manifests.GROUP)
         data, self._checksum = self._draft.encode()
         write_file(self._workspace.path / manifests.FILE, data)
 
