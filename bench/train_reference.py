@@ -60,11 +60,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(name="copy", batch=64, steps=3000, goal=0.97),
-    Stage(name="192", batch=16, tokens=192, questions=24, steps=3000, goal=0.97),
-    Stage(name="512", batch=6, tokens=512, questions=32, steps=600, goal=0.97),
-    Stage(name="1024", batch=3, tokens=1024, questions=48, steps=400, goal=0.97, rate=7e-4),
-    Stage(name="2048", batch=2, tokens=2048, questions=64, steps=300, goal=0.97, rate=5e-4),
+    Stage(name="copy", batch=64, steps=3000, goal=0.9),
+    Stage(name="192", batch=8, tokens=192, questions=24, steps=1000, goal=0.93),
+    Stage(name="512", batch=4, tokens=512, questions=32, steps=600, goal=0.97),
+    Stage(name="1024", batch=2, tokens=1024, questions=48, steps=400, goal=0.97, rate=7e-4),
+    Stage(name="2048", batch=1, tokens=2048, questions=64, steps=300, goal=0.97, rate=5e-4),
     Stage(name="4096", batch=1, tokens=4096, questions=96, steps=300, goal=0.985, rate=3e-4),
 )
 _COPY_TOKENS = 48
@@ -89,14 +89,15 @@ def copy_loss(params: Params, data: tuple[jax.Array, ...]) -> tuple[jax.Array, j
 
 
 def ledger_loss(params: Params, data: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of the answers, and (right, asked) of every family."""
+    """Cross-entropy of the answers, families weighing the same, and (right, asked) of each."""
     tokens, questions, lengths, answers, families = data
     logits = answer_logits(params, CONFIG, tokens, questions, lengths)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, answers)
     kinds = (families[:, :, None] == np.arange(len(FAMILIES))[None, None]).astype(jnp.float32)
     right = (logits.argmax(-1) == answers).astype(jnp.float32)[:, :, None] * kinds
-    asked = kinds.sum()
-    return (loss * kinds.sum(-1)).sum() / asked, jnp.stack([right.sum((0, 1)), kinds.sum((0, 1))])
+    asked = kinds.sum((0, 1))
+    each = (loss[:, :, None] * kinds).sum((0, 1)) / jnp.maximum(asked, 1.0)
+    return each.sum() / (asked > 0).sum(), jnp.stack([right.sum((0, 1)), asked])
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
@@ -125,7 +126,7 @@ def train_step(
 def batch_of(stage: Stage, seed: int, step: int) -> tuple[Any, Any]:
     """The copying batch and the ledger batch (None in the warm-up) of one step."""
     rng = np.random.default_rng((seed, 1, step))
-    text: Repeats = repeats(rng, stage.batch if not stage.tokens else 16, _COPY_TOKENS)
+    text: Repeats = repeats(rng, stage.batch if not stage.tokens else 8, _COPY_TOKENS)
     copy = (text.tokens, text.targets, text.weights)
     if not stage.tokens:
         return copy, None
@@ -147,7 +148,7 @@ class Run:
         self.state = {
             "params": params,
             "moments": optimiser(1.0).init(params),
-            "place": {"step": np.int64(0), "stage": np.int64(0), "into": np.int64(0)},
+            "place": {"step": np.array(0), "stage": np.array(0), "into": np.array(0)},
         }
         latest = self.manager.latest_step()
         if latest is not None:
@@ -159,7 +160,7 @@ class Run:
         return {name: int(value) for name, value in self.state["place"].items()}
 
     def advance(self, **place: int) -> None:
-        self.state["place"] = {name: np.int64(value) for name, value in place.items()}
+        self.state["place"] = {name: np.array(value) for name, value in place.items()}
 
     def save(self) -> None:
         self.manager.save(self.place["step"], args=ocp.args.StandardSave(self.state))

@@ -6,6 +6,7 @@ them. Attention is cut into blocks that fit a CPU's cache and is recomputed in t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +15,18 @@ import numpy as np
 from flax import nnx
 
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.qwen2 import Layer, Qwen2
 
-__all__ = ["answer_logits", "join", "split", "text_logits"]
+__all__ = [
+    "Params",
+    "answer_logits",
+    "head_logits",
+    "join",
+    "layer_of",
+    "prefix_kv",
+    "split",
+    "text_logits",
+]
 
 Params = dict[str, Any]  # "layers": one layer's state with a leading axis L; "rest": the others
 _BLOCK = 256  # prefix queries scored at once
@@ -48,8 +58,8 @@ def join(params: Params, config: ModelConfig, *, dtype: str = "bfloat16") -> Qwe
 def text_logits(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """Next-token logits `[B, S, V]` of plain text."""
     positions = jnp.arange(tokens.shape[1])[None, :]
-    hidden = _run(params, config, tokens, positions, prefix=tokens.shape[1], suffix=1)
-    return _head(params, config, hidden)
+    hidden, _ = _run(params, config, tokens, positions, prefix=tokens.shape[1], suffix=1)
+    return head_logits(params, config, hidden)
 
 
 def answer_logits(
@@ -65,13 +75,34 @@ def answer_logits(
     every = jnp.concatenate([tokens, questions.reshape(batch, -1)], axis=1)
     asked = jnp.tile(jnp.arange(prefix, prefix + suffix), count)
     positions = jnp.concatenate([jnp.arange(prefix), asked])[None, :]
-    hidden = _run(params, config, every, positions, prefix=prefix, suffix=suffix)
+    hidden, _ = _run(params, config, every, positions, prefix=prefix, suffix=suffix)
     tail = hidden[:, prefix:].reshape(batch, count, suffix, -1)
     last = jnp.take_along_axis(tail, (lengths - 1)[:, :, None, None], axis=2)[:, :, 0]
-    return _head(params, config, last)
+    return head_logits(params, config, last)
 
 
-def _head(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=1)
+def prefix_kv(
+    params: Params, config: ModelConfig, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys (rotated) and values of one prefix `[T]`, all layers: two of float32 [L, T, K, D]."""
+    positions = jnp.arange(len(tokens))[None, :]
+    _, (keys, values) = _run(
+        params, config, tokens[None], positions, prefix=len(tokens), suffix=1, keep=True
+    )
+    return keys[:, 0], values[:, 0]
+
+
+def layer_of(config: ModelConfig, state: Any) -> Layer:
+    """A layer with the given parameters."""
+    whole = {name: getattr(config, name) for name in config.__slots__}
+    one = Qwen2.abstract(ModelConfig(**whole | {"num_layers": 1}))
+    layer: Layer = nnx.merge(nnx.graphdef(one.layers[0]), nnx.State(state))
+    return layer
+
+
+def head_logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Final norm and head over `[B, S, E]`, float32."""
     rest = params["rest"]
     mean_square = jnp.mean(hidden * hidden, axis=-1, keepdims=True)
     normed = hidden * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
@@ -88,21 +119,18 @@ def _run(
     *,
     prefix: int,
     suffix: int,
-) -> jax.Array:
-    """Float32 hidden states after the last layer."""
-    one = Qwen2.abstract(
-        ModelConfig(**{n: getattr(config, n) for n in config.__slots__} | {"num_layers": 1})
-    )
-    graph, _ = nnx.split(one.layers[0])
+    keep: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Float32 hidden states after the last layer and, if kept, every layer's keys and values."""
 
-    def step(hidden: jax.Array, state: Any) -> tuple[jax.Array, None]:
-        layer = nnx.merge(graph, nnx.State(state))
+    def step(hidden: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        layer = layer_of(config, state)
         q, k, v = layer.attention.project(layer.input_norm(hidden), positions)
         hidden = hidden + layer.attention.output(_attend(q, k, v, prefix, suffix))
-        return hidden + layer.mlp(layer.post_norm(hidden)), None
+        return hidden + layer.mlp(layer.post_norm(hidden)), (k, v) if keep else None
 
     hidden = params["rest"]["embedding"][tokens]
-    return jax.lax.scan(step, hidden, params["layers"])[0]
+    return jax.lax.scan(step, hidden, params["layers"])
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, prefix: int, suffix: int) -> jax.Array:

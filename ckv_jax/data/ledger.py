@@ -8,7 +8,7 @@ family    in the document                                question               
 recall    ``code anna copper.``                          ``code anna``           copper (1/98)
 multikey  ``room anna lime.`` and ``team anna teal.``    ``room anna``           lime (1/98)
 induction ``sample atom laser science.`` (many a class)  ``sample laser orbit``  science (1/6)
-verify    ``status boat open.``                          ``check open boat``     yes (1/2)
+verify    ``status boat broken.``                        ``check boat``          no (1/2)
 tracking  ``let irene oslo.`` and ``same kurt irene.``   ``trace kurt``          oslo (1/98)
 ========= ============================================== ======================= ===============
 
@@ -30,6 +30,7 @@ SUFFIX_TOKENS = 6  # the longest question
 
 _WIDTH = 10  # the longest sentence
 _PER_4096 = {"recall": 40, "multikey": 20, "induction": 72, "verify": 28, "tracking": 12}
+_AT_LEAST = {"recall": 4, "multikey": 2, "induction": 12, "verify": 4, "tracking": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ def _ids(*names: str) -> np.ndarray:
 _DOT, _CODE, _SAMPLE, _STATUS, _CHECK, _LET, _SAME, _TRACE, _YES, _NO = _ids(
     ".", "code", "sample", "status", "check", "let", "same", "trace", "yes", "no"
 )
-_VALUES, _LABELS, _STATES = _ids(*words.VALUES), _ids(*words.LABELS), _ids(*words.STATES)
+_VALUES, _LABELS = _ids(*words.VALUES), _ids(*words.LABELS)
+_STATES = _ids(*words.IN_ORDER, *words.OUT_OF_ORDER)
 _ATTRIBUTES, _FILLERS = _ids(*words.ATTRIBUTES), _ids(*words.FILLERS)
 _POOLS = {
     "train": (_ids(*words.NAMES), _ids(*words.TOPICS)),
@@ -128,11 +130,9 @@ def _induction(page: _Page, topics: np.ndarray, examples: int) -> None:
 def _verify(page: _Page, names: np.ndarray) -> None:
     states = page.rng.integers(0, len(_STATES), len(names))
     row = page.write(_STATUS, names, _STATES[states])
-    wrong = (states + page.rng.integers(1, len(_STATES), len(names))) % len(_STATES)
     for i, name in enumerate(names):
-        true = page.rng.random() < 0.5
-        state = _STATES[states[i] if true else wrong[i]]
-        page.ask((_CHECK, state, name), _YES if true else _NO, "verify", row + i, 2)
+        answer = _YES if states[i] < len(words.IN_ORDER) else _NO
+        page.ask((_CHECK, name), answer, "verify", row + i, 2)
 
 
 def _tracking(page: _Page, names: np.ndarray) -> None:
@@ -176,9 +176,10 @@ def make_ledger(
     names = rng.permutation(names)
     page = _Page(rng)
     for family in families:
-        count = max(2, round(_PER_4096[family] * density * tokens / 4096))
+        count = round(_PER_4096[family] * density * tokens / 4096)
+        count = max(_AT_LEAST[family], count)
         if family == "induction":
-            _induction(page, topics, max(12, count))
+            _induction(page, topics, count)
             continue
         count = 2 * count if family == "tracking" else count
         taken, names = names[:count], names[count:]

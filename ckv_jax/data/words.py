@@ -8,11 +8,12 @@ from __future__ import annotations
 __all__ = [
     "ATTRIBUTES",
     "FILLERS",
+    "IN_ORDER",
     "LABELS",
     "NAMES",
+    "OUT_OF_ORDER",
     "PREAMBLES",
     "SPECIALS",
-    "STATES",
     "TEST_NAMES",
     "TEST_TOPICS",
     "TOPICS",
@@ -87,6 +88,8 @@ cairo delhi dublin geneva havana lagos lima lisbon london madrid milan moscow na
 prague quito rome seoul sofia sydney tokyo tunis vienna warsaw zagreb
 """.split()
 
+_STATES = "open shut broken lost".split()
+
 _FILLERS = """
 the a this that some every another old young quiet loud narrow broad pale dark bright heavy light
 slow quick early late small large distant nearby empty full gentle rough river valley hill meadow
@@ -120,7 +123,8 @@ NAMES, TEST_NAMES = _split(_NAMES)
 TOPICS, TEST_TOPICS = _split(_TOPICS)
 VALUES = tuple(dict.fromkeys(_VALUES))
 LABELS = ("science", "arts", "sport", "kitchen", "sky", "money", "health", "travel")
-STATES = ("open", "shut", "broken", "lost")
+IN_ORDER = ("open", "good", "able", "new")
+OUT_OF_ORDER = ("shut", "broken", "lost", "bad")
 ATTRIBUTES = ("room", "team", "badge", "prize")
 FILLERS = tuple(dict.fromkeys(_FILLERS))
 PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "?")
@@ -128,7 +132,7 @@ PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "?")
 
 def vocabulary() -> list[str]:
     """Every token in the order of its id; `▁` marks a word's start, `<0x..>` is one raw byte."""
-    words = [*_NAMES, *_TOPICS, *_VALUES, *LABELS, *STATES, *_FILLERS, *_STRUCTURE]
+    words = [*_NAMES, *_TOPICS, *_VALUES, *LABELS, *_STATES, *_FILLERS, *_STRUCTURE]
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     pieces = ["▁", ".", ",", ":", ";", "?", "!", "'", '"', "(", ")", "-", "\n"]
     pieces += [str(digit) for digit in range(10)] + letters

@@ -27,7 +27,7 @@ def _answer(document: str, question: str) -> str:
             (root,) = look["same", ask[1]]
             return look["let", root][0]
         case "check":
-            return "yes" if look["status", ask[2]] == [ask[1]] else "no"
+            return "yes" if look["status", ask[1]][0] in words.IN_ORDER else "no"
         case "sample":
             found = {f[3] for f in facts if len(f) == 4 and f[0] == "sample" and f[2] == ask[2]}
             (label,) = found
@@ -54,8 +54,8 @@ def test_needles_hold_the_fact(family: int) -> None:
     mine = np.flatnonzero(page.families == family)
     needle = page.tokens[page.needles[mine]]
     if FAMILIES[family] == "verify":
-        asked = page.questions[mine, page.lengths[mine] - 2]
-        assert np.array_equal(needle == asked, page.answers[mine] == words.WORD_IDS["yes"])
+        good = np.isin(needle, [words.WORD_IDS[word] for word in words.IN_ORDER])
+        assert np.array_equal(good, page.answers[mine] == words.WORD_IDS["yes"])
     else:
         assert np.array_equal(needle, page.answers[mine])
 

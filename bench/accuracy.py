@@ -1,0 +1,203 @@
+"""Accuracy of every system, budget and task on the reference checkpoint, and why.
+
+    python -m bench.accuracy [--quick] [--json OUT]
+
+The engine answers ledgers whose names were never trained on; a study with masks over the dense
+KV (`bench.selection_study`) says which rule of choosing costs what. JSON: `{"rows": [{"system",
+"budget", "task", "accuracy", "ci95", "chunk_recall", ...}], "coverage": [...], "study": [...]}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.digests import KINDS, bytes_per_token
+from bench.oracle import Oracle, Rule, best
+from bench.selection_study import coverage, interval, quick_rules, rules, study, traces
+from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, Ledger
+from ckv_jax.data.reference import demo_ledger, reference_folder
+from ckv_jax.engine import Engine
+from ckv_jax.model.config import PUBLISHED
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.weights import load_pretrained
+from ckv_jax.request import Request
+from ckv_jax.systems import SYSTEMS
+
+BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
+PAPER_LOSS = {0.05: 5.62, 0.10: 3.56, 0.25: 1.21}  # points that ContiguousKV reports losing
+_TRACED = {"contiguous-kv": Rule(budget=0.05), "ckv": Rule(budget=0.05, every=4, probe="int8")}
+
+
+def rule_of(system: SystemConfig, budget: float) -> Rule:
+    """The rule of the study that chooses most nearly as a system does.
+
+    Rivals choose tokens, here chunks of one: H2O's heads each their own in every layer, IMPRESS's
+    first three heads for all (without its votes and threshold).
+    """
+    if system.selector == "h2o":
+        return Rule(budget=budget, chunk_tokens=1, every=1, heads="each")
+    if system.selector == "impress":
+        return Rule(budget=budget, chunk_tokens=1, every=1, probe="heads3")
+    if system.selector != "chunk":
+        return Rule(every=1)
+    return Rule(
+        budget=budget,
+        chunk_tokens=system.chunk_tokens,
+        every=system.period,
+        probe={"none": "keys", "pq": "pq16"}.get(system.digest, system.digest),
+        window=system.score_window or SUFFIX_TOKENS,
+    )
+
+
+def recalls(model: Qwen2, page: Ledger, system: SystemConfig, budget: float) -> np.ndarray:
+    """float [Q]: share of what every layer would have chosen that the system's rule gives it."""
+    rule = rule_of(system, budget)
+    oracle = Oracle(model, page)
+    count = rule.count(len(page.tokens))
+    wanted = best(oracle.full(rule.chunk_tokens).scores, count)
+    share: np.ndarray = (oracle.ask(rule).chosen & wanted).sum((0, 2)) / (len(wanted) * count)
+    return share
+
+
+def ask(engine: Engine, page: Ledger, budget: float) -> tuple[np.ndarray, float, float]:
+    """Right answers [Q], mean milliseconds and SSD bytes of a batch."""
+    prefix = engine.ingest(page.tokens)
+    requests = [
+        Request(prefix=prefix, suffix=question[:length].tolist(), budget=budget)
+        for question, length in zip(page.questions, page.lengths, strict=True)
+    ]
+    results = engine.reprefill(requests)
+    right = np.array([r.token_id for r in results]) == page.answers
+    batches = {id(r.trace): r.trace for r in results}.values()
+    ssd = sum(trace.bytes["ssd"] for trace in batches) / len(requests)
+    return right, float(np.mean([r.trace.ttft_ms for r in results])), ssd
+
+
+def measure(
+    engine: Engine,
+    model: Qwen2,
+    pages: Sequence[Ledger],
+    names: Sequence[str],
+    budgets: Sequence[float],
+) -> Iterator[dict[str, Any]]:
+    """Rows of every system at every budget; systems without one have budget 1."""
+    for name in names:
+        system = SYSTEMS[name]
+        everything = system.selector in ("all", "none")
+        with engine.variant(EngineConfig(system=name)) as served:
+            for budget in (1.0,) if everything else budgets:
+                began = time.monotonic()
+                asked = [ask(served, page, budget) for page in pages]
+                right = np.concatenate([part[0] for part in asked])
+                recall = 1.0
+                if budget < 1:
+                    recall = float(recalls(model, pages[0], system, budget).mean())
+                print(
+                    f"{name} at {budget:.0%}: {right.mean():.3f} right, recall {recall:.2f}, "
+                    f"{time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
+                common = {
+                    "system": name,
+                    "budget": budget,
+                    "chunk_recall": recall,
+                    "ssd_bytes_per_question": float(np.mean([part[2] for part in asked])),
+                }
+                kinds = np.concatenate([page.families for page in pages])
+                for index, family in enumerate((*FAMILIES, "all")):
+                    mine = right if family == "all" else right[kinds == index]
+                    yield common | {
+                        "task": family,
+                        "accuracy": float(mine.mean()),
+                        "ci95": interval(int(mine.sum()), len(mine)),
+                        "questions": len(mine),
+                    }
+
+
+def digest_sizes() -> list[dict[str, Any]]:
+    """Every digest against full keys, for a 7B prefix."""
+    seven = PUBLISHED["7B"]
+    shape = {"layers": seven.num_layers, "kv_heads": seven.num_kv_heads, "dim": seven.head_dim}
+    full = bytes_per_token("keys", **shape)
+    return [
+        {
+            "digest": kind,
+            "share_of_keys": bytes_per_token(kind, **shape) / full,
+            "mib_per_1000_tokens_7b": 1000 * bytes_per_token(kind, **shape) / 2**20,
+        }
+        for kind in KINDS
+        if kind != "mean"
+    ]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Points lost against full KV, a line a system, the paper's beside them."""
+    found = {(r["system"], r["budget"]): r["accuracy"] for r in rows if r["task"] == "all"}
+    full = next((value for (_, budget), value in found.items() if budget == 1.0), None)
+    if full is None:
+        return ""
+    lines = [f"full KV: {full:.1%} right; points lost at each budget:"]
+    for name in dict.fromkeys(system for system, _ in found):
+        lost = {b: 100 * (full - v) for (s, b), v in found.items() if s == name and b < 1}
+        if lost:
+            lines.append(f"{name:>14} " + "  ".join(f"{b:.0%}: {v:5.2f}" for b, v in lost.items()))
+    paper = "  ".join(f"{b:.0%}: {v:5.2f}" for b, v in PAPER_LOSS.items())
+    return "\n".join([*lines, f"{'(the paper)':>14} {paper}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two ledgers, under five minutes")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--traces", type=Path, help="write chosen chunk ids here (npz)")
+    parser.add_argument("--checkpoint", type=Path, help="default: the reference checkpoint")
+    parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
+    parser.add_argument("--skip-study", action="store_true")
+    args = parser.parse_args()
+    count = args.documents or (2 if args.quick else 8)
+    folder = args.checkpoint or reference_folder()
+    seeds = range(count)
+    pages = [demo_ledger(seed, args.tokens) for seed in seeds]
+    report: dict[str, Any] = {
+        "checkpoint": folder.name,
+        "tokens": args.tokens,
+        "documents": count,
+        "questions": sum(len(page.answers) for page in pages),
+        "paper_points_lost": PAPER_LOSS,
+        "digests": digest_sizes(),
+    }
+    model = load_pretrained(folder, dtype="float32")
+    with tempfile.TemporaryDirectory() as store:
+        config = EngineConfig(system="ckv")
+        with Engine.from_pretrained(folder, store=store, config=config) as engine:
+            report["rows"] = list(measure(engine, model, pages, args.systems, args.budgets))
+    print(summary(report["rows"]))
+    report["coverage"] = [
+        row
+        for budget in (0.05, 0.25)
+        for row in coverage(model, seeds=seeds[:2], tokens=args.tokens, budget=budget)
+    ]
+    if not args.skip_study:
+        named = quick_rules() if args.quick else rules()
+        report["study"] = study(model, named, seeds=seeds, tokens=args.tokens)
+    if args.traces:
+        traces(model, args.traces, seeds=seeds, tokens=args.tokens, named=_TRACED)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Selections without the store: one prefix's dense KV, many questions, any rule of choosing.
+
+A study answers the same questions as the engine, by masks over the full KV instead of reads, so
+that hundreds of rules can be compared in minutes. It knows what the engine cannot: what every
+layer would have chosen had it seen everything (`Oracle.full`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.digests import compress
+from bench.tasks.dense import Params, head_logits, layer_of, prefix_kv, split
+from ckv_jax.data.ledger import SUFFIX_TOKENS, Ledger
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+
+__all__ = ["Answers", "Oracle", "Rule", "best"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How chunks are chosen. The paper's `contiguous-kv` is the default with a budget."""
+
+    budget: float = 1.0
+    chunk_tokens: int = 16
+    every: int = 8
+    """Layers that share one selection, made by the query of the first of them."""
+    probe: str = "keys"
+    """What is scored: see `bench.digests.KINDS`."""
+    window: int = SUFFIX_TOKENS
+    """The last so many suffix queries score."""
+    heads: str = "pooled"
+    """"pooled": one selection of all heads; "each": one a KV head."""
+    over: str = "sum"
+    """Scores over queries and heads: "sum" of probabilities (Equation 1), or their "max"."""
+    keep_first: int = 0
+    """Leading chunks always kept, within the budget."""
+    keep_last: int = 0
+    """Trailing chunks always kept, within the budget."""
+    lookahead: bool = False
+    """Sum the scores of the queries that all layers of the group would make of this hidden."""
+
+    def count(self, tokens: int) -> int:
+        """Chunks the budget buys."""
+        chunks = -(-tokens // self.chunk_tokens)
+        return max(1, int(np.ceil(round(self.budget * chunks, 9))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a rule did to every question."""
+
+    logits: np.ndarray  # float32 [Q, V]
+    chosen: np.ndarray  # bool [L, Q, M], a chunk any head may see
+    scores: np.ndarray  # float32 [L, Q, M]: what each layer's own query gives the true keys
+    ahead: np.ndarray  # float32 [L, Q, M]: the next group's first query, asked one group early
+
+
+class Oracle:
+    """One ledger under one model, KV in bfloat16 like the store's, computing in float32."""
+
+    def __init__(self, model: Qwen2, page: Ledger) -> None:
+        self.config: ModelConfig = model.config
+        params = split(model)
+        self.params: Params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+        self.page = page
+        keys, values = prefix_kv(self.params, self.config, jnp.asarray(page.tokens))
+        self.keys, self.values = (_round(x) for x in (keys, values))  # [L, T, K, D]
+        self._probes: dict[str, jax.Array] = {"keys": self.keys}
+
+    def probe(self, kind: str) -> jax.Array:
+        """The keys as a probe of this kind gives them back, float32 [L, T, K, D]."""
+        if kind not in self._probes:
+            self._probes[kind] = jnp.asarray(compress(np.asarray(self.keys), kind))
+        return self._probes[kind]
+
+    def ask(self, rule: Rule) -> Answers:
+        """Every question under a rule."""
+        layers, tokens = self.keys.shape[:2]
+        if tokens % rule.chunk_tokens:
+            raise ValueError(f"got {tokens} tokens, expected a multiple of {rule.chunk_tokens}")
+        chunks = tokens // rule.chunk_tokens
+        leads = np.arange(layers) % rule.every == 0
+        forced = np.zeros(chunks, np.float32)
+        forced[: rule.keep_first] = 1e6
+        forced[chunks - rule.keep_last :] = 1e6
+        active = np.ones(self.config.num_heads, np.float32)
+        if rule.probe == "heads3":
+            active[3 * self.config.num_heads // self.config.num_kv_heads :] = 0
+        back = self.page.lengths[:, None] - 1 - np.arange(SUFFIX_TOKENS)[None, :]
+        weight = ((back >= 0) & (back < rule.window)).astype(np.float32)
+        out = _ask(
+            self.params, self.config, self.keys, self.values,
+            self.probe("keys" if rule.probe == "heads3" else rule.probe),
+            self.page.questions, self.page.lengths, weight, leads, forced, active,
+            np.int32(rule.count(tokens)), np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
+            each=rule.heads == "each", largest=rule.over == "max",
+            span=rule.every if rule.lookahead else 1,
+        )  # fmt: skip
+        logits, chosen, scores, ahead = (np.asarray(x) for x in out)
+        return Answers(logits=logits, chosen=chosen, scores=scores, ahead=ahead)
+
+    def full(self, chunk_tokens: int = 16) -> Answers:
+        """Every question with everything attended to."""
+        return self.ask(Rule(budget=1.0, every=1, chunk_tokens=chunk_tokens))
+
+
+def best(scores: np.ndarray, count: int) -> np.ndarray:
+    """The `count` highest of the last axis, as a mask."""
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    mask = np.zeros(scores.shape, bool)
+    np.put_along_axis(mask, order, True, axis=-1)
+    return mask
+
+
+def _round(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "span"))
+def _ask(
+    params: Params, config: ModelConfig, keys: jax.Array, values: jax.Array, probe: jax.Array,
+    questions: jax.Array, lengths: jax.Array, weight: jax.Array, leads: jax.Array,
+    forced: jax.Array, active: jax.Array, count: jax.Array, step: jax.Array, *,
+    chunk_tokens: int, each: bool, largest: bool, span: int,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    total, tokens, kv_heads, dim = keys.shape
+    asked, suffix = questions.shape
+    groups = config.num_heads // kv_heads
+    chunks = tokens // chunk_tokens
+    positions = jnp.broadcast_to(jnp.arange(tokens, tokens + suffix)[None, :], questions.shape)
+
+    def shares(q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
+        """Attention of every chunk [K or 1, Q, M] over the prefix keys alone (Equation 1)."""
+        q = q.reshape(asked, suffix, kv_heads, groups, dim)
+        logits = jnp.einsum("qskgd,tkd->kgqst", q, k) * dim**-0.5
+        shares = jax.nn.softmax(logits, axis=-1)
+        shares = shares.reshape(*shares.shape[:-1], chunks, chunk_tokens).sum(-1)
+        shares = shares * weight[None, None, :, :, None]
+        shares = shares * used.reshape(kv_heads, groups)[:, :, None, None, None]
+        axes = (1, 3) if each else (0, 1, 3)
+        pooled = shares.max(axes) if largest else shares.sum(axes)
+        return pooled if each else pooled[None]
+
+    def choose(scores: jax.Array) -> jax.Array:
+        scores = scores + forced[None, None, :]
+        rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
+        return rank < count
+
+    def query(states: Any, hidden: jax.Array) -> jax.Array:
+        layer = layer_of(config, states)
+        return layer.attention.query(layer.input_norm(hidden), positions)
+
+    def body(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
+        hidden, mask = carry
+        state, k, v, lead, index = inputs
+        layer = layer_of(config, state)
+        q, k_new, v_new = layer.attention.project(layer.input_norm(hidden), positions)
+        true = shares(q, k, jnp.ones_like(active))
+        own = jnp.zeros_like(mask, jnp.float32)
+        for offset in range(span):
+            at = jnp.minimum(index + offset, total - 1)
+            later = jax.tree.map(lambda leaf, at=at: leaf[at], params["layers"])
+            own = own + shares(query(later, hidden), probe[at], active)
+        at = jnp.minimum(index + step, total - 1)
+        later = jax.tree.map(lambda leaf: leaf[at], params["layers"])
+        ahead = shares(query(later, hidden), keys[at], jnp.ones_like(active)).sum(0)
+        mask = jnp.where(lead, choose(own), mask)
+        heads = _attend(q, k, v, k_new, v_new, mask, chunk_tokens)
+        hidden = hidden + layer.attention.output(heads)
+        hidden = hidden + layer.mlp(layer.post_norm(hidden))
+        return (hidden, mask), (mask.any(0), true.sum(0), ahead)
+
+    hidden = params["rest"]["embedding"][questions]
+    mask = jnp.zeros((kv_heads if each else 1, asked, chunks), bool)
+    index = jnp.arange(total)
+    (hidden, _), out = jax.lax.scan(
+        body, (hidden, mask), (params["layers"], keys, values, leads, index)
+    )
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    return head_logits(params, config, last)[:, 0], *out
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, k_new: jax.Array, v_new: jax.Array,
+    mask: jax.Array, chunk_tokens: int,
+) -> jax.Array:  # fmt: skip
+    """Suffix queries over the chosen chunks and their own past: [Q, S, H, D]."""
+    asked, suffix, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    q = q.reshape(asked, suffix, kv_heads, heads // kv_heads, dim) * dim**-0.5
+    seen = jnp.repeat(mask, chunk_tokens, axis=-1)[:, None, :, None, :]  # [K or 1, 1, Q, 1, T]
+    far = jnp.where(seen, jnp.einsum("qskgd,tkd->kgqst", q, k), -jnp.inf)
+    near = jnp.einsum("qskgd,qtkd->kgqst", q, k_new)
+    near = jnp.where(np.tri(suffix, dtype=bool)[None, None, None], near, -jnp.inf)
+    weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1)
+    far, near = weights[..., : k.shape[0]], weights[..., k.shape[0] :]
+    out = jnp.einsum("kgqst,tkd->qskgd", far, v) + jnp.einsum("kgqst,qtkd->qskgd", near, v_new)
+    return out.reshape(asked, suffix, heads, dim)

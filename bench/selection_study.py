@@ -1,0 +1,175 @@
+"""Which chunks, chosen how: accuracy and recall of selection rules on the reference checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import binomtest
+
+from bench.oracle import Answers, Oracle, Rule, best
+from ckv_jax.data.ledger import FAMILIES
+from ckv_jax.data.reference import demo_ledger
+from ckv_jax.model.qwen2 import Qwen2
+
+__all__ = ["coverage", "interval", "quick_rules", "rules", "study", "traces"]
+
+Say = Callable[[str], None]
+
+
+def quick_rules() -> dict[str, Rule]:
+    """Periods and digests at 5%: what decides the presets."""
+    named = {f"period {every}": Rule(budget=0.05, every=every) for every in (1, 2, 4, 8, 16)}
+    for kind in ("int8", "int4", "pq16"):
+        named[f"period 4, {kind}"] = Rule(budget=0.05, every=4, probe=kind)
+    return named
+
+
+def rules() -> dict[str, Rule]:
+    """Every rule of the study, by name; each varies one thing."""
+    named: dict[str, Rule] = {}
+    for budget in (0.05, 0.10, 0.25, 0.50):
+        percent = f"{budget:.0%}"
+        for every in (1, 2, 4, 8, 16):
+            named[f"period {every} at {percent}"] = Rule(budget=budget, every=every)
+        named[f"period 4, int8 at {percent}"] = Rule(budget=budget, every=4, probe="int8")
+    base = Rule(budget=0.05)
+    for tokens in (4, 8, 32):
+        for every in (4, 8):
+            name = f"chunks of {tokens}, period {every}"
+            named[name] = replace(base, every=every, chunk_tokens=tokens)
+    for kind in ("int4", "int3", "pq8", "pq16", "mean", "heads3"):
+        named[f"period 4, {kind}"] = replace(base, every=4, probe=kind)
+    for kind in ("int8", "int4", "int3", "pq8", "pq16", "mean"):
+        named[f"every layer, {kind}"] = replace(base, every=1, probe=kind)
+    for every in (2, 4):
+        ours = replace(base, every=every, probe="int8")
+        start = f"period {every}, int8"
+        for window in (1, 2, 4):
+            named[f"{start}, last {window} queries"] = replace(ours, window=window)
+        named[f"{start}, each KV head its own"] = replace(ours, heads="each")
+        named[f"{start}, largest share"] = replace(ours, over="max")
+        named[f"{start}, first chunk kept"] = replace(ours, keep_first=1)
+        named[f"{start}, first and last kept"] = replace(ours, keep_first=1, keep_last=1)
+        named[f"{start}, lookahead queries too"] = replace(ours, lookahead=True)
+    return named
+
+
+def interval(right: int, asked: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share."""
+    low, high = binomtest(right, asked).proportion_ci(method="wilson")
+    return float(low), float(high)
+
+
+def study(
+    model: Qwen2, named: dict[str, Rule], *, seeds: Sequence[int], tokens: int, say: Say = print
+) -> list[dict[str, Any]]:
+    """One row a rule and task ("all" is their mean over questions).
+
+    `chunk_recall` is the share of the chunks that a layer would have chosen after full attention
+    that it was given, over layers and questions; `needle` the share of layers that were given the
+    chunk with the deciding token.
+    """
+    tallies: dict[str, list[np.ndarray]] = {name: [] for name in ("full", *named)}
+    for seed in seeds:
+        oracle = Oracle(model, demo_ledger(seed, tokens))
+        full = {16: oracle.full()}
+        tallies["full"].append(_tally(oracle, Rule(), full[16], full[16]))
+        for name, rule in named.items():
+            size = rule.chunk_tokens
+            if size not in full:
+                full[size] = oracle.full(size)
+            tallies[name].append(_tally(oracle, rule, oracle.ask(rule), full[size]))
+        say(f"document {seed}: {len(named)} rules")
+    return [
+        row
+        for name, parts in tallies.items()
+        for row in _rows(name, named.get(name, Rule()), np.concatenate(parts))
+    ]
+
+
+def _tally(oracle: Oracle, rule: Rule, got: Answers, full: Answers) -> np.ndarray:
+    """float [Q, 4]: family, right, recall, needle."""
+    page = oracle.page
+    right = got.logits.argmax(-1) == page.answers
+    count = rule.count(len(page.tokens))
+    wanted = best(full.scores, count)
+    recall = (got.chosen & wanted).sum((0, 2)) / (len(wanted) * count)
+    needle = np.take_along_axis(
+        got.chosen, (page.needles // rule.chunk_tokens)[None, :, None], axis=2
+    ).mean((0, 2))
+    return np.stack([page.families, right, recall, needle], axis=1)
+
+
+def _rows(name: str, rule: Rule, tally: np.ndarray) -> Iterable[dict[str, Any]]:
+    for index, family in enumerate((*FAMILIES, "all")):
+        mine = tally if family == "all" else tally[tally[:, 0] == index]
+        if not len(mine):
+            continue
+        right, asked = int(mine[:, 1].sum()), len(mine)
+        yield {
+            "name": name,
+            "rule": asdict(rule),
+            "task": family,
+            "accuracy": right / asked,
+            "ci95": interval(right, asked),
+            "questions": asked,
+            "chunk_recall": float(mine[:, 2].mean()),
+            "needle": float(mine[:, 3].mean()),
+        }
+
+
+def coverage(
+    model: Qwen2, *, seeds: Sequence[int], tokens: int, budget: float
+) -> list[dict[str, Any]]:
+    """How much of a layer's true choice an earlier layer knew, `distance` layers before.
+
+    `previous`: by the choice it made itself (the paper's Figure 7b); `lookahead`: by the later
+    layer's query weights applied to its own hidden state.
+    """
+    rows = []
+    oracles = [Oracle(model, demo_ledger(seed, tokens)) for seed in seeds]
+    for distance in (1, 2, 4, 8):
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for oracle in oracles:
+            full = oracle.ask(Rule(budget=1.0, every=distance))
+            count = Rule(budget=budget).count(tokens)
+            true = best(full.scores, count)[distance:]
+            before = best(full.scores, count)[:-distance]
+            guess = best(full.ahead, count)[:-distance]
+            found.append(((true & before).sum(2) / count, (true & guess).sum(2) / count))
+        previous, ahead = (np.concatenate(part, axis=1) for part in zip(*found, strict=True))
+        rows.append(
+            {
+                "distance": distance,
+                "budget": budget,
+                "previous": float(previous.mean()),
+                "lookahead": float(ahead.mean()),
+                "previous_by_layer": previous.mean(1).tolist(),
+                "lookahead_by_layer": ahead.mean(1).tolist(),
+            }
+        )
+    return rows
+
+
+def traces(
+    model: Qwen2, path: Path, *, seeds: Sequence[int], tokens: int, named: dict[str, Rule]
+) -> None:
+    """Chosen chunk ids of many questions, for simulations of caches.
+
+    One int16 array `[documents, questions, groups, n]` a rule; group g leads layers
+    `g * every` to `(g + 1) * every - 1`.
+    """
+    chosen: dict[str, list[np.ndarray]] = {name: [] for name in named}
+    for seed in seeds:
+        oracle = Oracle(model, demo_ledger(seed, tokens))
+        for name, rule in named.items():
+            mask = oracle.ask(rule).chosen[:: rule.every]  # [G, Q, M]
+            ids = np.nonzero(mask)[2].reshape(*mask.shape[:2], rule.count(tokens))
+            chosen[name].append(ids.swapaxes(0, 1).astype(np.int16))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {name: np.stack(parts) for name, parts in chosen.items()}
+    np.savez_compressed(path, allow_pickle=False, **arrays)
