@@ -4,14 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
-from ckv_jax.config import SystemConfig
+from ckv_jax.config import PolicyName, Selector, SystemConfig
+
+
+def _rival(
+    name: str,
+    *,
+    selector: Selector,
+    policy: PolicyName,
+    probe: Literal["heads", "none"] = "none",
+    reorder: bool = False,
+) -> SystemConfig:
+    """Layer by layer, K and V apart in chunks of 64 tokens (IMPRESS §6.1)."""
+    return SystemConfig(
+        name=name,
+        selector=selector,
+        chunk_tokens=64,
+        pack_layers=1,
+        kv_together=False,
+        period=1,
+        subperiod=1,
+        probe=probe,
+        policy=policy,
+        reorder=reorder,
+    )
+
 
 SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
         for system in (
-            SystemConfig(name="recompute", selector="all", probe="none", prefetch="none"),
+            SystemConfig(name="recompute", selector="none", probe="none", prefetch="none"),
+            _rival("as-lru", selector="all", policy="lru"),
+            _rival("as-h2o-lru", selector="h2o", policy="lru"),
+            _rival("as-h2o-lfu", selector="h2o", policy="lfu"),
+            _rival(
+                "impress",
+                selector="impress",
+                probe="heads",
+                policy="importance-ratio",
+                reorder=True,
+            ),
             SystemConfig(
                 name="contiguous-kv",
                 selector="chunk",

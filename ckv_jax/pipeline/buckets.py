@@ -32,9 +32,9 @@ def chunk_bucket(n: int) -> int:
     return bucket(n, least=8)
 
 
-def probe_bucket(chunks: int) -> int:
-    """Chunks of a probe: multiples of 64, coarser above 1,024 chunks."""
-    return -(-chunks // 64) * 64 if chunks <= 1024 else bucket(chunks)
+def probe_bucket(chunks: int, *, step: int = 64) -> int:
+    """Chunks of a probe: multiples of `step`, coarser above 16 steps."""
+    return -(-chunks // step) * step if chunks <= 16 * step else bucket(chunks)
 
 
 def pad_rows(rows: np.ndarray, length: int) -> np.ndarray:

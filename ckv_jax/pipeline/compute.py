@@ -58,6 +58,8 @@ class Compute:
         def layer_of(state: LayerState) -> Layer:
             return nnx.merge(graph, state)
 
+        self.layer_of = layer_of
+
         def rest_of(state: LayerState) -> Qwen2:
             return nnx.merge(rest_graph, state)
 
@@ -75,6 +77,10 @@ class Compute:
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self._layers)
+
+    def layer_state(self, layer: int) -> LayerState:
+        """The arrays of one layer, as `layer_of` takes them inside a jitted call."""
+        return self._layers[layer]
 
     def executables(self) -> int:
         """How many programs have been compiled so far; constant once warm."""

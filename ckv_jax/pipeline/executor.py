@@ -146,6 +146,10 @@ class Executor:
             contexts=contexts,
         )
 
+    def executables(self) -> int:
+        """Programs of its own: none, all calls are `Compute`'s."""
+        return 0
+
     def _inter(self, period: int) -> bool:
         return self._system.prefetch == "inter" and period + 1 < self._plan.periods
 

@@ -76,7 +76,7 @@ class Probes:
     def _read(self, layer: int) -> np.ndarray | None:
         layout = self._view.prefix.layout
         tokens = self._view.prefix.num_tokens
-        keys = np.empty((self._tokens, layout.num_kv_heads, layout.head_dim), layout.numpy_dtype)
+        keys = np.empty((self._tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
         keys[tokens:] = 0
         start = time.perf_counter_ns()
         try:
@@ -101,4 +101,7 @@ class Probes:
 
     def _recomputed(self, layer: int) -> Keys:
         self._trace.count("recomputed_probes", 1)
-        return Keys(jax.device_put(pad_rows(self._recovery.keys(layer), self._tokens)))
+        layout = self._view.prefix.layout
+        heads = layout.probe_heads if layout.probe == "heads" else layout.num_kv_heads
+        keys = self._recovery.keys(layer)[:, :heads]
+        return Keys(jax.device_put(pad_rows(keys, self._tokens)))

@@ -9,11 +9,18 @@ from ckv_jax.storage.prefix import Prefix
 
 
 class Recovery:
-    """The dense KV of one prefix. Every fault of the store ends here, never in a wrong answer."""
+    """The dense KV of one prefix. Every fault of the store ends here, never in a wrong answer.
 
-    def __init__(self, prefix: Prefix, prefill: DensePrefill) -> None:
+    Args:
+        order: int [T], the position of each token as stored, of a reordered prefix.
+    """
+
+    def __init__(
+        self, prefix: Prefix, prefill: DensePrefill, order: np.ndarray | None = None
+    ) -> None:
         self._prefix = prefix
         self._prefill = prefill
+        self._order = order
         self._kv: np.ndarray | None = None
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
@@ -43,5 +50,6 @@ class Recovery:
                 np.asarray(block.kv)[:, :, : block.length].view(dtype)
                 for block in self._prefill.run(self._prefix.tokens)
             ]
-            self._kv = np.concatenate(blocks, axis=2)
+            kv = np.concatenate(blocks, axis=2)
+            self._kv = kv if self._order is None else np.take(kv, self._order, axis=2)
         return self._kv

@@ -39,8 +39,9 @@ class PrefixView:
 
     @property
     def probe_chunks(self) -> int:
-        """M, rounded up to a bucket."""
-        return probe_bucket(self.num_chunks)
+        """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
+        step = max(1, 1024 // self.prefix.layout.chunk_tokens)
+        return probe_bucket(self.num_chunks, step=step)
 
     @property
     def digest_bytes(self) -> int:
@@ -76,6 +77,11 @@ class Views:
             self._views.popitem(last=False)
             self._forget_unused()
         return view
+
+    def drop(self, prefix: Prefix) -> None:
+        """Forgets a prefix that is served from other segments from now on."""
+        if self._views.pop(prefix.id, None) is not None:
+            self._forget_unused()
 
     def keep_digest(self, view: PrefixView, data: DigestData) -> None:
         """Puts a digest on the device; others make room until the byte budget holds."""
