@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from ckv_jax.cache.pool import aligned_bytes
 from ckv_jax.pipeline.arena import BufferArena
 from ckv_jax.pipeline.read_job import PackReader, ReadJob, ReadResult, RequestToken, State
+from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
 __all__ = ["PrefetchStats", "Prefetcher", "ReadJob", "ReadResult", "RequestToken"]
@@ -83,6 +85,8 @@ class Prefetcher:
         self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
         self._waiting: OrderedDict[ReadJob, None] = OrderedDict()
         self._running: dict[ReadJob, None] = {}
+        # blocks of reads that were given up but may still write: (has it ended, (offset, size))
+        self._unsettled: list[tuple[Callable[[], bool], tuple[int | None, int]]] = []
         self._revocable: dict[ReadJob, None] = {}  # speculation that holds a block, oldest first
         self._closed = False
         self._threads = [
@@ -208,7 +212,8 @@ class Prefetcher:
             return ReadResult(
                 ok=job.ok if read else np.zeros(len(job.chunks), np.bool_),
                 rows=job.view(),
-                bytes=job.size if read else 0,
+                padded=job.padded(),
+                bytes=job.read_bytes if read else 0,
                 t0_ns=job.t0_ns,
                 t1_ns=job.t1_ns,
                 error=job.error,
@@ -218,6 +223,7 @@ class Prefetcher:
     def stats(self) -> PrefetchStats:
         """A snapshot."""
         with self._lock:
+            self._settle()
             return replace(
                 self._stats,
                 threads=sum(thread.is_alive() for thread in self._threads),
@@ -263,6 +269,8 @@ class Prefetcher:
 
     def _place(self, job: ReadJob) -> bool:
         found = self._arena.take(job.size)
+        if found is None and self._settle():
+            found = self._arena.take(job.size)
         if found is not None:
             job.offset, job.block = found
         return found is not None
@@ -310,11 +318,28 @@ class Prefetcher:
 
     def _free(self, job: ReadJob) -> None:
         self._revocable.pop(job, None)
-        if job.offset is not None:
-            self._arena.give_back(job.offset, job.size)
-        elif job.block is not None:
-            self._stats.overflow_bytes -= job.size
-        job.offset = job.block = None
+        settled, block = job.settled, (job.offset, job.size)
+        if job.block is None:
+            return
+        job.offset = job.block = job.settled = None
+        if settled is None or settled():
+            self._give_back(*block)
+        else:
+            self._unsettled.append((settled, block))
+
+    def _settle(self) -> bool:
+        """Frees blocks of reads that were given up and have ended since; whether any had."""
+        ended = [entry for entry in self._unsettled if entry[0]()]
+        for entry in ended:
+            self._unsettled.remove(entry)
+            self._give_back(*entry[1])
+        return bool(ended)
+
+    def _give_back(self, offset: int | None, size: int) -> None:
+        if offset is None:
+            self._stats.overflow_bytes -= size
+        else:
+            self._arena.give_back(offset, size)
 
     def _next(self) -> ReadJob | None:
         if self._demanded:
@@ -354,10 +379,13 @@ class Prefetcher:
         except Exception as error:  # a thread has no caller: the request sees a miss
             job.ok = np.zeros(len(job.chunks), np.bool_)
             job.error = f"{type(error).__name__}: {error}"
-            rows.view(np.uint8)[...] = 0
+            if isinstance(error, ReadTimeout):
+                job.settled = error.settled
+            else:
+                rows.view(np.uint8)[...] = 0
         job.t1_ns = time.perf_counter_ns()
         if job.trace is not None:
-            size = job.size if job.error is None else 0
+            size = job.read_bytes if job.error is None else 0
             args = {"group": job.group, "packs": len(job.chunks), "demanded": job.demanded}
             job.trace.add("pack_read", "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
             job.trace.count_bytes("ssd", size)

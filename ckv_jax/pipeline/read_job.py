@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ckv_jax.pipeline.buckets import bucket
 from ckv_jax.trace import Trace
 
 if TYPE_CHECKING:
@@ -53,7 +55,9 @@ class ReadResult:
     Attributes:
         ok: bool `[n]`, False where the pack could not be had; its rows are zero.
         rows: `[n, *pack_shape]` in the layout's dtype, C-contiguous and on memory pages unless no
-            row is ok. Valid until the job's `release`: on a CPU `jax.device_put` may alias it.
+            row is ok. Valid until the job's `release`: on a CPU a jitted call may alias it.
+        padded: the same memory with as many rows as `bucket(n)`, so that few shapes reach the
+            device; what stands past n means nothing.
         bytes: read from the store.
         t0_ns, t1_ns: start and end of the read, `time.perf_counter_ns`; 0 if it never started.
         error: why nothing was read, if the reader failed as a whole.
@@ -61,6 +65,7 @@ class ReadResult:
 
     ok: npt.NDArray[np.bool_]
     rows: npt.NDArray[Any]
+    padded: npt.NDArray[Any]
     bytes: int
     t0_ns: int
     t1_ns: int
@@ -94,9 +99,10 @@ class ReadJob:
         self.demanded = demanded
         self._prefetcher = prefetcher
         self.reader = reader
-        self.shape = (len(chunks), *pack_shape)
+        self.shape = (bucket(len(chunks)), *pack_shape)
         self.dtype = dtype
-        self.size = math.prod(self.shape) * dtype.itemsize
+        self.size = math.prod(self.shape) * dtype.itemsize  # of the buffer
+        self.read_bytes = self.size // self.shape[0] * len(chunks)
         self.owner = owner
         self.trace = trace
         self.state = State.IDLE
@@ -106,6 +112,7 @@ class ReadJob:
         self.dropped = False  # to be freed as soon as the running read ends
         self.ok = np.zeros(len(chunks), np.bool_)
         self.error: str | None = None
+        self.settled: Callable[[], bool] | None = None  # of a read given up that may still write
         self.t0_ns = 0
         self.t1_ns = 0
 
@@ -133,7 +140,11 @@ class ReadJob:
         self._prefetcher.release(self)
 
     def view(self) -> npt.NDArray[Any]:
-        """The rows; zeros that take no memory where there is no buffer."""
-        if self.block is None:
+        """The rows; zeros that take no memory where there is no buffer, or none to be trusted."""
+        return self.padded()[: len(self.chunks)]
+
+    def padded(self) -> npt.NDArray[Any]:
+        """All rows of the buffer, `bucket(n)` of them."""
+        if self.block is None or self.settled is not None:
             return np.broadcast_to(np.zeros((), self.dtype), self.shape)
         return self.block.view(self.dtype).reshape(self.shape)

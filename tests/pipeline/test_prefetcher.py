@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.pipeline.prefetcher import Prefetcher, ReadJob, RequestToken
+from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 
 from .slow_reader import PACK_BYTES, SHAPE, SlowReader, content
@@ -185,6 +186,35 @@ def test_a_reader_that_raises_is_a_miss_with_zero_rows() -> None:
         good = submit(prefetcher, reader, owner, 4)
         assert good.result(10).ok.all(), "the thread lives on"
         good.release()
+
+
+def test_the_block_of_a_read_given_up_is_not_reused_before_it_has_ended() -> None:
+    ended = threading.Event()
+    late: list[np.ndarray] = []
+
+    class Hanging:
+        def read_packs(self, group: int, chunks: np.ndarray, out: np.ndarray) -> np.ndarray:
+            late.append(out)
+            raise ReadTimeout("a read", 0.1, ended.is_set)
+
+    with Prefetcher(1, PAGE) as prefetcher:
+        owner = prefetcher.owner()
+        (hung,) = prefetcher.submit(
+            Hanging(), 0, np.arange(2), SHAPE, np.float32, demand=True, owner=owner
+        )
+        result = hung.result(10)
+        late[0][...] = 7
+        assert not result.ok.any() and not result.rows.any()
+        hung.release()
+        assert prefetcher.stats.buffer_bytes == PAGE
+        reader = SlowReader()
+        other = submit(prefetcher, reader, owner, 1)
+        rows = other.result(10).rows
+        late[0][...] = 8
+        assert (rows == content(1, 1)).all()
+        other.release()
+        ended.set()
+        assert prefetcher.stats.buffer_bytes == prefetcher.stats.overflow_bytes == 0
 
 
 def test_reads_are_traced(prefetcher, reader) -> None:
