@@ -219,10 +219,10 @@ class PackSource:
         needed.difference_update(chunks)
         if good:
             slots = self._room(len(good))
-            where = np.full(len(chunks), -1, np.int32)
+            where = np.full(len(result.padded), -1, np.int32)
             where[good] = slots
             start = time.perf_counter_ns()
-            marker = self._memory.pool.write(result.rows, where)
+            marker = self._memory.pool.write(result.padded, where)
             self._trace.add("stage", "stage", start, time.perf_counter_ns(), packs=len(good))
             self._writes.append((marker, job))
             self._own(state, [chunks[i] for i in good], slots)
