@@ -160,6 +160,7 @@ class LayerSchedule:
         if self._system.selector == "impress":
             choice = self._by_probe(layer, qkv)
             counts, agreed = self._fetch(layer, choice)
+            self._trace.count("layers_agreed" if agreed else "layers_fell_back", 1)
         else:
             agreed = False
         if not agreed:
@@ -215,7 +216,6 @@ class LayerSchedule:
         rows = self._batch.lengths > 0
         share = self._batch.limits[rows] / self._view.prefix.num_tokens
         agreed = bool((similarity[rows] > similarity_threshold(share)).all())
-        self._trace.count("layers_agreed" if agreed else "layers_fell_back", 1)
         self._trace.add("select", "host", ready, time.perf_counter_ns(), layer=layer)
         return counts[rows].max(axis=0)[: self._view.num_chunks], agreed
 

@@ -1,0 +1,181 @@
+"""The rivals on a real store: what defines each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import SMALL, small_engine, tokens
+
+from ckv_jax import Engine, Request, Result
+from ckv_jax.reorder import REORDER_AFTER, average_importance, reordered
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
+
+MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
+RIVALS = ["as-lru", "as-h2o-lru", "as-h2o-lfu", "impress"]
+LENGTH, CHUNKS = 250, 4
+SUFFIX = tokens(9, 1)
+COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+
+
+@pytest.fixture(scope="module", params=RIVALS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """An engine without a cache, and a prefix in it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with small_engine(folder, system=request.param, model=MODEL, **COLD) as engine:
+        yield engine, engine.ingest(tokens(LENGTH))
+
+
+def ask(engine: Engine, prefix: Prefix, budget: float, suffix: np.ndarray = SUFFIX) -> Result:
+    (result,) = engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=budget)])
+    return result
+
+
+def scale_error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def test_full_budget_equals_recompute(served: tuple[Engine, Prefix]) -> None:
+    engine, prefix = served
+    result = ask(engine, prefix, 1.0)
+    expected = engine.recompute(result.request)
+    assert scale_error(result.logits, expected.logits) < 1e-4
+    assert result.token_id == expected.token_id
+    assert result.trace.attention_mass == pytest.approx(1.0)
+
+
+def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
+    engine, prefix = served
+    result = ask(engine, prefix, 0.05)
+    counters, layers, pack = result.trace.counters, MODEL.num_layers, engine.layout.pack_bytes
+    if engine.system.selector == "all":  # AttentionStore prunes nothing, at any budget
+        assert result.trace.bytes["ssd"] == 2 * layers * CHUNKS * pack
+        assert scale_error(result.logits, engine.recompute(result.request).logits) < 1e-4
+        return
+    important = 13  # ceil(0.05 * 250), as keys and as values, in every layer
+    assert counters["ssd_tokens_needed"] == 2 * layers * important
+    if engine.system.selector == "impress":
+        decided = counters.get("layers_agreed", 0) + counters.get("layers_fell_back", 0)
+        assert decided == layers
+    assert 0 < result.trace.attention_mass < 1
+    if engine.system.selector == "h2o":  # all keys, and the chunks of values that matter
+        keys = layers * LENGTH
+        assert keys + layers * important <= counters["ssd_tokens"] <= 2 * keys
+        packs = result.trace.bytes["ssd"] / pack
+        assert layers * (CHUNKS + 1) <= packs <= 2 * layers * CHUNKS
+
+
+def test_an_unreadable_store_costs_time_and_no_accuracy(
+    served: tuple[Engine, Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.reader import PrefixReader
+
+    engine, prefix = served
+    expected = ask(engine, prefix, 0.25)
+    real = PrefixReader.read_packs
+
+    def half(self: PrefixReader, group: int, chunks: np.ndarray, out: np.ndarray) -> np.ndarray:
+        good = real(self, group, chunks, out)
+        good[1::2] = False
+        out[1::2] = 0
+        return good
+
+    monkeypatch.setattr(PrefixReader, "read_packs", half)
+    result = ask(engine, prefix, 0.25)
+    assert result.trace.counters["recomputed_packs"] > 0
+    assert scale_error(result.logits, expected.logits) < 1e-4
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agree: bool
+) -> None:
+    def threshold(share: np.ndarray) -> np.ndarray:
+        return np.full_like(share, -1.0 if agree else 1.0)
+
+    monkeypatch.setattr("ckv_jax.pipeline.layerwise.similarity_threshold", threshold)
+    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
+        result = ask(engine, engine.ingest(tokens(LENGTH)), 0.05)
+    counters, keys = result.trace.counters, MODEL.num_layers * LENGTH
+    if agree:
+        assert counters == counters | {"layers_agreed": MODEL.num_layers}
+        assert "layers_fell_back" not in counters
+    else:
+        assert counters == counters | {"layers_fell_back": MODEL.num_layers}
+        assert counters["ssd_tokens"] >= keys
+
+
+def test_reordering_round_trip(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        before = [ask(engine, prefix, 0.1) for _ in range(REORDER_AFTER)][-1]
+        engine.settle()
+        after = ask(engine, prefix, 0.1)
+        # Other chunks, the same tokens: the same answer.
+        assert scale_error(after.logits, before.logits) < 1e-4
+        assert after.trace.counters["ssd_tokens"] <= before.trace.counters["ssd_tokens"]
+        stored = engine.store.longest_prefix(
+            tokens(LENGTH), fingerprint=engine.fingerprint, layout=reordered(engine.layout)
+        )
+        assert stored.num_tokens == LENGTH
+        shape = (1, *engine.layout.pack_shape)
+        old, new = (np.empty((CHUNKS, *shape[1:]), np.float32) for _ in range(2))
+        with engine.store.reader(prefix) as first, engine.store.reader(stored) as second:
+            mapping = second.order
+            np.testing.assert_array_equal(np.sort(mapping), np.arange(LENGTH))
+            assert (mapping != np.arange(LENGTH)).any()
+            for group in range(engine.layout.groups):
+                assert first.read_packs(group, np.arange(CHUNKS), old).all()
+                assert second.read_packs(group, np.arange(CHUNKS), new).all()
+                rows = [x.reshape(-1, MODEL.num_kv_heads, MODEL.head_dim) for x in (old, new)]
+                np.testing.assert_array_equal(rows[1][:LENGTH], rows[0][mapping])
+    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
+        again = ask(engine, prefix, 0.1)  # a restart finds the mapping list in the store
+        np.testing.assert_array_equal(again.logits, after.logits)
+
+
+def test_average_importance_weighs_layers_alike() -> None:
+    loud, quiet = np.array([8.0, 0.0, 2.0, 9.0]), np.array([0.0, 0.3, 0.1, 9.0])
+    got = average_importance([[loud[:3], quiet[:3]], [quiet[:3], quiet[:3]]], 3)
+    np.testing.assert_allclose(got, [0.2, 0.5625, 0.2375])
+
+
+@pytest.mark.parametrize("system", RIVALS)
+def test_answers_do_not_depend_on_cache_or_prefetch(tmp_path: Path, system: str) -> None:
+    preset = SYSTEMS[system]
+    answers = []
+    with small_engine(tmp_path, system=system, model=MODEL, **COLD) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        answers.append(ask(engine, prefix, 0.1).logits)
+        alone = dataclasses.replace(preset, prefetch="none")
+        for config in (
+            dataclasses.replace(engine.config, system=alone),
+            dataclasses.replace(engine.config, device_cache_bytes=2**20, io_threads=1),
+        ):
+            with engine.variant(config) as other:
+                for _ in range(2):
+                    result = ask(other, prefix, 0.1)
+                    answers.append(result.logits)
+        assert result.trace.bytes["device"] > 0
+        assert result.trace.counters["ssd_tokens"] == 0
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(answer, answers[0])
+
+
+def test_cache_score_is_frequency_times_the_share_of_important_tokens(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="impress", model=MODEL) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        for _ in range(2):
+            ask(engine, prefix, 0.1)
+    with small_engine(tmp_path, system="impress", model=MODEL) as engine:
+        scores = engine.store.load_scores(prefix.spans[0].segment_id)
+    assert scores is not None
+    importance, frequency = scores
+    values = slice(1, None, 2)  # every second group holds values: 25 important tokens a layer
+    np.testing.assert_allclose(importance[values].sum(axis=1), 2 * 25 / 64)
+    assert frequency.max() == 2
+    assert ((importance <= frequency) & (importance[...] >= 0)).all()
