@@ -211,7 +211,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_title(name)
         panel.tick_params(axis="x", rotation=20)
     panels[0].set_ylabel("hit rate")
-    panels[0].legend(loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
