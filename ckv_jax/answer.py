@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ckv_jax.engine import Engine
+from ckv_jax.generation import Generation
 from ckv_jax.request import Result
 from ckv_jax.storage.prefix import Prefix
 
@@ -13,25 +13,35 @@ __all__ = ["answer_json"]
 
 
 def answer_json(
-    result: Result, engine: Engine, prefix: Prefix, *, model: str, question: str | Sequence[int]
+    outcome: Result | Generation, engine: Engine, prefix: Prefix, *, model: str
 ) -> dict[str, Any]:
-    """`result` of asking `question` over `prefix`. Times in ms; bytes by where they came from.
+    """What was asked over `prefix` and what came of it. Times in ms; bytes by where they came from.
 
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
-    periods; 1 where nothing was left out.
+    periods; 1 where nothing was left out. A generation also has its number of tokens, the time
+    from its first token to its last, and why it ended. Raises the outcome's error, if it has one.
     """
-    trace, budget = result.trace, result.request.budget
-    return {
+    outcome.raise_for_error()
+    trace, budget = outcome.trace, outcome.request.budget
+    values = {
         "system": engine.system.name,
         "model": model,
         "budget": engine.config.budget if budget is None else budget,
         "prefix_tokens": prefix.num_tokens,
-        "suffix_tokens": len(engine.encode(question)),
-        "token_id": result.token_id,
-        "text": result.text,
+        "suffix_tokens": len(engine.encode(outcome.request.suffix)),
+        "token_id": 0,
+        "text": outcome.text,
         "ttft_ms": trace.ttft_ms,
         "breakdown_ms": trace.breakdown_ms,
         "bytes": {source: trace.bytes[source] for source in ("ssd", "host", "device")},
         "chunks": {name: trace.chunks[name] for name in ("selected", "total")},
         "attention_mass": trace.attention_mass,
+    }
+    if isinstance(outcome, Result):
+        return values | {"token_id": outcome.token_id}
+    return values | {
+        "token_id": int(outcome.token_ids[0]),
+        "generated_tokens": len(outcome.token_ids),
+        "decode_ms": outcome.decode_ms,
+        "finish_reason": outcome.finish_reason,
     }

@@ -125,14 +125,8 @@ class Demo:
     ) -> dict[str, Any]:
         """The run of median time, with quality over all questions."""
         times = [result.trace.ttft_ms for result in results]
-        median = times.index(median_low(times))
-        row = answer_json(
-            results[median],
-            engine,
-            prefix,
-            model=self.checkpoint.name,
-            question=self.questions[median // self.runs][0],
-        )
+        median = results[times.index(median_low(times))]
+        row = answer_json(median, engine, prefix, model=self.checkpoint.name)
         firsts = results[:: self.runs]
         pairs = list(zip(firsts, dense, strict=False))
         row["kl_to_recompute"] = fmean(

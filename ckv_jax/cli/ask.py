@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
 from ckv_jax.cli.output import Terminal, byte_size
 
-if TYPE_CHECKING:
-    from ckv_jax.request import Result
-
 __all__ = ["ask"]
+
+_MIB = 2**20
 
 
 def ask(
@@ -41,6 +40,13 @@ def ask(
         bool,
         typer.Option("--chat", help="Put the question into the tokenizer's chat template."),
     ] = False,
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--warm-up/--no-warm-up",
+            help="Answer once unmeasured before, so that compiling is no part of the times.",
+        ),
+    ] = True,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -53,43 +59,61 @@ def ask(
 ) -> None:
     """Answer a question over a stored text, reading only the share of it that the budget allows.
 
-    Prints the answer, then where the time to its first token went. The first question of a
-    process also pays for compilation; ask many with `ckv batch`.
+    Prints the answer as it comes, then where the time to its first token went: programs compiled
+    and the digest of the keys in memory, as in a server that is running, and the KV on disk.
     """
     if not question.strip():
         raise ValueError("the question is empty")
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.answer import answer_json
-        from ckv_jax.cli.serving import find_prefix, open_engine
+        from ckv_jax.cli.serving import check_prefix, find_prefix, kv_bytes, open_store
+        from ckv_jax.config import EngineConfig, check_budget
+        from ckv_jax.engine import Engine
+        from ckv_jax.model.sampling import SamplingParams
         from ckv_jax.request import Request
 
-        engine = open_engine(
-            checkpoint, store, budget=budget, system=system, dtype=dtype, salt=salt
+        share = EngineConfig().budget if budget is None else check_budget(budget)
+        with open_store(store) as opened:
+            stored = find_prefix(opened, prefix, salt=salt)
+        config = EngineConfig(
+            system=system,
+            dtype=dtype,
+            salt=salt,
+            budget=share,
+            device_cache_bytes=0,  # one question: nothing is asked for twice
+            host_cache_bytes=0,
+            prefetch_device_bytes=_MIB * 64 + round(1.1 * share * kv_bytes(stored)),
         )
+        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:
-        stored = find_prefix(engine, prefix)
-        if chat:
-            question = engine.chat(question)
-        request = Request(prefix=stored, suffix=question, budget=budget)
-        with terminal.status("answering"):
-            (result,) = engine.reprefill([request])
-        answer = answer_json(result, engine, stored, model=checkpoint.name, question=question)
+        check_prefix(engine, stored)
+        if chat and engine.tokenizer is not None:
+            question = engine.tokenizer.apply_chat([{"role": "user", "content": question}])
+        request = Request(prefix=stored, suffix=question)
+        if warm_up:
+            with terminal.status("compiling"):
+                tokens = min(2, max_tokens)
+                engine.generate(request, SamplingParams(max_tokens=tokens)).results()
+        with engine.generate(request, SamplingParams(max_tokens=max_tokens)) as stream:
+            for event in stream:
+                if not json:
+                    terminal.out.out(event.text, end="")
+            (generation,) = stream.results()
+        answer = answer_json(generation, engine, stored, model=checkpoint.name)
     if trace is not None:
         from ckv_jax.trace import write_perfetto
 
-        write_perfetto(trace, [result.trace])
+        write_perfetto(trace, [generation.trace])
     if json:
         terminal.json(answer)
     else:
-        terminal.out.print(result.text, markup=False)
-        _show(terminal, result, answer)
+        terminal.out.print("\n")
+        generation.trace.breakdown_bar(terminal.out)
+        _say_what_was_read(terminal, answer)
 
 
-def _show(terminal: Terminal, result: Result, answer: dict[str, Any]) -> None:
-    """The breakdown as a bar chart, and what was read, in words."""
-    terminal.out.print()
-    result.trace.breakdown_bar(terminal.out)
+def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
     chunks = answer["chunks"]
     share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
     ssd, host, device = (byte_size(answer["bytes"][tier]) for tier in ("ssd", "host", "device"))

@@ -55,12 +55,22 @@ def batch(
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.cli.jobs import Job, Results, read_jobs
-        from ckv_jax.cli.serving import Answerer, open_engine
+        from ckv_jax.cli.serving import Answerer, kv_bytes, open_store
+        from ckv_jax.config import EngineConfig, check_budget
+        from ckv_jax.engine import Engine
 
         lines = list(read_jobs(requests, prefix=prefix))
-        engine = open_engine(
-            checkpoint, store, budget=budget, system=system, dtype=dtype, salt=salt
+        with open_store(store) as opened:
+            largest = max(map(kv_bytes, opened.prefixes()), default=0)
+        default = EngineConfig()
+        config = EngineConfig(
+            system=system,
+            dtype=dtype,
+            salt=salt,
+            budget=default.budget if budget is None else check_budget(budget),
+            prefetch_device_bytes=max(default.prefetch_device_bytes, round(1.1 * largest)),
         )
+        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     start = time.perf_counter()
     answered = failed = 0
     with engine, Results(out) as results, terminal.progress() as bar:

@@ -66,36 +66,38 @@ def demo(
 
 
 def _show(terminal: Terminal, report: Report) -> None:
+    from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=f"{report.prefix_tokens:,} tokens stored; times are medians, cold, after warm-up",
-        title_justify="left",
-    )
-    for name in ("budget", "first token", "faster", "from SSD", "prefix read", "attention mass"):
-        table.add_column(name, justify="right")
-    for name in ("KL to recompute", "same token", *(["right answers"] if report.trained else [])):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    names = ["budget", "first token", "speed-up", "from SSD", "read", "mass", "KL", "agrees"]
+    for name in [*names, *(["right"] if report.trained else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
     recompute = report.recompute_ttft_ms
     for row in report.rows:
         chunks = row["chunks"]
         table.add_row(
             f"{row['budget']:.0%}",
-            f"{row['ttft_ms']:.1f} ms",
-            f"{recompute / row['ttft_ms']:.1f}x",
+            f"{row['ttft_ms']:,.1f} ms",
+            f"{recompute / row['ttft_ms']:,.1f}x",
             byte_size(row["bytes"]["ssd"]),
             f"{chunks['selected'] / chunks['total']:.1%}" if chunks["total"] else "-",
             f"{row['attention_mass']:.1%}",
-            f"{row['kl_to_recompute']:.1e}",
+            f"{row['kl_to_recompute']:.0e}",
             f"{row['top1_agrees']:.0%}",
             *([f"{row['accuracy']:.0%}"] if report.trained else []),
         )
     table.add_section()
-    accuracy = [f"{report.recompute_accuracy:.0%}"] if report.trained else []
-    table.add_row("recompute", f"{recompute:.1f} ms", "1.0x", "-", "-", "-", "-", "-", *accuracy)
+    table.add_row("recompute", f"{recompute:,.1f} ms", "1.0x", *["-"] * (len(table.columns) - 3))
     terminal.out.print(table)
-    terminal.say(f"The store takes {byte_size(report.store_bytes)} on disk.")
+    terminal.say(
+        f"{report.prefix_tokens:,} tokens, {byte_size(report.store_bytes)} on disk; "
+        f"{report.questions} question{'s' if report.questions > 1 else ''} a row. Times are "
+        "medians after a warm-up; the KV is read from disk each time."
+    )
+    terminal.say(
+        "mass: share of the probe's attention on what was read. KL, agrees: next-token "
+        "distribution (nats) and first token against recompute."
+    )
     if not report.trained:
-        terminal.say(
-            "Weights are random: times and bytes are real, answers and agreement mean little."
-        )
+        terminal.say("With random weights attention is flat, so mass follows the budget.")

@@ -1,4 +1,4 @@
-"""What `ask` and `batch` share: an engine for the options given, a prefix for an id."""
+"""What `ask` and `batch` share: a prefix for an id, an engine with room for it, answers to jobs."""
 
 from __future__ import annotations
 
@@ -10,40 +10,31 @@ from typing import Any
 from ckv_jax.answer import answer_json
 from ckv_jax.cli.jobs import Job
 from ckv_jax.cli.output import one_line
-from ckv_jax.config import EngineConfig, check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request
+from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["Answerer", "find_prefix", "open_engine"]
+__all__ = ["Answerer", "check_prefix", "find_prefix", "kv_bytes", "open_store"]
 
 
-def open_engine(
-    checkpoint: Path, store: str, *, budget: float | None, system: str, dtype: str, salt: str
-) -> Engine:
-    """The engine of a checkpoint folder over an existing store."""
-    if "://" not in store and not Path(store).is_dir():
-        raise ValueError(f"there is no store at {store}; `ckv ingest` makes one")
-    config = EngineConfig(
-        system=system,
-        dtype=dtype,
-        salt=salt,
-        budget=EngineConfig().budget if budget is None else check_budget(budget),
-    )
-    return Engine.from_pretrained(checkpoint, store=store, config=config)
+def open_store(url: str) -> ChunkStore:
+    """A store that is there already."""
+    path = url.removeprefix("file://")
+    if "://" not in path and not Path(path).is_dir():
+        raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
+    return ChunkStore.open(url)
 
 
-def find_prefix(engine: Engine, name: str | None) -> Prefix:
+def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     """The stored prefix whose id is or begins with `name`; None: the only one there is.
 
-    Raises `PrefixNotFound` with close ids, `FingerprintMismatch` where another model, tokenizer
-    or dtype made it, and `ValueError` where another system laid it out.
+    Raises `PrefixNotFound` with close ids.
     """
-    store = engine.store
     if name is None:
-        stored = [prefix.id for prefix in store.prefixes() if prefix.salt == engine.config.salt]
+        stored = [prefix.id for prefix in store.prefixes() if prefix.salt == salt]
         if not stored:
             raise ValueError("the store holds no prefix; `ckv ingest` makes one")
         if len(stored) > 1:
@@ -51,18 +42,30 @@ def find_prefix(engine: Engine, name: str | None) -> Prefix:
             more = f" and {len(stored) - 5} more" if len(stored) > 5 else ""
             raise ValueError(f"{len(stored)} prefixes are stored; say --prefix: {ids}{more}")
         (name,) = stored
-    prefix = store.prefix(name, fingerprint=engine.fingerprint)
-    if prefix.salt != engine.config.salt:
+    prefix = store.prefix(name)
+    if prefix.salt != salt:
         raise PrefixNotFound(name)
-    if prefix.layout != engine.layout:
-        stored_as, asked = asdict(prefix.layout), asdict(engine.layout)
-        differ = ", ".join(
-            f"{field} (stored {stored_as[field]!r}, got {asked[field]!r})"
-            for field in asked
-            if stored_as[field] != asked[field]
-        )
-        raise ValueError(f"the prefix was stored with another --system; these differ: {differ}")
     return prefix
+
+
+def check_prefix(engine: Engine, prefix: Prefix) -> Prefix:
+    """`prefix`, if it is this engine's to use.
+
+    Raises `FingerprintMismatch` where another model, tokenizer or dtype made it, and `ValueError`
+    where another system laid it out; both say what differs.
+    """
+    prefix.fingerprint.require(engine.fingerprint)
+    stored, asked = asdict(prefix.layout), asdict(engine.layout)
+    differ = [field for field in asked if stored[field] != asked[field]]
+    if differ:
+        fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
+        raise ValueError(f"the prefix was stored with another --system; these differ: {fields}")
+    return prefix
+
+
+def kv_bytes(prefix: Prefix) -> int:
+    """Bytes of all packs of a prefix."""
+    return prefix.num_chunks * prefix.layout.groups * prefix.layout.pack_bytes
 
 
 class Answerer:
@@ -81,27 +84,23 @@ class Answerer:
                 ready.append((job, self._request(job)))
             except (CkvError, ValueError) as error:
                 yield job, one_line(error)
-        try:
-            results = self._engine.reprefill([request for _, request in ready])
-        except (CkvError, ValueError) as error:
-            if len(ready) == 1:
-                yield ready[0][0], one_line(error)
-                return
-            for job, _ in ready:
-                yield from self.answer([job])
+        if not ready:
             return
-        for (job, request), result in zip(ready, results, strict=True):
+        stream = self._engine.generate(
+            [request for _, request in ready], [job.sampling for job, _ in ready]
+        )
+        for (job, _), generation in zip(ready, stream.results(), strict=True):
             prefix = self._prefixes[job.prefix]
-            yield (
-                job,
-                answer_json(
-                    result, self._engine, prefix, model=self._model, question=request.suffix
-                ),
-            )
+            try:
+                yield job, answer_json(generation, self._engine, prefix, model=self._model)
+            except (CkvError, ValueError) as error:
+                yield job, one_line(error)
 
     def _request(self, job: Job) -> Request:
         if job.prefix not in self._prefixes:
-            self._prefixes[job.prefix] = find_prefix(self._engine, job.prefix)
+            engine = self._engine
+            prefix = find_prefix(engine.store, job.prefix, salt=engine.config.salt)
+            self._prefixes[job.prefix] = check_prefix(engine, prefix)
         return Request(
             prefix=self._prefixes[job.prefix], suffix=job.question, budget=job.budget, id=job.id
         )

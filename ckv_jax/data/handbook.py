@@ -84,7 +84,7 @@ def night_log(nights: int, *, seed: int = 1974) -> str:
     return "\n\n".join(entries)
 
 
-def handbook(nights: int = 70) -> str:
+def handbook(nights: int = 40) -> str:
     """The whole text: twelve chapters (2,400 words) and a log of `nights` nights."""
     chapters = (files(__package__) / "handbook.txt").read_text(encoding="utf-8")
     intro = (
