@@ -13,7 +13,7 @@ from jax import Array, lax
 
 __all__ = ["attend"]
 
-_LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time; more queries go in blocks
+_LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time: what a CPU's caches hold
 
 
 def attend(
@@ -26,8 +26,12 @@ def attend(
     v_new: Array,
     q_start: Array,
     token_mask: Array | None = None,
+    *,
+    logits_bytes: int = _LOGITS_BYTES,
 ) -> tuple[Array, Array]:
-    """See `api.attend`. Logits live for one KV head, one sequence and one block of queries."""
+    """See `api.attend`. Queries go in blocks whose logits, of one KV head and one sequence, take
+    about `logits_bytes`.
+    """
     outs, lses = [], []
     for b in range(q.shape[0]):
         mask = None if token_mask is None else token_mask[b]
@@ -36,7 +40,7 @@ def attend(
         seen = jnp.arange(tail, dtype=jnp.int32) < q_start[b] + q.shape[1]
         keys = jnp.concatenate([keys, k_new[b]], axis=0)  # [T, K, D]
         values = jnp.concatenate([values, jnp.where(seen[:, None, None], v_new[b], 0)], axis=0)
-        out, lse = _by_query_blocks(q[b], keys, values, valid, q_start[b])
+        out, lse = _by_query_blocks(q[b], keys, values, valid, q_start[b], logits_bytes)
         outs.append(out)
         lses.append(lse)
     return jnp.stack(outs), jnp.stack(lses)
@@ -67,12 +71,12 @@ def _context(
 
 
 def _by_query_blocks(
-    q: Array, keys: Array, values: Array, valid: Array, q_start: Array
+    q: Array, keys: Array, values: Array, valid: Array, q_start: Array, logits_bytes: int
 ) -> tuple[Array, Array]:
     """One sequence: q [S, H, D], keys and values [T, K, D] -> out [S, H, D], lse [S, H]."""
     queries, heads, dim = q.shape
     tokens, kv_heads = keys.shape[:2]
-    block = max(16, _LOGITS_BYTES // (4 * tokens * (heads // kv_heads)) // 16 * 16)
+    block = max(16, logits_bytes // (4 * tokens * (heads // kv_heads)) // 16 * 16)
     if queries <= block:
         return _dense(q, keys, values, valid, q_start)
     blocks = -(-queries // block)

@@ -21,6 +21,8 @@ def gather(
 ) -> Shaped[Array, "B N *page"]:
     """Copies `pages[table]`, bit for bit; a table entry outside [0, P) gives a page of zeros.
 
+    (A CPU may make a signalling NaN quiet.)
+
     Args:
       pages: the pool, at least one page; a page has any shape, e.g. `[2, C, K, D]`, and any dtype.
       table: int32 page numbers; repeats are allowed.

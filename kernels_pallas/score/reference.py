@@ -21,15 +21,23 @@ _LOGITS_BYTES = 8 * 2**20  # of float32 logits at a time, all KV heads; more key
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def score(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> Array:
-    """See `api.score`."""
+def score(
+    q: Array,
+    probe: Probe,
+    num_tokens: Array,
+    q_lengths: Array,
+    chunk_tokens: int,
+    *,
+    logits_bytes: int = _LOGITS_BYTES,
+) -> Array:
+    """See `api.score`. Keys go in blocks whose logits take at most `logits_bytes`."""
     batch, queries, heads, dim = q.shape
     tokens, kv_heads, _ = probe.shape
     group = heads // kv_heads
     rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
     rows = rows.reshape(kv_heads, batch * queries * group, dim)
     chunks = tokens // chunk_tokens
-    block = max(1, _LOGITS_BYTES // (4 * batch * queries * heads * chunk_tokens))
+    block = max(1, logits_bytes // (4 * batch * queries * heads * chunk_tokens))
     if chunks <= block:
         part, top = _block(rows, probe, num_tokens, chunk_tokens)
         sums, tops = part[None], top[None]

@@ -1,0 +1,51 @@
+"""One way to call every implementation of a kernel, where this machine has no accelerator."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+# JAX 0.10's GPU interpreter cannot follow a transposed reference, which every WGMMA here takes.
+_INTERPRETS_WGMMA = jax.__version_info__ >= (0, 11)
+
+
+def _interpreter(implementation: str) -> Any:
+    """Its buffers start as NaN (or the largest integers), so that what is not written shows."""
+    if implementation == "tpu":
+        return pltpu.InterpretParams()
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+@pytest.fixture(params=["reference", "tpu", "mosaic_gpu"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """The name of an implementation."""
+    return str(request.param)
+
+
+@pytest.fixture
+def kernel(implementation: str) -> Callable[..., Any]:
+    """kernel("attend", *args, **options) runs the implementation, interpreted if it must be."""
+
+    def call(name: str, *args: Any, **options: Any) -> Any:
+        module = importlib.import_module(f"ckv_jax.kernels_pallas.{name}.{implementation}")
+        function = getattr(module, name)
+        if implementation == "reference":
+            return jax.jit(function, static_argnums=4 if name == "score" else None)(*args)
+        if implementation == "mosaic_gpu" and name != "gather" and not _INTERPRETS_WGMMA:
+            pytest.skip("this JAX's GPU interpreter has no transposed references")
+        if options:
+            blocks = getattr(module, f"{name.capitalize()}Blocks")
+            options = {"blocks": blocks(**options[implementation])}
+        return function(*args, interpret=_interpreter(implementation), **options)
+
+    return call

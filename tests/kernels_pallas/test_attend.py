@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ckv_jax.kernels_pallas.attend import reference
+from ckv_jax.kernels_pallas.attend.api import attend, merge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    dtype: str = "bfloat16"
+    queries: int = 9
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    chunk: int = 32
+    table: tuple[tuple[int, ...], ...] = ((3, 3, 0, 5, 1), (2, -1, 7, 4, 99))
+    lengths: tuple[tuple[int, ...], ...] = ((99, 99, 5, 0, 99), (99, 99, 1, 99, 99))
+    new: int = 12
+    start: tuple[int, ...] = (0, 3)
+    masked: bool = False
+
+
+CASES = {
+    "invalid and partial pages": Case(),
+    "masked tokens": Case(masked=True, new=9, start=(0, 0)),
+    "more rows than a tile": Case(queries=37, heads=6, new=40, start=(2, -5)),
+    "nothing to see": Case(lengths=((0,) * 5,) * 2, start=(-9, -20)),
+}
+FURTHER_CASES = {
+    "chunks of 16": Case(chunk=16),
+    "no new tokens": Case(new=0, start=(0, 0)),
+    "no pages": Case(table=((), ()), lengths=((), ())),
+    "one query": Case(queries=1, heads=2, new=1, start=(0, 0)),
+    "float16": Case(dtype="float16", dim=128),
+    "float32": Case(dtype="float32", dim=32, heads=2),
+}
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    """Fresh inputs; NaN wherever nobody may look."""
+    rng = np.random.default_rng()
+    count, table = 8, np.asarray(case.table, np.int32)
+    batch, entries = table.shape
+    v_table = np.where(table >= 0, (table + 1) % count, table).astype(np.int32)
+    v_table = np.where(table >= count, table, v_table)
+    lengths = np.asarray(case.lengths, np.int32).reshape(batch, entries)
+    lengths = np.minimum(lengths, case.chunk)
+    shape = (count, case.chunk, case.kv_heads, case.dim)
+    pages = rng.standard_normal(shape)
+    q = rng.standard_normal((batch, case.queries, case.heads, case.dim))
+    new = rng.standard_normal((2, batch, case.new, case.kv_heads, case.dim))
+    mask = rng.random((batch, entries, case.chunk)) < 0.6 if case.masked else None
+    seen = np.zeros((count, case.chunk), bool)
+    for b, n in np.ndindex(batch, entries):
+        if 0 <= table[b, n] < count:
+            keep = np.arange(case.chunk) < lengths[b, n]
+            keep = keep if mask is None else keep & mask[b, n]
+            seen[table[b, n]] |= keep
+            seen[v_table[b, n]] |= keep
+    pages[~seen] = np.nan
+    for b in range(batch):
+        new[:, b, max(0, case.start[b] + case.queries) :] = np.nan
+    return (
+        jnp.asarray(q, case.dtype),
+        jnp.asarray(pages, case.dtype),
+        jnp.asarray(table),
+        jnp.asarray(v_table),
+        jnp.asarray(lengths),
+        jnp.asarray(new[0], case.dtype),
+        jnp.asarray(new[1], case.dtype),
+        jnp.asarray(case.start, jnp.int32),
+        None if mask is None else jnp.asarray(mask),
+    )
+
+
+def expected(args: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Token by token in float64."""
+    q, pages, k_new, v_new = (np.asarray(args[i], np.float64) for i in (0, 1, 5, 6))
+    k_table, v_table, lengths, start = (np.asarray(args[i]) for i in (2, 3, 4, 7))
+    batch, queries, heads, dim = q.shape
+    count, chunk, kv_heads, _ = pages.shape
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    for b, i, h in np.ndindex(batch, queries, heads):
+        head = h // (heads // kv_heads)
+        keys, values = [], []
+        for n in range(k_table.shape[1]):
+            if not (0 <= k_table[b, n] < count and 0 <= v_table[b, n] < count):
+                continue
+            for c in range(chunk):
+                if c < lengths[b, n] and (args[8] is None or args[8][b, n, c]):
+                    keys.append(pages[k_table[b, n], c, head])
+                    values.append(pages[v_table[b, n], c, head])
+        for r in range(min(k_new.shape[1], max(0, start[b] + i + 1))):
+            keys.append(k_new[b, r, head])
+            values.append(v_new[b, r, head])
+        if keys:
+            logits = np.stack(keys) @ q[b, i, h] / np.sqrt(dim)
+            lse[b, i, h] = np.logaddexp.reduce(logits)
+            out[b, i, h] = np.exp(logits - lse[b, i, h]) @ np.stack(values)
+    return out, lse
+
+
+def check(args: tuple[Any, ...], out: jax.Array, lse: jax.Array) -> None:
+    """Two roundings to the dtype, of probabilities and of the result, each half an epsilon."""
+    wanted, wanted_lse = expected(args)
+    largest = max(1.0, float(np.nanmax(np.abs(np.asarray(args[1], np.float64)), initial=0.0)))
+    epsilon = max(float(jnp.finfo(out.dtype).eps), 1e-5)
+    assert out.dtype == args[0].dtype
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=0, atol=epsilon * largest)
+    np.testing.assert_allclose(np.asarray(lse, np.float64), wanted_lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(kernel: Callable[..., Any], name: str) -> None:
+    args = arguments(CASES[name])
+    check(args, *kernel("attend", *args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER_CASES)
+def test_agrees_with_float64_further(
+    kernel: Callable[..., Any], implementation: str, name: str
+) -> None:
+    args = arguments(FURTHER_CASES[name])
+    if FURTHER_CASES[name].dtype == {"tpu": "float16", "mosaic_gpu": "float32"}.get(implementation):
+        with pytest.raises(NotImplementedError, match=FURTHER_CASES[name].dtype):
+            kernel("attend", *args)
+        return
+    check(args, *kernel("attend", *args))
+
+
+def test_queries_in_blocks_change_nothing() -> None:
+    args = arguments(Case(queries=37))
+    run = jax.jit(reference.attend, static_argnames="logits_bytes")
+    out, lse = run(*args, logits_bytes=1)  # blocks of 16
+    check(args, out, lse)
+
+
+def test_a_pool_of_bit_patterns() -> None:
+    args = arguments(Case())
+    pool = jax.lax.bitcast_convert_type(args[1], jnp.uint16)
+    out, lse = jax.jit(attend)(*args[:8])
+    same, same_lse = jax.jit(attend)(args[0], pool, *args[2:8])
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(lse, same_lse)
+    for name in ("mosaic_gpu", "tpu"):
+        with pytest.raises(NotImplementedError, match="uint16"):
+            attend(args[0], pool, *args[2:8], implementation=name)
+
+
+def test_merge_of_parts_is_the_whole() -> None:
+    args = arguments(Case(dtype="float32"))
+    q, pages, k_table, v_table, lengths, k_new, v_new, start, _ = args
+    run = jax.jit(attend)
+    outs, lses = [], []
+    for part in ((0, 2), (2, 4), (4, 5)):
+        at = slice(*part)
+        entries = (k_table[:, at], v_table[:, at], lengths[:, at])
+        nowhere = start if part == (0, 2) else jnp.full_like(start, -99)
+        out, lse = run(q, pages, *entries, k_new, v_new, nowhere)
+        outs.append(out)
+        lses.append(lse)
+    check(args, *merge(outs, lses))
+    nothing = jnp.full_like(lses[0], -jnp.inf)
+    out, lse = merge([jnp.zeros_like(outs[0])] * 2, [nothing] * 2)
+    assert not np.any(out)
+    assert np.all(np.isneginf(lse))
+    with pytest.raises(ValueError, match="1 outs and 2 lses"):
+        merge(outs[:1], lses[:2])
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong", "message"),
+    [
+        (0, jnp.zeros((2, 9, 3, 64), jnp.bfloat16), "K | H"),
+        (2, jnp.zeros((2, 4), jnp.int32), "got v_table|got lengths"),
+        (4, jnp.zeros((2, 5)), "got lengths float32"),
+        (5, jnp.zeros((2, 12, 2, 64)), "got k_new float32"),
+        (6, jnp.zeros((2, 11, 2, 64), jnp.bfloat16), "got k_new"),
+        (7, jnp.zeros(3, jnp.int32), "got q_start"),
+    ],
+)
+def test_says_what_it_got(index: int, wrong: jax.Array, message: str) -> None:
+    args = list(arguments(Case()))[:8]
+    args[index] = wrong
+    with pytest.raises(ValueError, match=message):
+        attend(*args)
+
+
+def test_wrong_token_mask() -> None:
+    args = arguments(Case())
+    with pytest.raises(ValueError, match="got token_mask"):
+        attend(*args[:8], token_mask=jnp.ones((2, 5, 15), bool))

@@ -1,0 +1,89 @@
+"""Every kernel lowers for its platform on a machine without it, at the shapes of Qwen2.5-7B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
+
+PLATFORMS = {"mosaic_gpu": ("cuda", "mosaic_gpu"), "tpu": ("tpu", "tpu_custom_call")}
+TOKENS, KV_HEADS, HEADS, DIM, CHUNK, QUERIES = 5008, 4, 28, 128, 16, 32
+
+
+def shaped(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.fixture(params=list(PLATFORMS))
+def lower(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """lower(function, *shapes) lowers function(..., implementation=...) and finds the kernel."""
+    platform, custom_call = PLATFORMS[request.param]
+
+    def check(function: Callable[..., Any], *args: Any) -> None:
+        traced = jax.jit(lambda *a: function(*a, implementation=request.param)).trace(*args)
+        assert custom_call in traced.lower(lowering_platforms=(platform,)).as_text()
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_gather(lower: Callable[..., None], dtype: str) -> None:
+    pages = shaped(jnp.dtype(dtype), 512, 2, CHUNK, KV_HEADS, DIM)
+    lower(gather, pages, shaped(jnp.int32, 1, 79))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attend(lower: Callable[..., None], masked: bool) -> None:
+    table = shaped(jnp.int32, 2, 79)
+    new = shaped(jnp.bfloat16, 2, QUERIES, KV_HEADS, DIM)
+
+    def run(*args: Any, implementation: Any) -> Any:
+        mask = args[8] if masked else None
+        return attend(*args[:8], token_mask=mask, implementation=implementation)
+
+    lower(
+        run,
+        shaped(jnp.bfloat16, 2, QUERIES, HEADS, DIM),
+        shaped(jnp.bfloat16, 512, CHUNK, KV_HEADS, DIM),
+        table,
+        table,
+        table,
+        new,
+        new,
+        shaped(jnp.int32, 2),
+        shaped(jnp.bool_, 2, 79, CHUNK),
+    )
+
+
+@pytest.mark.parametrize("kind", [Keys, Int8Keys, Int4Keys, PqKeys])
+def test_score(lower: Callable[..., None], kind: type[Probe]) -> None:
+    scale = shaped(jnp.float32, TOKENS, KV_HEADS)
+    parts: dict[type[Probe], tuple[jax.ShapeDtypeStruct, ...]] = {
+        Keys: (shaped(jnp.bfloat16, TOKENS, KV_HEADS, DIM),),
+        Int8Keys: (shaped(jnp.int8, TOKENS, KV_HEADS, DIM), scale),
+        Int4Keys: (shaped(jnp.uint8, TOKENS, KV_HEADS, DIM // 2), scale),
+        PqKeys: (
+            shaped(jnp.uint8, TOKENS, KV_HEADS, DIM // 8),
+            shaped(jnp.float32, KV_HEADS, DIM // 8, 256, 8),
+        ),
+    }
+
+    def run(q: Any, count: Any, lengths: Any, *probe: Any, implementation: Any) -> Any:
+        return score(
+            q,
+            kind(*probe),
+            num_tokens=count,
+            q_lengths=lengths,
+            chunk_tokens=CHUNK,
+            implementation=implementation,
+        )
+
+    q = shaped(jnp.bfloat16, 1, QUERIES, HEADS, DIM)
+    lower(run, q, shaped(jnp.int32), shaped(jnp.int32, 1), *parts[kind])

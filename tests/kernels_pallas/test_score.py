@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ckv_jax.kernels_pallas.score import reference
+from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score, select
+
+KINDS = ["keys", "int8", "int4", "pq"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    queries: int = 9
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    chunk: int = 16
+    tokens: int = 208  # no multiple of any block of keys
+    num_tokens: int = 199
+    lengths: tuple[int, ...] = (9, 4)
+
+
+CASES = {
+    "ragged": Case(),
+    "fewer keys than a block": Case(tokens=32, num_tokens=32, lengths=(9,)),
+    "more rows than a tile": Case(queries=37, heads=8, lengths=(37, 0)),
+    "no tokens": Case(num_tokens=0),
+}
+
+
+def make_probe(rng: np.random.Generator, kind: str, case: Case) -> tuple[Probe, np.ndarray]:
+    """A probe, NaN past its last token, and the keys float64 [T, K, D] that it stands for."""
+    shape = (case.tokens, case.kv_heads, case.dim)
+    past = np.arange(case.tokens) >= case.num_tokens
+    scale = rng.uniform(0.01, 0.02, shape[:2]).astype(np.float32)
+    if kind == "keys":
+        keys = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        return Keys(jnp.where(past[:, None, None], jnp.nan, keys)), np.asarray(keys, np.float64)
+    if kind == "int8":
+        codes = rng.integers(-127, 128, shape, dtype=np.int8)
+        exact = codes * np.float64(1) * scale[:, :, None]
+        scale[past] = np.nan
+        return Int8Keys(jnp.asarray(codes), jnp.asarray(scale)), exact
+    if kind == "int4":
+        codes = rng.integers(0, 256, (*shape[:2], case.dim // 2), dtype=np.uint8)
+        values = np.concatenate([codes & 15, codes >> 4], axis=2).astype(np.float64) - 8
+        exact = values * (10 * scale[:, :, None])
+        scale[past] = np.nan
+        return Int4Keys(jnp.asarray(codes), jnp.asarray(10 * scale)), exact
+    subspaces = case.dim // 8
+    codes = rng.integers(0, 256, (*shape[:2], subspaces), dtype=np.uint8)
+    books = rng.standard_normal((case.kv_heads, subspaces, 256, 8))
+    books = np.asarray(jnp.asarray(books, jnp.bfloat16), np.float32)
+    heads, parts = np.arange(case.kv_heads)[None, :, None], np.arange(subspaces)[None, None, :]
+    exact = books[heads, parts, codes].reshape(shape).astype(np.float64)
+    return PqKeys(jnp.asarray(codes), jnp.asarray(books)), exact
+
+
+def make_queries(rng: np.random.Generator, case: Case) -> jax.Array:
+    """Queries past their length are NaN."""
+    q = rng.standard_normal((len(case.lengths), case.queries, case.heads, case.dim))
+    for b, length in enumerate(case.lengths):
+        q[b, length:] = np.nan
+    return jnp.asarray(q, jnp.bfloat16)
+
+
+def expected(q: np.ndarray, keys: np.ndarray, case: Case) -> np.ndarray:
+    """Equation 1 in float64, [B, M]."""
+    out = np.zeros((len(case.lengths), case.tokens))
+    group = case.heads // case.kv_heads
+    for b, h in np.ndindex(len(case.lengths), case.heads):
+        for i in range(case.lengths[b]):
+            logits = keys[: case.num_tokens, h // group] @ q[b, i, h] / np.sqrt(case.dim)
+            if case.num_tokens:
+                logits = np.exp(logits - logits.max())
+                out[b, : case.num_tokens] += logits / logits.sum()
+    return out.reshape(len(case.lengths), -1, case.chunk).sum(axis=2)
+
+
+def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -> float:
+    """Logits are exact but for float32 sums. Only the TPU's lookup tables are rounded, to
+    bfloat16: half an epsilon of each of their entries, and a softmax at worst doubles it.
+    """
+    if kind != "pq" or implementation != "tpu":
+        return 1e-4
+    q = np.nan_to_num(q).reshape(*q.shape[:2], keys.shape[1], -1, *(q.shape[3] // 8, 8))
+    tables = np.einsum("bskgmd,tkmd->bskgtm", q, keys.reshape(*keys.shape[:2], -1, 8))
+    error = np.abs(tables).sum(axis=-1).max() / np.sqrt(keys.shape[2]) * 2.0**-8 / 2
+    return float(np.expm1(2 * error))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, "ragged") for kind in KINDS]
+    + [("keys", name) for name in CASES if name != "ragged"]
+    + [("pq", "fewer keys than a block")],
+)
+def test_agrees_with_float64(
+    kernel: Callable[..., Any], implementation: str, kind: str, name: str
+) -> None:
+    case, rng = CASES[name], np.random.default_rng()
+    probe, keys = make_probe(rng, kind, case)
+    q = make_queries(rng, case)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    out = kernel("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk)
+    exact_q = np.asarray(q, np.float64)
+    wanted = expected(exact_q, keys, case)
+    rtol = tolerance(exact_q, keys, kind, implementation)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_in_blocks_change_nothing(kind: str) -> None:
+    case, rng = Case(), np.random.default_rng()
+    probe, _ = make_probe(rng, kind, case)
+    args = (make_queries(rng, case), probe, jnp.int32(150), jnp.asarray(case.lengths, jnp.int32))
+    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "logits_bytes"))
+    whole = run(*args, chunk_tokens=case.chunk)
+    by_blocks = run(*args, chunk_tokens=case.chunk, logits_bytes=4 * 2 * 9 * 4 * 16 * 3)
+    np.testing.assert_allclose(by_blocks, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_as_bit_patterns() -> None:
+    case, rng = Case(), np.random.default_rng()
+    probe, _ = make_probe(rng, "keys", case)
+    assert isinstance(probe, Keys)
+    bits = Keys(jax.lax.bitcast_convert_type(probe.keys, jnp.uint16))
+    rest = {
+        "num_tokens": jnp.int32(199),
+        "q_lengths": jnp.asarray(case.lengths, jnp.int32),
+        "chunk_tokens": case.chunk,
+    }
+    q = make_queries(rng, case)
+    run = jax.jit(score, static_argnames="chunk_tokens")
+    np.testing.assert_array_equal(run(q, bits, **rest), run(q, probe, **rest))
+    for name in ("mosaic_gpu", "tpu"):
+        with pytest.raises(NotImplementedError, match="uint16"):
+            score(q, bits, **rest, implementation=name)
+
+
+def test_no_logits_of_all_keys_in_memory() -> None:
+    """32 queries of 28 heads over 32,768 keys would be 117 MB; codes are 16."""
+
+    def run(q: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        probe = Int8Keys(codes, scale)
+        lengths = jnp.asarray([32], jnp.int32)
+        return score(q, probe, num_tokens=jnp.int32(32768), q_lengths=lengths, chunk_tokens=16)
+
+    compiled = (
+        jax.jit(run)
+        .lower(
+            jax.ShapeDtypeStruct((1, 32, 28, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((32768, 4, 128), jnp.int8),
+            jax.ShapeDtypeStruct((32768, 4), jnp.float32),
+        )
+        .compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < 40e6
+
+
+def test_select_takes_the_best_in_order() -> None:
+    rng = np.random.default_rng()
+    scores = rng.random((3, 50)).astype(np.float32)
+    out = np.asarray(select(jnp.asarray(scores), 7, num_chunks=jnp.int32(40)))
+    wanted = np.sort(np.argsort(-scores[:, :40], axis=1, kind="stable")[:, :7], axis=1)
+    np.testing.assert_array_equal(out, wanted)
+    assert out.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("n", "num_chunks", "wanted"),
+    [
+        (3, 2, [0, 1, -1]),
+        (6, 4, [0, 1, 2, 3, -1, -1]),
+        (2, 0, [-1, -1]),
+        (0, 4, []),
+        (2, 4, [0, 1]),
+    ],
+)
+def test_select_pads_and_breaks_ties_by_position(
+    n: int, num_chunks: int, wanted: list[int]
+) -> None:
+    out = select(jnp.full((1, 4), 0.5), n, num_chunks=jnp.int32(num_chunks))
+    assert np.asarray(out)[0].tolist() == wanted
+
+
+def test_says_what_it_got() -> None:
+    case, rng = Case(), np.random.default_rng()
+    q = make_queries(rng, case)
+    good = {
+        "num_tokens": jnp.int32(9),
+        "q_lengths": jnp.asarray(case.lengths, jnp.int32),
+        "chunk_tokens": 16,
+    }
+    probe, _ = make_probe(rng, "int8", case)
+    assert isinstance(probe, Int8Keys)
+    with pytest.raises(ValueError, match="multiple of chunk_tokens 15"):
+        score(q, probe, **{**good, "chunk_tokens": 15})
+    with pytest.raises(ValueError, match="int32 scalar"):
+        score(q, probe, **{**good, "num_tokens": jnp.float32(9)})
+    with pytest.raises(ValueError, match="got q_lengths"):
+        score(q, probe, **{**good, "q_lengths": jnp.zeros(3, jnp.int32)})
+    with pytest.raises(ValueError, match="got scale"):
+        score(q, Int8Keys(probe.codes, probe.scale[:5]), **good)
+    with pytest.raises(ValueError, match="got q"):
+        score(q[..., :32], probe, **good)
+    product, _ = make_probe(rng, "pq", case)
+    assert isinstance(product, PqKeys)
+    with pytest.raises(ValueError, match="got codebooks"):
+        score(q, PqKeys(product.codes, product.codebooks[:, :, :16]), **good)
+    with pytest.raises(ValueError, match="bit patterns"):
+        score(q, Keys(jnp.zeros((208, 2, 64), jnp.uint8)), **good)
+    with pytest.raises(ValueError, match="n >= 0"):
+        select(jnp.zeros((1, 4)), -1, num_chunks=jnp.int32(4))
