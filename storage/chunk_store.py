@@ -193,13 +193,16 @@ class ChunkStore:
         self, parent: Prefix | None, manifest: Manifest, checksum: str, workspace: Workspace
     ) -> Prefix:
         id_ = manifest.segment_id
-        there = self.index.load(id_)
-        whole = there is not None and there.usable == there.manifest.chunks
-        whole = whole and not self.files.damaged(id_, manifest.files)
-        if not workspace.publish(id_, replace=not whole):
-            there = self.index.load(id_)  # another writer of the same prefix was faster
+
+        def keep() -> bool:
+            there = self.index.load(id_)
+            whole = there is not None and there.usable == there.manifest.chunks
+            return whole and not self.files.damaged(id_, manifest.files)
+
+        if not workspace.publish(id_, keep):  # another writer of the same prefix was faster
+            there = self.index.load(id_)
             if there is None:
-                raise StoreError(f"segment {id_}: published by another writer, and lost")
+                raise StoreError(f"segment {id_}: published by another writer, and gone again")
             manifest, checksum = there.manifest, there.checksum
         self.index.add(manifest, checksum)
         span = Span(

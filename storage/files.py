@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +25,11 @@ class Workspace(Protocol):
     def name(self) -> str:
         """Its hex name, unique in the store."""
 
-    def publish(self, segment_id: str, *, replace: bool) -> bool:
+    def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
         """Make the folder the segment `segment_id`, at once and durably.
 
-        Returns False, leaving the published one as it is, when the segment exists already and
-        `replace` is false. The workspace is used up either way.
+        Where that segment exists already, `keep` says whether it is good: then it stays, False is
+        returned, and the workspace is left as it is. Else it is replaced.
         """
 
     def discard(self) -> None:

@@ -22,6 +22,7 @@ from ckv_jax.storage.workspace import (
     LocalWorkspace,
     put_aside,
     segment_folder,
+    store_lock,
     sync_folder,
     write_file,
 )
@@ -156,7 +157,7 @@ class LocalFiles:
     def workspace(self) -> LocalWorkspace:
         self.make()
         try:
-            with self._lock():
+            with store_lock(self.root):
                 return LocalWorkspace(self.root)
         except OSError as e:
             raise StoreError(f"{self.root}: cannot be written: {e}") from e
@@ -201,7 +202,7 @@ class LocalFiles:
 
     def sweep(self) -> int:
         swept = 0
-        with contextlib.suppress(OSError), self._lock():
+        with contextlib.suppress(OSError), store_lock(self.root):
             for name in os.listdir(self.root / "tmp"):
                 path = self.root / "tmp" / name
                 if path.is_symlink() or not path.is_dir():
@@ -221,19 +222,9 @@ class LocalFiles:
     def _replace(self, path: Path, data: bytes) -> None:
         """Write a small file as a whole."""
         new = self.root / "tmp" / secrets.token_hex(16)
-        with self._lock():  # against a sweep
+        with store_lock(self.root):  # against a sweep
             write_file(new, data)
             os.replace(new, path)
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self.root / "lock", flags, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -105,17 +105,14 @@ class ObjectFiles:
     def workspace(self) -> ObjectWorkspace:
         return ObjectWorkspace(self._upload)
 
-    def _upload(self, folder: Path, segment_id: str, *, replace: bool) -> bool:
+    def _upload(self, folder: Path, segment_id: str, keep: Callable[[], bool]) -> bool:
         """Upload all files of a folder, the manifest last; False when the segment is there."""
-        if not replace:
-            with contextlib.suppress(SegmentDamaged):
-                self.manifest(segment_id)
-                return False
+        if keep():
+            return False
         files = [p for p in folder.rglob("*") if p.is_file()]
         files.sort(key=lambda p: p == folder / manifests.FILE)
         try:
-            if replace:
-                self.remove(segment_id)
+            self.remove(segment_id)
             for path in files:
                 name = self._name(segment_id, path.relative_to(folder).as_posix())
                 self._store.write(name, path.read_bytes()).result()
@@ -173,11 +170,8 @@ class ObjectWorkspace:
         except OSError as e:
             raise StoreError(f"no folder for temporary files: {e}") from e
 
-    def publish(self, segment_id: str, *, replace: bool) -> bool:
-        try:
-            return self._upload(self.path, segment_id, replace=replace)
-        finally:
-            self.discard()
+    def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
+        return self._upload(self.path, segment_id, keep)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckv_jax.storage import manifest as manifests
@@ -38,22 +39,20 @@ class LocalWorkspace:
         self._fd = os.open(self.path, FOLDER)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def publish(self, segment_id: str, *, replace: bool) -> bool:
-        target = segment_folder(self.path.parent.parent, segment_id)
+    def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
+        root = self.path.parent.parent
+        target = segment_folder(root, segment_id)
         for folder in (*(p for p in self.path.iterdir() if p.is_dir()), self.path):
             sync_folder(folder)
         if not target.parent.is_dir():
             target.parent.mkdir(mode=0o700, exist_ok=True)
             sync_folder(target.parent.parent)
-        if replace:
-            put_aside(target, self.path.parent)
-        try:
+        with store_lock(root):  # of two writers, one sees what the other published
+            if os.path.lexists(target):
+                if keep():
+                    return False
+                put_aside(target, self.path.parent)
             os.rename(self.path, target)
-        except OSError as e:
-            self.discard()
-            if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
-            raise
         sync_folder(target.parent)
         self._close()
         return True
@@ -85,6 +84,18 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def store_lock(root: Path) -> Iterator[None]:
+    """The lock of all processes that use a store: for moments, never while data is written."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(root / "lock", flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def segment_folder(root: Path, segment_id: str) -> Path:

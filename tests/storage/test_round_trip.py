@@ -1,0 +1,167 @@
+"""What is written is read back bit for bit, in every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, Layout, StoreClosed
+
+SHAPE = {"num_layers": 6, "num_kv_heads": 4, "head_dim": 16}
+LAYOUTS = {
+    "packs of 4, last group short": Layout(**SHAPE),
+    "packs of 2": Layout(**SHAPE, pack_layers=2, digest="int4"),
+    "per layer, probe heads": Layout(**SHAPE, pack_layers=1, probe="heads"),
+    "odd layers, per layer": Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=1),
+    "K and V apart, 64 tokens": Layout(
+        **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, probe="none"
+    ),
+    "K and V apart, all probes": Layout(
+        **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, digest="pq"
+    ),
+    "float32": Layout(**SHAPE, dtype="float32", digest="int8"),
+    "float16": Layout(**SHAPE, dtype="float16"),
+    "one KV head": Layout(num_layers=2, num_kv_heads=1, head_dim=8, probe="heads"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("lengths", [(5,), (128,), (213,), (64, 85), (64, 128, 64, 3)], ids=str)
+def test_packs_come_back_bit_for_bit(
+    folder: object, layout: Layout, lengths: tuple[int, ...]
+) -> None:
+    tokens = some_tokens(sum(lengths))
+    with ChunkStore.open(folder) as store:
+        for end in np.cumsum(lengths):
+            ingest(store, tokens[:end], layout=layout, block=layout.chunk_tokens * 3)
+    with ChunkStore.open(folder) as store:  # as another process would
+        prompt = np.concatenate([tokens, some_tokens(50, seed=9)])
+        found = store.longest_prefix(prompt, fingerprint=FINGERPRINT, layout=layout)
+        assert found.num_tokens == len(tokens)
+        outcome = read_all(store, found)
+        assert (outcome.refused, outcome.wrong) == (0, 0)
+        assert outcome.right == layout.groups * found.num_chunks
+        assert store.stats()["bad_packs"] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_probe_keys_come_back(store: ChunkStore, layout: Layout) -> None:
+    tokens = some_tokens(213)
+    ingest(store, tokens[:128], layout=layout)
+    prefix = ingest(store, tokens, layout=layout)
+    keys = kv_of(layout, tokens)[:, 0]
+    with store.reader(prefix) as reader:
+        for layer in layout.probe_layers:
+            shape = (213, layout.probe_heads, layout.head_dim)
+            out = np.empty(shape, layout.numpy_dtype)
+            assert reader.read_probe(layer, out) == 213
+            want = np.ascontiguousarray(keys[layer][:, : layout.probe_heads])
+            np.testing.assert_array_equal(out.view(layout.disk_dtype), want.view(layout.disk_dtype))
+
+
+def test_chunks_in_any_order_over_many_spans(store: ChunkStore) -> None:
+    tokens = some_tokens(16 * 13 + 5)
+    for end in (48, 64, 160, len(tokens)):
+        prefix = ingest(store, tokens[:end])
+    assert len(prefix.spans) == 4
+    ids = np.random.default_rng(1).permutation(prefix.num_chunks).repeat(2)
+    with store.reader(prefix) as reader:
+        out = np.empty((len(ids), *SMALL.pack_shape), SMALL.numpy_dtype)
+        assert reader.read_packs(1, ids, out).all()
+    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
+    np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
+
+
+def test_a_reordered_segment_keeps_its_mapping(store: ChunkStore) -> None:
+    layout = Layout(**SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, reordered=True)
+    tokens = some_tokens(256 + 100)
+    rng = np.random.default_rng(3)
+    ingest(store, tokens[:256], layout=layout, order=rng.permutation(256))
+    prefix = ingest(store, tokens, layout=layout, order=rng.permutation(100))
+    outcome = read_all(store, prefix)
+    assert (outcome.refused, outcome.wrong) == (0, 0)
+    with store.reader(prefix) as reader:
+        assert sorted(reader.order) == list(range(356)) and reader.order[0] != 0
+
+    def found(prompt: np.ndarray) -> int:
+        return store.longest_prefix(prompt, fingerprint=FINGERPRINT, layout=layout).num_tokens
+
+    assert found(tokens) == 356
+    assert found(tokens[:300]) == 256  # the second segment can only be used whole
+    assert found(tokens[:200]) == 0
+
+
+def test_blocks_may_be_reused_by_the_caller(store: ChunkStore) -> None:
+    tokens = some_tokens(64)
+    kv = kv_of(SMALL, tokens)
+    block = np.empty_like(kv[:, :, :16])
+    with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer:
+        for start in range(0, 64, 16):
+            block[...] = kv[:, :, start : start + 16]
+            writer.write(start, block)
+            block[...] = 0
+        prefix = writer.commit()
+    assert read_all(store, prefix).right == SMALL.groups * 4
+
+
+def test_bad_input_is_refused(store: ChunkStore) -> None:
+    tokens = some_tokens(40)
+    prefix = ingest(store, tokens)
+    kv = kv_of(SMALL, tokens)
+    common = {"fingerprint": FINGERPRINT, "layout": SMALL}
+    with pytest.raises(ValueError, match="whole chunks"):
+        store.writer(**common, tokens=tokens, parent=prefix)
+    with pytest.raises(ValueError, match="at least one"):
+        store.writer(**common, tokens=tokens[:0])
+    with pytest.raises(ValueError, match="order"):
+        store.writer(**common, tokens=tokens, order=np.arange(40))
+    with store.writer(**common, tokens=tokens) as writer:
+        for bad in (kv[:2], kv.astype(np.float32), kv[:, :, :0]):
+            with pytest.raises(ValueError, match="kv: got"):
+                writer.write(0, bad)
+        with pytest.raises(ValueError, match="in order"):
+            writer.write(16, kv[:, :, 16:])
+        writer.write(0, kv[:, :, :16])
+        with pytest.raises(ValueError, match="expected all 40"):
+            writer.commit()
+    with pytest.raises(StoreClosed):
+        writer.write(16, kv[:, :, 16:])
+    with store.reader(prefix) as reader:
+        out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
+        for group, ids in ((0, [3]), (0, [-1]), (2, [0])):
+            with pytest.raises(ValueError, match="expected"):
+                reader.read_packs(group, np.array(ids), out)
+        with pytest.raises(ValueError, match="out: got"):
+            reader.read_packs(0, np.array([0, 1]), out)
+        with pytest.raises(ValueError, match="layer: got"):
+            reader.read_probe(1, out)
+    with pytest.raises(StoreClosed):
+        reader.read_packs(0, np.array([0]), out)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("pack_layers", 3), ("dtype", "int8"), ("probe", "all"), ("digest", "int2"), ("head_dim", 0)],
+)
+def test_layouts_are_validated(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        Layout(**(SHAPE | {field: value}))
+
+
+def test_files_stay_few() -> None:
+    from ckv_jax.storage.arrays import array_specs
+
+    for pack_layers in (1, 2, 4):
+        for together in (True, False) if pack_layers == 1 else (True,):
+            layout = Layout(
+                num_layers=28,
+                num_kv_heads=4,
+                head_dim=128,
+                pack_layers=pack_layers,
+                kv_together=together,
+                digest="int8",
+            )
+            arrays = array_specs(layout, 5008).values()
+            files = sum(a.shards + 1 for a in arrays) + 2  # zarr.json of each, manifest, group
+            assert files <= 28 / 2 + 8
