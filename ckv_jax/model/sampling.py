@@ -80,32 +80,42 @@ def sample(
 
     Temperature 0 is the argmax (the lowest id among equals). Otherwise the logits are divided by
     the temperature, then cut to `top_k`, then to the smallest set that reaches `top_p` of what is
-    left; one Gumbel draw from the request's seed and step chooses within it. The likeliest token
-    is always in the set. A batch that is greedy throughout skips the sort.
+    left (equals of the last one in either set stay in); a Gumbel draw for each id, from the
+    request's seed and step, chooses within it. A batch pays for drawing and for sorting only if
+    one of its requests asks for it.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawing = params.temperature > 0
 
     def draw() -> Int[Array, " B"]:
-        drawn = jax.vmap(_draw)(logits, params, steps)
-        return jnp.where(params.temperature > 0, drawn, greedy)
+        scaled = logits / jnp.where(drawing, params.temperature, 1.0)[:, None]
+        cut = drawing & ((params.top_k > 0) | (params.top_p < 1))
+        least = jax.lax.cond(
+            jnp.any(cut),
+            lambda: _least_kept(scaled, params),
+            lambda: jnp.full(cut.shape, -jnp.inf, jnp.float32),
+        )
+        noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(params.seed, steps, logits.shape[1])
+        open_to = scaled >= jnp.where(cut, least, -jnp.inf)[:, None]
+        drawn = jnp.argmax(jnp.where(open_to, scaled + noise, -jnp.inf), axis=-1)
+        return jnp.where(drawing, drawn.astype(jnp.int32), greedy)
 
-    tokens: Int[Array, " B"]
-    tokens = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
+    tokens: Int[Array, " B"] = jax.lax.cond(jnp.any(drawing), draw, lambda: greedy)
     return tokens
 
 
-def _draw(
-    logits: Float[Array, " V"], params: SamplingArrays, step: Int[Array, ""]
-) -> Int[Array, ""]:
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
-    order = jnp.argsort(-logits, stable=True)  # likeliest first, lowest id among equals
-    scaled = (logits[order] - jnp.max(logits)) / temperature
-    rank = jnp.arange(logits.shape[0])
-    kept = (params.top_k == 0) | (rank < params.top_k)
-    share = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf))
-    before = jnp.cumsum(share) - share  # probability of everything likelier
-    kept &= (before < params.top_p) | (params.top_p >= 1.0)
-    key = jax.random.fold_in(jax.random.key(params.seed), step)
-    noise = jax.random.gumbel(key, logits.shape)[order]  # by id: near-equals may swap ranks
-    choice = jnp.argmax(jnp.where(kept | (rank == 0), scaled + noise, -jnp.inf))
-    return order[choice].astype(jnp.int32)
+def _least_kept(scaled: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, " B"]:
+    """The smallest logit that top-k and top-p leave in; the largest always stays."""
+    ranked = jnp.sort(scaled, axis=-1, descending=True)
+    rank = jnp.arange(scaled.shape[1])[None, :]
+    k = params.top_k[:, None]
+    kept = (k == 0) | (rank < k)
+    share = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(share, axis=-1) - share  # probability of everything likelier
+    p = params.top_p[:, None]
+    kept &= (before < p) | (p >= 1)
+    return jnp.min(jnp.where(kept | (rank == 0), ranked, jnp.inf), axis=-1)
+
+
+def _gumbel(seed: UInt32[Array, ""], step: Int[Array, ""], size: int) -> Float[Array, " V"]:
+    return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), step), (size,), jnp.float32)

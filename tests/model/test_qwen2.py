@@ -91,6 +91,15 @@ def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inne
         assert error <= tolerance * np.abs(expected).max(), (batch, length)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_matmul_accumulates_in_float32(dtype: str) -> None:
+    model = random_model(CONFIG, dtype=dtype)
+    text = str(jax.make_jaxpr(lambda tokens: model(tokens))(TOKENS))
+    products = text.count("dot_general[")
+    assert products > 6 * CONFIG.num_layers
+    assert text.count("preferred_element_type=float32") == products
+
+
 def test_attention_in_blocks_equals_attention_at_once() -> None:
     rng = np.random.default_rng(1)
     q = rng.normal(size=(1, 1100, 4, 8)).astype(np.float32)

@@ -92,6 +92,13 @@ def test_a_batch_equals_one_by_one(requests: list[SamplingParams], seed: int) ->
             assert int(batch[i]) == int(np.argmax(logits[i]))
 
 
+def test_equals_at_the_edge_stay_in() -> None:
+    logits = np.asarray([3.0, 1.0, 1.0, 1.0, -9.0], np.float32)
+    steps = np.arange(512, dtype=np.int32)
+    tokens = draw(logits, SamplingParams(temperature=5.0, top_k=2), steps)
+    assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
 def test_seeds_and_steps_differ() -> None:
     logits = np.zeros(VOCAB, np.float32)
     steps = np.arange(64, dtype=np.int32)

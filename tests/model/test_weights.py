@@ -239,7 +239,7 @@ def test_host_memory_stays_at_the_largest_parameter(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert file_bytes > 8 * largest
-    assert peak < 3 * largest
+    assert largest / 2 < peak < 3 * largest
 
 
 def test_orbax_gives_back_the_same_model(tmp_path: Path) -> None:

@@ -1,0 +1,186 @@
+"""First tokens against transformers on PyTorch: its recompute, and its suffix pass in memory.
+
+    python -m bench.versus_transformers --json OUT
+
+One random checkpoint of a published shape is written once in HF format and read by both sides, in
+bfloat16. Ours reads the prefix's KV from the store for every request, with no cache between them
+(direct I/O where the file system has it). Theirs: `recompute` prefills prefix and suffix;
+`suffix` runs the suffix over a `DynamicCache` that is already in memory. All times are wall clock
+around the whole call, medians over requests with different suffixes, the sides taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckv_jax import Engine, EngineConfig, Request
+from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.weights import load_pretrained, random_model, save_pretrained
+from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.systems import SYSTEMS
+
+
+class Theirs(Protocol):
+    """The two ways of transformers, as ms and the token that came out."""
+
+    def recompute(self, suffix: np.ndarray) -> tuple[float, int]: ...
+    def suffix(self, suffix: np.ndarray) -> tuple[float, int]: ...
+
+
+class Transformers:
+    """`Qwen2ForCausalLM` in bfloat16 with the prefix's KV in memory."""
+
+    def __init__(self, folder: Path, prefix: np.ndarray) -> None:
+        import torch
+        from transformers import DynamicCache, Qwen2ForCausalLM
+
+        self._torch = torch
+        self._model = Qwen2ForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16).eval()
+        self._prefix = torch.from_numpy(prefix).long()[None]
+        self._cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            self._model(self._prefix, past_key_values=self._cache, logits_to_keep=1)
+
+    def recompute(self, suffix: np.ndarray) -> tuple[float, int]:
+        """A prefill of everything."""
+        torch = self._torch
+        with torch.inference_mode():
+            tokens = torch.cat([self._prefix, torch.from_numpy(suffix).long()[None]], dim=1)
+            return _timed(
+                lambda: self._model(tokens, use_cache=False, logits_to_keep=1).logits.argmax()
+            )
+
+    def suffix(self, suffix: np.ndarray) -> tuple[float, int]:
+        """A pass of the suffix over the cache, which is cut back to the prefix afterwards."""
+        torch = self._torch
+        with torch.inference_mode():
+            tokens = torch.from_numpy(suffix).long()[None]
+            answer = _timed(
+                lambda: self._model(
+                    tokens, past_key_values=self._cache, logits_to_keep=1
+                ).logits.argmax()
+            )
+            self._cache.crop(self._prefix.shape[1] - self._cache.get_seq_length())
+            return answer
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, int]:
+    start = time.perf_counter()
+    token = int(run())
+    return (time.perf_counter() - start) * 1e3, token
+
+
+@contextmanager
+def our_engine(folder: Path, store: Path, system: str) -> Iterator[Engine]:
+    """An engine that keeps no KV from one request to the next."""
+    model = load_pretrained(folder, dtype="bfloat16")
+    config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
+    fingerprint = random_fingerprint(model)
+    with Engine(model, None, ChunkStore.open(store), fingerprint, config) as engine:
+        yield engine
+
+
+def measure(args: argparse.Namespace, folder: Path, store: Path) -> dict[str, Any]:
+    """Every time of one run, by side and budget."""
+    load = os.getloadavg()[0]  # other people's work, which torch suffers from most
+    rng = np.random.default_rng(args.seed)
+    vocabulary = ModelConfig.from_hf(folder).vocab_size
+    prefix_tokens = rng.integers(0, vocabulary, args.prefix_tokens).astype(np.int32)
+    suffixes = rng.integers(0, vocabulary, (args.repeats, args.suffix_tokens)).astype(np.int32)
+    times: dict[str, list[float]] = defaultdict(list)
+    ssd: dict[str, list[int]] = defaultdict(list)
+    agree: list[bool] = []
+    theirs = Transformers(folder, prefix_tokens)
+    with our_engine(folder, store, args.system) as engine:
+        prefix = engine.ingest(prefix_tokens)
+        for budget in args.budgets:  # two requests warm every bucket of shapes
+            for suffix in suffixes[:2]:
+                engine.reprefill([Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)])
+        theirs.suffix(suffixes[0])
+        warm = engine.executables()
+        gc.collect()
+        for turn, suffix in enumerate(suffixes):
+            for budget in args.budgets:
+                request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
+                start = time.perf_counter()
+                [result] = engine.reprefill([request])
+                times[f"{budget:g}"].append((time.perf_counter() - start) * 1e3)
+                ssd[f"{budget:g}"].append(result.trace.bytes["ssd"])
+            spent, token = theirs.suffix(suffix)
+            times["hf_suffix"].append(spent)
+            if budget == 1.0:
+                agree.append(token == result.token_id)
+            if turn < args.recomputes:
+                times["hf_recompute"].append(theirs.recompute(suffix)[0])
+        compiled = engine.executables() - warm
+    budgets = [f"{budget:g}" for budget in args.budgets]
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "model": args.model,
+        "system": args.system,
+        "dtype": "bfloat16",
+        "prefix_tokens": args.prefix_tokens,
+        "suffix_tokens": args.suffix_tokens,
+        "repeats": args.repeats,
+        "cpus": os.cpu_count(),
+        "load_average": load,
+        "ours_ms": {budget: median[budget] for budget in budgets},
+        "hf_recompute_ms": median["hf_recompute"],
+        "hf_suffix_ms": median["hf_suffix"],
+        "faster_than_recompute": {b: median["hf_recompute"] / median[b] for b in budgets},
+        "faster_than_suffix": {b: median["hf_suffix"] / median[b] for b in budgets},
+        "ssd_bytes": {budget: statistics.median(ssd[budget]) for budget in budgets},
+        "top1_agrees_at_full_budget": statistics.mean(agree) if agree else None,
+        "recompilations": compiled,
+        "samples_ms": dict(times),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    parser.add_argument("--model", choices=PUBLISHED, default="0.5B")
+    parser.add_argument("--system", choices=SYSTEMS, default="ckv")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.25, 1.0])
+    parser.add_argument("--prefix-tokens", type=int, default=5000)
+    parser.add_argument("--suffix-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--recomputes", type=int, default=3, help="of the repeats, for recompute")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--work", type=Path, help="where checkpoint and store go (on the SSD to measure)"
+    )
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.work, prefix="versus-") as work:
+        folder = Path(work) / "checkpoint"
+        save_pretrained(random_model(PUBLISHED[args.model], seed=args.seed), folder)
+        figures = measure(args, folder, Path(work) / "store")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    for budget, ours in figures["ours_ms"].items():
+        print(
+            f"ours at {float(budget):4.0%}: {ours:8.1f} ms, "
+            f"{figures['faster_than_recompute'][budget]:5.1f}x its recompute, "
+            f"{figures['faster_than_suffix'][budget]:4.1f}x its suffix pass in memory"
+        )
+    print(f"transformers recompute {figures['hf_recompute_ms']:.1f} ms, "
+          f"suffix {figures['hf_suffix_ms']:.1f} ms")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
