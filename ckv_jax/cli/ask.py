@@ -9,6 +9,7 @@ import typer
 
 from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
 from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.store_tools import open_store
 
 __all__ = ["ask"]
 
@@ -67,7 +68,7 @@ def ask(
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.answer import answer_json
-        from ckv_jax.cli.serving import check_prefix, find_prefix, kv_bytes, open_store
+        from ckv_jax.cli.serving import check_prefix, find_prefix, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
         from ckv_jax.model.sampling import SamplingParams

@@ -10,6 +10,7 @@ import typer
 
 from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
 from ckv_jax.cli.output import Terminal
+from ckv_jax.cli.store_tools import open_store
 
 __all__ = ["batch"]
 
@@ -55,7 +56,7 @@ def batch(
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.cli.jobs import Job, Results, read_jobs
-        from ckv_jax.cli.serving import Answerer, kv_bytes, open_store
+        from ckv_jax.cli.serving import Answerer, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
 

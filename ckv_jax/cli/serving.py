@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ckv_jax.answer import answer_json
@@ -17,15 +16,7 @@ from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["Answerer", "check_prefix", "find_prefix", "kv_bytes", "open_store"]
-
-
-def open_store(url: str) -> ChunkStore:
-    """A store that is there already."""
-    path = url.removeprefix("file://")
-    if "://" not in path and not Path(path).is_dir():
-        raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
-    return ChunkStore.open(url)
+__all__ = ["Answerer", "check_prefix", "find_prefix", "kv_bytes"]
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckv_jax.cli.inspection import show_inspection
 from ckv_jax.cli.options import Json
+from ckv_jax.cli.output import Terminal, byte_size
 
-__all__ = ["inspect", "parse_size", "pin", "prune", "verify"]
+if TYPE_CHECKING:
+    from ckv_jax.storage.chunk_store import ChunkStore
+
+__all__ = ["inspect", "open_store", "parse_size", "pin", "prune", "verify"]
 
 _StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
@@ -34,23 +40,70 @@ def inspect(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show which prefixes a store holds, and how; for one of them, statistics of its KV."""
+    """Show which prefixes a store holds; for one of them, statistics of its keys and values."""
+    from ckv_jax.storage.inspect import inspect_store, plot_importance
+
+    terminal = Terminal(as_json=json)
+    if plot is not None and prefix is None:
+        raise ValueError("--plot draws one prefix: say which")
+    with open_store(store) as opened, terminal.status("reading"):
+        found = inspect_store(opened, prefix)
+        if plot is not None and prefix is not None:
+            try:
+                plot_importance(opened, prefix, plot)
+            except ImportError as error:
+                raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    if json:
+        terminal.json(found.to_dict())
+    else:
+        show_inspection(terminal, found)
 
 
 def verify(
     store: _StoreArgument,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove what is damaged, rebuild the index.")
+        bool,
+        typer.Option(
+            "--repair", help="Remove or fence off what is damaged, and rebuild the index."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
     """Read everything in a store back and check it. Exit code 1 if something is damaged."""
+    from ckv_jax.storage.verify import verify_store
+
+    terminal = Terminal(as_json=json)
+    with open_store(store) as opened, terminal.progress() as bar:
+        report = verify_store(opened, repair, bar("bytes"))
+    if json:
+        terminal.json(report.to_dict())
+    else:
+        for damage in report.damages:
+            terminal.say(f"damaged  {damage.segment_id}, chunk {damage.chunk}: {damage.what}")
+        for segment_id in report.unindexed:
+            terminal.say(f"index    {segment_id}: not as on disk")
+        done = [
+            f"{len(ids)} {name}"
+            for name, ids in (
+                ("removed", report.removed),
+                ("limited to their good chunks", report.quarantined),
+                ("found whole again", report.pardoned),
+            )
+            if ids
+        ]
+        terminal.say(
+            f"{report.segments} segments, {report.packs:,} packs, {byte_size(report.bytes)}: "
+            + ("all as written" if report.ok else f"{len(report.damages)} damages")
+            + (f"; {', '.join(done)}" if done else "")
+        )
+    if not report.ok and not repair:
+        raise typer.Exit(1)
 
 
 def prune(
     store: _StoreArgument,
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0 …")
+        str, typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0.")
     ],
     json: Json = False,
 ) -> None:
@@ -58,6 +111,21 @@ def prune(
 
     Pinned prefixes and those in use stay.
     """
+    from ckv_jax.storage.upkeep import prune_store
+
+    terminal = Terminal(as_json=json)
+    bound = parse_size(max_bytes)
+    with open_store(store) as opened:
+        report = prune_store(opened, bound)
+    if json:
+        terminal.json({"max_bytes": bound, **asdict(report)})
+        return
+    terminal.say(
+        f"{report.removed} segments removed: {byte_size(report.bytes_before)} before, "
+        f"{byte_size(report.bytes_after)} now"
+    )
+    if report.bytes_after > bound:
+        terminal.warn("more than that is pinned, in use or continued by what is")
 
 
 def pin(
@@ -66,7 +134,26 @@ def pin(
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
     json: Json = False,
 ) -> None:
-    """Keep a prefix: it is never evicted or pruned until unpinned."""
+    """Keep a prefix: it is never evicted or pruned until it is unpinned."""
+    from ckv_jax.storage.upkeep import pin_prefix
+
+    terminal = Terminal(as_json=json)
+    with open_store(store) as opened:
+        prefix_id = pin_prefix(opened, prefix, not unpin)
+    if json:
+        terminal.json({"prefix": prefix_id, "pinned": not unpin})
+    else:
+        terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
+
+
+def open_store(url: str) -> ChunkStore:
+    """A store that is there already; `ValueError` where there is none."""
+    from ckv_jax.storage.chunk_store import ChunkStore
+
+    path = url.removeprefix("file://")
+    if "://" not in path and not Path(path).is_dir():
+        raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
+    return ChunkStore.open(url)
 
 
 def parse_size(text: str) -> int:

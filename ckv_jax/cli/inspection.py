@@ -1,0 +1,97 @@
+"""How `ckv inspect` shows a store to people: a tree of segments, a table of layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.tree import Tree
+
+from ckv_jax.cli.output import Terminal, byte_size
+
+if TYPE_CHECKING:
+    from ckv_jax.storage.inspect import Inspection, PrefixInfo, SegmentInfo
+
+__all__ = ["show_inspection"]
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def show_inspection(terminal: Terminal, found: Inspection) -> None:
+    """The store as a tree: what hangs below a segment continues it."""
+    bound = "" if found.max_bytes is None else f" of {byte_size(found.max_bytes)}"
+    tree = Tree(
+        f"{_count(found.prefixes, 'prefix', 'prefixes')}, "
+        f"{_count(found.segments, 'segment', 'segments')}, "
+        f"{byte_size(found.bytes)}{bound}"
+    )
+    roots = [(tree, segment) for segment in reversed(found.children(None))]
+    while roots:
+        branch, segment = roots.pop()
+        node = branch.add(_describe(segment, leaf=segment.prefix_id in found.prefixes))
+        roots += [(node, child) for child in reversed(found.children(segment.id))]
+    terminal.out.print(tree)
+    if found.prefix is not None:
+        _show_prefix(terminal, found.prefix)
+
+
+def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
+    layout = segment.layout
+    kind = f"{layout['dtype']}, {layout['chunk_tokens']}-token chunks, probe {layout['probe']}"
+    if layout["digest"] != "none":
+        kind += f", digest {layout['digest']}"
+    notes = [
+        "pinned" if segment.pinned else "",
+        "salted" if segment.salted else "",
+        f"score {segment.score:.3g}" if segment.score is not None else "",
+        f"only {segment.usable_chunks} of {segment.chunks} chunks are good"
+        if segment.usable_chunks < segment.chunks
+        else "",
+    ]
+    return ", ".join(
+        part
+        for part in (
+            f"{'[bold]' if leaf else ''}{segment.prefix_id}{'[/bold]' if leaf else ''}",
+            f"{segment.tokens:,} tokens from {segment.first_chunk * layout['chunk_tokens']:,}",
+            byte_size(segment.bytes),
+            kind,
+            *notes,
+        )
+        if part
+    )
+
+
+def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
+    terminal.say(f"\n{prefix.id}: {prefix.num_tokens:,} tokens in {prefix.num_chunks} chunks")
+    if prefix.bad_packs:
+        terminal.warn(f"{prefix.bad_packs} packs could not be read")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("layer", "keys from", "to", "mean size", "values from", "to", "mean size"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("NaN, infinite", justify="right")
+    for layer in prefix.layers:
+        numbers = (
+            layer.key_min, layer.key_max, layer.key_mean_abs,
+            layer.value_min, layer.value_max, layer.value_mean_abs,
+        )  # fmt: skip
+        table.add_row(
+            str(layer.layer), *(f"{n:.3g}" for n in numbers), f"{layer.nan}, {layer.infinite}"
+        )
+    terminal.out.print(table)
+    if prefix.importance is not None:
+        terminal.say(f"importance of chunks  {_sparkline(prefix.importance)}")
+
+
+def _sparkline(values: Sequence[float], width: int = 56) -> str:
+    """The largest value of each of `width` stretches, as a row of blocks."""
+    step = max(1, math.ceil(len(values) / width))
+    peaks = [max(values[i : i + step]) for i in range(0, len(values), step)]
+    top = max(peaks, default=0.0)
+    return "".join(_BLOCKS[round(8 * peak / top)] if top > 0 else " " for peak in peaks)
+
+
+def _count(things: Sized, one: str, many: str) -> str:
+    return f"{len(things)} {one if len(things) == 1 else many}"
