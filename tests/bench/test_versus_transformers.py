@@ -1,0 +1,30 @@
+"""The comparison runs from end to end on a tiny model and fills in every figure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from bench.versus_transformers import measure
+from ckv_jax.model.weights import random_model, save_pretrained
+from tests.engine_support import SMALL
+
+
+def test_every_figure_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folder = tmp_path / "checkpoint"
+    save_pretrained(random_model(SMALL, seed=1), folder)
+    args = argparse.Namespace(
+        model="small", system="ckv", budgets=[0.1, 1.0], prefix_tokens=200, suffix_tokens=8,
+        repeats=2, recomputes=1, seed=0,
+    )  # fmt: skip
+    figures = measure(args, folder, tmp_path / "store")
+    assert set(figures["ours_ms"]) == {"0.1", "1"}
+    assert (
+        min(*figures["ours_ms"].values(), figures["hf_recompute_ms"], figures["hf_suffix_ms"]) > 0
+    )
+    assert 0 < figures["ssd_bytes"]["0.1"] < figures["ssd_bytes"]["1"]
+    assert figures["recompilations"] == 0
+    assert {len(times) for times in figures["samples_ms"].values()} == {1, 2}
