@@ -80,16 +80,18 @@ class Engine:
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
         return cls(model, tokenizer, ChunkStore.open(store), fingerprint, config)
 
-    def variant(self, config: EngineConfig) -> Engine:
-        """An engine over the same model and store with another configuration.
+    def variant(self, config: EngineConfig, *, store: ChunkStore | None = None) -> Engine:
+        """An engine over the same model with another configuration, and perhaps another store.
 
         It shares the weights and what has been compiled for them, so that systems can be compared
-        side by side. The store closes with the first engine. `dtype` must stay.
+        side by side. It closes no store: its own is closed by whoever opened it. `dtype` must stay.
         """
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
         other = Engine.__new__(Engine)
-        other._build(self._parts.compute, self.tokenizer, self.store, self.fingerprint, config)
+        other._build(
+            self._parts.compute, self.tokenizer, store or self.store, self.fingerprint, config
+        )
         other._owns_store = False
         return other
 
@@ -286,6 +288,12 @@ class Engine:
         """Returns once nothing is being done in the background (IMPRESS's reordering)."""
         if self._parts.reorderer is not None:
             self._parts.reorderer.wait()
+
+    def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
+        """Chunk ids that the latest batch over `prefix` chose, period by period; else empty."""
+        with self._lock:
+            chosen = self._parts.views.open(prefix).last_selection
+            return [chosen[period] for period in sorted(chosen)]
 
     @property
     def periods(self) -> int:
