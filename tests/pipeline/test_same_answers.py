@@ -148,8 +148,7 @@ def test_logits_are_bit_identical(
         prefetch_host_bytes=buffer_packs * pack,
         io_threads=threads,
     )
-    with plain.variant(config) as engine:
-        engine.store = UnsteadyStore(plain.store)
+    with plain.variant(config, store=UnsteadyStore(plain.store)) as engine:
         for got, expected in zip(answers(engine), answers(plain), strict=True):
             np.testing.assert_array_equal(got, expected)
 
@@ -160,8 +159,8 @@ def test_failed_reads_are_recomputed(
     engines: dict[str, Engine], name: str, failing: float
 ) -> None:
     plain = engines[name]
-    with plain.variant(dataclasses.replace(plain.config, system=name)) as engine:
-        engine.store = UnsteadyStore(plain.store, failing)
+    unsteady = UnsteadyStore(plain.store, failing)
+    with plain.variant(dataclasses.replace(plain.config, system=name), store=unsteady) as engine:
         results = []
         for suffix in SUFFIXES:
             request = Request(prefix=plain.ingest(PREFIX), suffix=suffix, budget=BUDGET)
