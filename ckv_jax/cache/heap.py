@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from ckv_jax.cache.slots import SlotArray, Slots
 
-_BITS = 32
-_MASK = (1 << _BITS) - 1
-_EVERYTHING = 1 << (64 + _BITS)
-
-MAX_PAGES = 1 << _BITS
+MAX_PAGES = 1 << 32
+_LAST = MAX_PAGES - 1
+_EVERYTHING = 1 << 64
 
 Pages = npt.NDArray[np.int64]
 
@@ -35,33 +33,38 @@ class ScoreHeap:
     Of two equal scores the higher page id is lower: ids grow with the layer, and a later layer
     leaves more time to read a page again.
 
-    Only the lowest pages are heaped: every member below a bound has an entry whose key is at most
-    its present key, and members past the bound need none. A score that rises leaves its entry
-    alone; the entry is corrected, or let go past the bound, once it reaches the top. Entries of
-    pages that have left are skipped there. When the heap runs dry it is filled with the lowest
-    share of all members, so that long tables cost little and entries cannot pile up.
+    Entries are (bit pattern of the score, `_LAST` - page); a float64 >= 0 orders as its bits do.
+    Only the lowest pages have any: every member below a bound has an entry that is at most its
+    present one, and members past the bound need none. A score that rises leaves its entry alone;
+    the entry is corrected, or let go past the bound, once its turn comes. Entries of pages that
+    have left are skipped then. When entries run out, the lowest share of all members is sorted
+    anew into a run beside the heap, so that long tables cost little and entries cannot pile up.
+
+    Args:
+        share, least: how many of the members to sort into a run at a time.
     """
 
     def __init__(self, *, share: float = 0.125, least: int = 256) -> None:
         self._share, self._least = share, least
-        self._heap: list[int] = []
-        self._bound = 0  # key; 0 means that nothing is heaped yet
-        self._most = 0  # entries at which the heap is given up, to be filled when next needed
+        self._run: list[tuple[int, int]] = []  # sorted, the lowest last
+        self._heap: list[tuple[int, int]] = []  # what came or changed since the run was made
+        self._bound = 0  # bits of a score; 0 means that there are no entries yet
+        self._most = 0  # in the heap; past it all entries are given up until next needed
 
     @property
     def entries(self) -> int:
         """Entries held, live and dead."""
-        return len(self._heap)
+        return len(self._run) + len(self._heap)
 
     def add(self, pages: Pages, scores: npt.NDArray[np.float64]) -> None:
         """Pages that have entered the tier, or whose score fell; `scores` is the whole column."""
         if not self._bound:
             return
-        for key in _keys(scores[pages], pages):
-            if key < self._bound:
-                heapq.heappush(self._heap, key)
+        for entry in _entries(scores[pages], pages):
+            if entry[0] < self._bound:
+                heapq.heappush(self._heap, entry)
         if len(self._heap) > self._most:
-            self._heap, self._bound = [], 0
+            self._run, self._heap, self._bound = [], [], 0
 
     def pop_below(self, rivals: npt.NDArray[np.float64], members: Members) -> Pages:
         """Take out the lowest page for each rival that beats it; `rivals` descend.
@@ -75,41 +78,46 @@ class ScoreHeap:
             members.slot_of.data,
             members.pins.data,
         )
-        heap = self._heap
+        run, heap = self._run, self._heap
         taken: dict[int, None] = {}
-        aside: list[int] = []
+        aside: list[tuple[int, int]] = []
         for rival in rivals.view(np.uint64).tolist():
             lowest = -1
             while lowest < 0:
-                if not heap:
+                if run and (not heap or run[-1] < heap[0]):
+                    entry = run.pop()
+                elif heap:
+                    entry = heapq.heappop(heap)
+                else:
                     aside = self._fill(members, taken)
-                    heap = self._heap
-                    if not heap:
+                    run, heap = self._run, self._heap
+                    if not run:
                         break
-                key = heap[0]
-                low = key & _MASK
-                page = _MASK - low
+                    continue
+                score, low = entry
+                page = _LAST - low
+                present = bits[page]
                 if slot_of[page] < 0 or page in taken:
-                    heapq.heappop(heap)
-                elif (present := (bits[page] << _BITS) | low) != key:
+                    continue
+                if present != score:
                     if present < self._bound:
-                        heapq.heapreplace(heap, present)
-                    else:
-                        heapq.heappop(heap)
+                        heapq.heappush(heap, (present, low))
                 elif pins[page]:
-                    aside.append(heapq.heappop(heap))
+                    aside.append(entry)
                 else:
                     lowest = page
-            if lowest < 0 or rival <= heap[0] >> _BITS:
+            if lowest < 0:
                 break
-            heapq.heappop(heap)
+            if rival <= score:
+                heapq.heappush(heap, entry)
+                break
             taken[lowest] = None
-        for key in aside:
-            heapq.heappush(heap, key)
+        for entry in aside:
+            heapq.heappush(heap, entry)
         return np.fromiter(taken, np.int64, len(taken))
 
-    def _fill(self, members: Members, taken: dict[int, None]) -> list[int]:
-        """Heap the lowest unpinned members; returns the keys of pinned ones below the bound."""
+    def _fill(self, members: Members, taken: dict[int, None]) -> list[tuple[int, int]]:
+        """Sort the lowest unpinned members; returns the entries of pinned ones below the bound."""
         pages = members.slots.pages()
         if taken:
             pages = pages[~np.isin(pages, np.fromiter(taken, np.int64, len(taken)))]
@@ -117,25 +125,18 @@ class ScoreHeap:
         pinned = members.pins[pages] > 0
         free = scores[~pinned]
         count = max(self._least, int(len(pages) * self._share))
-        self._bound = _EVERYTHING
-        low = np.ones(len(pages), np.bool_)
+        low = np.full(len(pages), len(free) > 0)
+        self._bound = _EVERYTHING if len(free) else 0
         if len(free) > count:
             limit = np.partition(free, count)[count : count + 1]
             low = scores <= limit
-            self._bound = (int(limit.view(np.uint64)[0]) + 1) << _BITS
-        elif not len(free):
-            self._bound = 0
-            low = np.zeros(len(pages), np.bool_)
-        self._heap = _keys(scores[low & ~pinned], pages[low & ~pinned])
-        heapq.heapify(self._heap)
-        self._most = 2 * int(low.sum()) + 64
-        return _keys(scores[low & pinned], pages[low & pinned])
+            self._bound = int(limit.view(np.uint64)[0]) + 1
+        found, values = pages[low & ~pinned], scores[low & ~pinned]
+        order = np.lexsort((found, -values))
+        self._run, self._heap = _entries(values[order], found[order]), []
+        self._most = len(found) + int(pinned.sum()) + 64
+        return _entries(scores[low & pinned], pages[low & pinned])
 
 
-def _keys(scores: npt.NDArray[np.float64], pages: Pages) -> list[int]:
-    """One integer a page that orders by score, then by descending page.
-
-    The bit pattern of a float64 >= 0 orders as the number does.
-    """
-    bits = scores.view(np.uint64).tolist()
-    return [(b << _BITS) | (_MASK - p) for b, p in zip(bits, pages.tolist(), strict=True)]
+def _entries(scores: npt.NDArray[np.float64], pages: Pages) -> list[tuple[int, int]]:
+    return list(zip(scores.view(np.uint64).tolist(), (_LAST - pages).tolist(), strict=True))
