@@ -15,14 +15,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.matmul import einsum, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 
-__all__ = ["Attention", "Layer", "Mlp", "Qwen2", "RMSNorm"]
+__all__ = ["Attention", "Layer", "Mlp", "Qwen2", "RMSNorm", "causal_attention"]
 
 _INIT_SCALE = 0.02  # standard deviation of fresh kernels and embeddings, as in HF
 _QUERY_BLOCK = 512  # queries whose dense scores are held at once
-_FEW_ROWS = range(9, 65)  # rows for which a CPU wants an out-first kernel in blocks
-_OUT_BLOCK = 128
 
 
 class RMSNorm(nnx.Module):
@@ -75,7 +74,7 @@ class Attention(nnx.Module):
     def output(self, heads: Float[Array, "B S H D"]) -> Float[Array, "B S E"]:
         """Attended heads back to the hidden size, in the dtype of `heads`."""
         flat = heads.reshape(*heads.shape[:2], -1)  # [B, S, H*D]
-        return _matmul(flat, self.output_kernel, self.out_first).astype(heads.dtype)
+        return matmul(flat, self.output_kernel[...], self.out_first).astype(heads.dtype)
 
     def _heads(
         self,
@@ -83,7 +82,7 @@ class Attention(nnx.Module):
         kernel: nnx.Param[Array],
         bias: nnx.Param[Array],
     ) -> Float[Array, "B S N D"]:
-        flat = _matmul(x, kernel, self.out_first) + bias[...].astype(jnp.float32)[None, None, :]
+        flat = matmul(x, kernel[...], self.out_first) + bias[...].astype(jnp.float32)[None, None, :]
         return flat.reshape(*x.shape[:2], -1, self.config.head_dim)
 
 
@@ -97,10 +96,10 @@ class Mlp(nnx.Module):
         self.down_kernel = _kernel(rngs, (inner, hidden), dtype, out_first)
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        both = _matmul(x, self.gate_up_kernel, self.out_first)
+        both = matmul(x, self.gate_up_kernel[...], self.out_first)
         gate, up = jnp.split(both, 2, axis=-1)  # [B, S, F] each
         inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return _matmul(inner, self.down_kernel, self.out_first).astype(x.dtype)
+        return matmul(inner, self.down_kernel[...], self.out_first).astype(x.dtype)
 
 
 class Layer(nnx.Module):
@@ -171,7 +170,7 @@ class Qwen2(nnx.Module):
     def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
         """Final norm and head, float32."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
-        return _matmul(self.final_norm(hidden), table, out_first=True)
+        return matmul(self.final_norm(hidden), table[...], out_first=True)
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Float32 logits of every position, dense and causal: for parity and training."""
@@ -206,46 +205,12 @@ def _attend_block(
     batch, _, heads, dim = q.shape
     groups = heads // k.shape[2]
     block = q[:, start:stop].reshape(batch, stop - start, -1, groups, dim)  # [B, R, K, G, D]
-    scores = _einsum("brkgd,btkd->bkgrt", block, k[:, :stop])
+    scores = einsum("brkgd,btkd->bkgrt", block, k[:, :stop])
     seen = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]  # [R, T]
     scores = jnp.where(seen[None, None, None], scores * dim**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = _einsum("bkgrt,btkd->brkgd", weights, v[:, :stop])
+    out = einsum("bkgrt,btkd->brkgd", weights, v[:, :stop])
     return out.reshape(batch, stop - start, heads, dim).astype(q.dtype)
-
-
-def _matmul(
-    x: Float[Array, "B S I"], kernel: nnx.Param[Array], out_first: bool
-) -> Float[Array, "B S O"]:
-    """`x` times a kernel `[I, O]`, or `[O, I]` if `out_first`; accumulated and left in float32.
-
-    Two shapes are dressed up for XLA's CPU matmul of 16-bit numbers: one row becomes two (a
-    matrix-vector product is 15 times slower), and a few rows meet the kernel in blocks of
-    outputs, for which XLA repacks the rows and not the kernel (1.4 to 1.7 times faster).
-    Neither changes what is computed.
-    """
-    weight = kernel[...]
-    rows, wide = x.shape[0] * x.shape[1], x.dtype == jnp.float32
-    if rows == 1 and not wide:
-        pair = jnp.broadcast_to(x, (1, 2, x.shape[2]))
-        return _product(pair, weight, out_first)[:, :1]
-    blocks, rest = divmod(weight.shape[0], _OUT_BLOCK)
-    few = rows in _FEW_ROWS and not wide and jax.default_backend() == "cpu"
-    if out_first and few and not rest:
-        blocked = weight.reshape(blocks, _OUT_BLOCK, -1)
-        out = _einsum("bsi,noi->nbso", x, blocked)
-        return jnp.moveaxis(out, 0, 2).reshape(*x.shape[:2], -1)
-    return _product(x, weight, out_first)
-
-
-def _product(x: Array, weight: Array, out_first: bool) -> Array:
-    return _einsum("bsi,oi->bso" if out_first else "bsi,io->bso", x, weight)
-
-
-def _einsum(subscripts: str, a: Array, b: Array) -> Array:
-    """Accumulated in float32; float32 inputs are multiplied as such, not as TF32 or bfloat16."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _kernel(
