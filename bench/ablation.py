@@ -1,0 +1,87 @@
+"""What each part of our systems is worth (ContiguousKV Figure 12).
+
+    python -m bench.ablation --quick --json OUT --plot PNG
+
+With caches of 15% and 36% of the data set, as in the paper: everything; without prefetching
+(`w/o P`); with LFU in place of the attention-guided cache (`w/o AC`); without both; and IMPRESS,
+beside which the rest is due to aligned chunks. Also reading ahead within periods only (`intra`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.lab import Lab
+from bench.turns import warm_run
+from ckv_jax.config import SystemConfig
+from ckv_jax.systems import system_named
+
+QUICK = Setting(prefixes=4, prefix_tokens=2000, repeats=6, budgets=(0.25,), systems=OURS)
+FULL = Setting(prefixes=24, repeats=8, budgets=(0.25, 0.05), systems=OURS)
+
+
+def variants(system: SystemConfig) -> dict[str, SystemConfig]:
+    """The paper's variants by its names."""
+    change = dataclasses.replace
+    return {
+        "full": system,
+        "intra": change(system, prefetch="intra"),
+        "w/o P": change(system, prefetch="none"),
+        "w/o AC": change(system, policy="lfu"),
+        "w/o P, AC": change(system, prefetch="none", policy="lfu"),
+    }
+
+
+def rows_of(lab: Lab) -> list[Json]:
+    """A row for each system, variant and budget; `repeats` requests for each prefix."""
+    rows = []
+    requests = 2 * lab.setting.repeats * lab.setting.prefixes
+    for budget in lab.setting.budgets:
+        runs = [("impress", "full", system_named("impress"))]
+        for name in lab.setting.systems:
+            runs += [(name, label, s) for label, s in variants(system_named(name)).items()]
+        for name, label, system in runs:
+            row = warm_run(lab, system, label, budget, requests).row()
+            rows.append(row)
+            print(f"{name} {label} at {budget:.0%}: {row['ttft_ms']['mean']:.1f} ms", flush=True)
+    for row in rows:
+        [base] = [r for r in rows if (r["system"], r["budget"]) == ("impress", row["budget"])]
+        row["speedup_over_impress"] = base["ttft_ms"]["mean"] / row["ttft_ms"]["mean"]
+    return rows
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Speedup over IMPRESS by variant."""
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    axes = figure.subplots(1, len(budgets), squeeze=False)[0]
+    for axis, budget in zip(axes, budgets, strict=True):
+        mine = [row for row in rows if row["budget"] == budget]
+        names = [f"{row['system']}\n{row['variant']}" for row in mine]
+        axis.bar(names, [row["speedup_over_impress"] for row in mine])
+        axis.tick_params(axis="x", rotation=75)
+        axis.set(title=f"budget {budget:.0%}", ylabel="speedup over IMPRESS")
+
+
+def main() -> None:
+    """The command."""
+    args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
+    setting = setting_of(args)
+    with Lab(setting) as lab:
+        rows = rows_of(lab)
+    cells = []
+    for row in rows:
+        numbers = [row["ttft_ms"]["mean"], row["ttft_ms"]["p95"], row["speedup_over_impress"]]
+        hits = [row["hit_rate"]["device"], row["hit_rate"]["host"], row["coverage"], row["waste"]]
+        cells.append([row["system"], row["variant"], row["budget"], *numbers, *hits])
+    header = ["system", "variant", "budget", "mean ms", "p95 ms", "speedup", "device", "host",
+              "covered", "waste"]  # fmt: skip
+    print(table(cells, header))
+    finish(args, setting, {"rows": rows})
+    save_plot(args.plot, lambda figure: draw(figure, rows), size=(11, 5))
+
+
+if __name__ == "__main__":
+    main()

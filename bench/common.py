@@ -1,0 +1,176 @@
+"""What all benchmarks share: their command line, the machine's description, statistics, output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+RIVALS = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
+OURS = ("contiguous-kv", "ckv")
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is measured. Everything random follows from `seed`."""
+
+    model: str = "kv7b-thin"
+    dtype: str = "bfloat16"
+    prefix_tokens: int = 5008
+    suffix_tokens: int = 32
+    prefixes: int = 2
+    budgets: tuple[float, ...] = (0.05, 0.25)
+    systems: tuple[str, ...] = (*OURS, *RIVALS)
+    repeats: int = 20
+    seed: int = 42
+    folder: Path | None = None
+    """Where the store goes, on the disk to be measured; None: a temporary folder."""
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        names = (name for name in self.__slots__ if name != "folder")
+        return {name: getattr(self, name) for name in names}
+
+
+def parser(description: str | None, *, quick: Setting, full: Setting) -> argparse.ArgumentParser:
+    """The common command line; `setting_of` reads it back."""
+    p = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--quick", action="store_true", help="at most 3 minutes on 2 quiet cores")
+    p.add_argument("--json", type=Path, help="write the result to this file")
+    p.add_argument("--plot", type=Path, help="draw the figure into this PNG")
+    p.add_argument("--model", help=f"published shape (default {full.model})")
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    p.add_argument("--prefix-tokens", type=int)
+    p.add_argument("--suffix-tokens", type=int)
+    p.add_argument("--prefixes", type=int, help="how many different prefixes are stored")
+    p.add_argument("--budgets", type=float, nargs="+")
+    p.add_argument("--systems", nargs="+")
+    p.add_argument("--repeats", type=int, help="measured requests a system and budget")
+    p.add_argument("--seed", type=int)
+    p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
+    p.set_defaults(_quick=quick, _full=full)
+    return p
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """The quick or the full setting, with what was said on the command line."""
+    base: Setting = args._quick if args.quick else args._full
+    given = {
+        name: getattr(args, name)
+        for name in Setting.__slots__
+        if getattr(args, name, None) is not None
+    }
+    values = {name: getattr(base, name) for name in Setting.__slots__} | given
+    for name in ("budgets", "systems"):
+        values[name] = tuple(values[name])
+    return Setting(**values)
+
+
+def summary(values: Sequence[float]) -> Json:
+    """Mean, median and 95th percentile."""
+    array = np.asarray(values, np.float64)
+    return {
+        "mean": float(array.mean()),
+        "p50": float(np.percentile(array, 50)),
+        "p95": float(np.percentile(array, 95)),
+        "n": len(array),
+    }
+
+
+def machine() -> Json:
+    """The machine, the device and the versions that a figure belongs to."""
+    packages = {}
+    for name in ("jax", "jaxlib", "flax", "tensorstore", "numpy"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "missing"
+    device = jax.devices()[0]
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "device": f"{device.platform}: {device.device_kind}",
+        "python": platform.python_version(),
+        "packages": packages,
+        "load_average": os.getloadavg()[0],
+        "commit": _commit(),
+    }
+
+
+def finish(args: argparse.Namespace, setting: Setting, body: Json) -> Json:
+    """Adds where and how it was measured, writes `--json`, and returns the whole."""
+    command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
+    result = {"command": command, "setting": setting.to_json(), "machine": machine(), **body}
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
+    return result
+
+
+def save_plot(path: Path | None, draw: Callable[[Any], None], *, size: tuple[float, float]) -> None:
+    """Draws on a matplotlib figure and writes it as PNG; nothing without a path."""
+    if path is None:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """Aligned columns for the terminal."""
+    cells = [[str(c) for c in header], *([_cell(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in cells)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else Path(sys.argv[0]).name
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _commit() -> str:
+    try:
+        run = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except OSError:
+        return "unknown"
+    return run.stdout.strip() or "unknown"

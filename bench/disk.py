@@ -1,0 +1,57 @@
+"""The disk's own bandwidth, by fio: what the I/O floor divides by."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+FILE_BYTES = 1 << 30
+DEPTH = 32
+
+
+class Disk:
+    """Random direct reads at queue depth 32 in one folder, measured once for each block size.
+
+    A context manager: leaving it removes the file that was read.
+    """
+
+    def __init__(self, folder: Path, *, seconds: float = 2.0) -> None:
+        self._fio = shutil.which("fio")
+        if self._fio is None:
+            raise RuntimeError("fio is missing; install it (Debian, Ubuntu: apt-get install fio)")
+        self._file = folder / "fio.dat"
+        self._seconds = seconds
+        self._found: dict[int, float] = {}
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.unlink(missing_ok=True)
+
+    def bandwidth(self, block_bytes: int) -> float:
+        """Bytes a second of random reads of `block_bytes` (whole 4 KiB, at most 4 MiB)."""
+        size = min(max(4096, block_bytes // 4096 * 4096), 4 << 20)
+        if size not in self._found:
+            self._found[size] = self._measure(size)
+        return self._found[size]
+
+    @property
+    def found(self) -> dict[str, float]:
+        """Everything measured so far, in GB/s by block size."""
+        return {str(size): round(rate / 1e9, 3) for size, rate in sorted(self._found.items())}
+
+    def _measure(self, size: int) -> float:
+        assert self._fio is not None
+        command = [
+            self._fio, "--name=read", f"--filename={self._file}", "--rw=randread", "--direct=1",
+            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={size}", f"--size={FILE_BYTES}",
+            f"--runtime={self._seconds}", "--time_based", "--output-format=json",
+        ]  # fmt: skip
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(f"fio failed: {run.stderr.strip()[-400:]}")
+        found = json.loads(run.stdout[run.stdout.index("{") :])
+        return float(found["jobs"][0]["read"]["bw_bytes"])

@@ -1,0 +1,82 @@
+"""Tokens loaded from the SSD, IMPRESS's being 100% (ContiguousKV Table 2).
+
+    python -m bench.io_reduction --quick --json OUT --plot PNG
+
+Counted are the keys and values that requests demanded, in whole tokens (all layers, keys and
+values); `with_probe` adds the keys read to choose them, `with_waste` what was speculated in vain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.lab import Lab
+from bench.turns import take_turns
+from ckv_jax.systems import system_named
+
+QUICK = Setting(prefixes=1, repeats=4, systems=("impress", *OURS))
+FULL = Setting(prefixes=4, repeats=24, systems=("impress", *OURS), budgets=(0.05, 0.10, 0.25, 0.50))
+PAPER = {"SST-2 7B": 0.0621, "SST-2 14B": 0.0664, "RTE 7B": 0.0600, "RTE 14B": 0.0571}
+
+
+def rows_of(lab: Lab) -> list[Json]:
+    """Tokens by system and budget, and their share of IMPRESS's."""
+    systems = {(name, "default"): system_named(name) for name in lab.setting.systems}
+    measured = [taken.row() for taken in take_turns(lab, systems)]
+    rows = []
+    for row in measured:
+        loaded = row["tokens_loaded"]
+        with_probe = loaded * (1 + row["ssd_probe_bytes"] / row["ssd_kv_bytes"])
+        waste = row["read_amplification_with_waste"] / row["read_amplification"]
+        rows.append(
+            {
+                "system": row["system"],
+                "budget": row["budget"],
+                "tokens": {
+                    "critical": loaded,
+                    "with_probe": with_probe,
+                    "with_waste": with_probe + loaded * (waste - 1),
+                },
+            }
+        )
+    for row in rows:
+        [base] = [r for r in rows if (r["system"], r["budget"]) == ("impress", row["budget"])]
+        row["share_of_impress"] = {
+            name: value / base["tokens"][name] for name, value in row["tokens"].items()
+        }
+    return rows
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Share of IMPRESS's tokens by budget."""
+    axis = figure.subplots()
+    for name in dict.fromkeys(row["system"] for row in rows):
+        mine = [row for row in rows if row["system"] == name]
+        budgets = [row["budget"] for row in mine]
+        axis.plot(budgets, [r["share_of_impress"]["critical"] for r in mine], "o-", label=name)
+    axis.axhspan(min(PAPER.values()), max(PAPER.values()), alpha=0.2, label="paper, Table 2")
+    axis.set(xlabel="budget", ylabel="tokens loaded / IMPRESS's", ylim=(0, 1.05))
+    axis.legend()
+
+
+def main() -> None:
+    """The command."""
+    args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
+    setting = setting_of(args)
+    if "impress" not in setting.systems:
+        setting = dataclasses.replace(setting, systems=("impress", *setting.systems))
+    with Lab(setting) as lab:
+        rows = rows_of(lab)
+    cells = []
+    for row in rows:
+        cells.append([row["system"], row["budget"], *row["share_of_impress"].values()])
+    print(table(cells, ["system", "budget", "critical", "with probe", "with waste"]))
+    finish(args, setting, {"rows": rows, "paper": PAPER})
+    save_plot(args.plot, lambda figure: draw(figure, rows), size=(6, 4))
+
+
+if __name__ == "__main__":
+    main()

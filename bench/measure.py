@@ -1,0 +1,150 @@
+"""One request as numbers: time, bytes, tokens and amplification, all from its own trace."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.common import Json, summary
+from bench.disk import Disk
+from bench.lab import Lab
+from ckv_jax import Engine, Result
+from ckv_jax.storage.layout import Layout
+
+PROBE_BLOCK = 1 << 20
+"""Block size at which the disk is asked for its bandwidth on sequential probe reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one request did."""
+
+    ttft_ms: float
+    """Wall clock, from submission to answer."""
+    breakdown_ms: dict[str, float]
+    pack_bytes: int
+    """Of packs read from SSD, speculated ones included."""
+    probe_bytes: int
+    """Of probe keys read from SSD."""
+    waste_bytes: int
+    """Of packs that were speculated in vain."""
+    needed_bytes: int
+    """Of those pack bytes, what the attention then used."""
+    device_bytes: int
+    """Of packs found in the device pool."""
+    host_bytes: int
+    """Of packs found in the host pool."""
+    coverage: float
+    fell_back: int
+    """Layers in which IMPRESS loaded all keys."""
+    attention_mass: float
+
+    @classmethod
+    def of(cls, elapsed_ms: float, result: Result, layout: Layout, *, chunked: bool) -> Sample:
+        """From a result over a prefix of `layout`. `chunked`: whole chunks take part."""
+        trace = result.trace
+        reads = [span.args["bytes"] for span in trace.spans if span.name == "pack_read"]
+        packs, waste = sum(reads), trace.bytes["waste"]
+        token = layout.num_kv_heads * layout.head_dim * layout.numpy_dtype.itemsize
+        needed = packs - waste
+        if not chunked and "ssd_tokens_needed" in trace.counters:
+            needed = trace.counters["ssd_tokens_needed"] * token
+        return cls(
+            ttft_ms=elapsed_ms,
+            breakdown_ms=trace.breakdown_ms,
+            pack_bytes=packs,
+            probe_bytes=trace.bytes["ssd"] - packs,
+            waste_bytes=waste,
+            needed_bytes=needed,
+            device_bytes=trace.bytes["device"],
+            host_bytes=trace.bytes["host"],
+            coverage=trace.coverage,
+            fell_back=trace.counters.get("layers_fell_back", 0),
+            attention_mass=trace.attention_mass,
+        )
+
+    @property
+    def demanded_bytes(self) -> int:
+        """Pack bytes without what was speculated in vain."""
+        return self.pack_bytes - self.waste_bytes
+
+    @property
+    def read_amplification(self) -> float:
+        """Demanded pack bytes over the bytes of tokens that were needed of them; 1.0 if none."""
+        return self.demanded_bytes / self.needed_bytes if self.needed_bytes else 1.0
+
+    def io_floor_ms(self, disk: Disk, layout: Layout) -> float:
+        """The bytes that had to be read at the disk's own bandwidth."""
+        seconds = self.demanded_bytes / disk.bandwidth(layout.pack_bytes)
+        if self.probe_bytes:
+            seconds += self.probe_bytes / disk.bandwidth(PROBE_BLOCK)
+        return seconds * 1e3
+
+
+def measured(lab: Lab, engine: Engine, index: int, question: int, budget: float) -> Sample:
+    """Asks once and keeps the numbers."""
+    elapsed, result = lab.ask(engine, index, question, budget)
+    return Sample.of(elapsed, result, engine.layout, chunked=engine.system.chunked)
+
+
+def compute_floor_ms(lab: Lab, system: str, budgets: Sequence[float], times: int) -> list[float]:
+    """For each budget, the same calls with all KV resident: no pack is read.
+
+    Probe keys are read all the same where the system has no digest, so waiting for them is taken
+    off; what remains is compute, selection and the engine's own overhead.
+    """
+    floors = []
+    with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
+        for budget in budgets:
+            for _ in range(2):
+                lab.ask(engine, 0, 0, budget)
+            spent = []
+            for _ in range(times):
+                sample = measured(lab, engine, 0, 0, budget)
+                waits = sample.breakdown_ms["probe_io"] + sample.breakdown_ms["critical_io_wait"]
+                spent.append(sample.ttft_ms - waits)
+            floors.append(statistics.median(spent))
+    return floors
+
+
+def row_of(
+    system: str, budget: float, variant: str, samples: Sequence[Sample], layout: Layout
+) -> Json:
+    """One row of the result, without the floors."""
+    token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
+    token_bytes *= layout.numpy_dtype.itemsize
+
+    def total(name: str) -> int:
+        return sum(getattr(sample, name) for sample in samples)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(sample, name) for sample in samples)
+
+    packs = total("demanded_bytes") + total("device_bytes") + total("host_bytes")
+    needed = total("needed_bytes")
+    return {
+        "system": system,
+        "budget": budget,
+        "variant": variant,
+        "ttft_ms": summary([sample.ttft_ms for sample in samples]),
+        "breakdown_ms": {
+            name: statistics.fmean(sample.breakdown_ms[name] for sample in samples)
+            for name in samples[0].breakdown_ms
+        },
+        "hit_rate": {
+            "device": total("device_bytes") / packs if packs else 0.0,
+            "host": total("host_bytes") / packs if packs else 0.0,
+        },
+        "coverage": mean("coverage"),
+        "waste": total("waste_bytes") / max(1, total("pack_bytes")),
+        "ssd_bytes": mean("pack_bytes") + mean("probe_bytes"),
+        "ssd_kv_bytes": mean("demanded_bytes"),
+        "ssd_probe_bytes": mean("probe_bytes"),
+        "tokens_loaded": mean("demanded_bytes") / token_bytes,
+        "tokens_needed": mean("needed_bytes") / token_bytes,
+        "read_amplification": total("demanded_bytes") / needed if needed else 1.0,
+        "read_amplification_with_waste": total("pack_bytes") / needed if needed else 1.0,
+        "layers_fell_back": mean("fell_back"),
+        "attention_mass": mean("attention_mass"),
+    }

@@ -1,0 +1,87 @@
+"""Bytes read for each byte needed, request by request (ContiguousKV Figure 4).
+
+    python -m bench.read_amplification --quick --json OUT --plot PNG
+
+A request's read amplification is what it demanded of the SSD over the keys and values of important
+tokens in it. Where whole chunks take part in attention it is 1 by construction; `with_waste` counts
+what was speculated in vain as well. Cold, and with caches (`warm`), where the few tokens that are
+missing still cost whole chunks: the paper's extreme values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.common import Json, Setting, finish, parser, save_plot, setting_of, summary, table
+from bench.lab import Lab
+from bench.turns import Taken, take_turns, warm_run
+from ckv_jax.systems import system_named
+
+SHOWN = ("impress", "as-h2o-lfu", "contiguous-kv", "ckv")
+QUICK = Setting(prefixes=4, prefix_tokens=2000, repeats=8, budgets=(0.25,), systems=SHOWN)
+FULL = Setting(prefixes=12, repeats=36, budgets=(0.25, 0.05), systems=SHOWN)
+EDGES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def row_of(part: Taken) -> Json:
+    """The distribution over requests that read anything."""
+    reading = [sample for sample in part.samples if sample.needed_bytes]
+    values = [sample.read_amplification for sample in reading] or [1.0]
+    wasted = [sample.pack_bytes / sample.needed_bytes for sample in reading] or [1.0]
+    counts, _ = np.histogram(np.maximum(values, 1.0), bins=(*EDGES, np.inf))
+    return {
+        "system": part.system.name,
+        "budget": part.budget,
+        "variant": part.variant,
+        "read_amplification": summary(values) | {"max": max(values)},
+        "with_waste": summary(wasted) | {"max": max(wasted)},
+        "histogram": {"edges": list(EDGES), "share": (counts / len(values)).tolist()},
+        "requests": len(part.samples),
+        "requests_that_read": len(reading),
+    }
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Share of requests by amplification, cold and warm."""
+    kinds = list(dict.fromkeys((row["budget"], row["variant"]) for row in rows))
+    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    labels = [f"{low}-{high}" for low, high in zip(EDGES, (*EDGES[1:], "∞"), strict=True)]
+    for axis, (budget, variant) in zip(axes, kinds, strict=True):
+        for row in rows:
+            if (row["budget"], row["variant"]) == (budget, variant):
+                axis.plot(labels, row["histogram"]["share"], "o-", label=row["system"])
+        axis.set(title=f"budget {budget:.0%}, {variant}", xlabel="read amplification")
+    axes[0].set_ylabel("share of requests")
+    axes[0].legend()
+
+
+def main() -> None:
+    """The command."""
+    args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
+    setting = setting_of(args)
+    systems = {(name, "cold"): system_named(name) for name in setting.systems}
+    rows = []
+    with Lab(setting) as lab:
+        rows += [row_of(part) for part in take_turns(lab, systems)]
+        for name in setting.systems:
+            budget = setting.budgets[0]
+            part = warm_run(lab, system_named(name), "warm", budget, 2 * setting.repeats)
+            rows.append(row_of(part))
+    cells = []
+    for row in rows:
+        found = row["read_amplification"]
+        numbers = [found[name] for name in ("mean", "p50", "p95", "max")]
+        cells.append(
+            [row["system"], row["variant"], row["budget"], *numbers, row["with_waste"]["mean"]]
+        )
+    header = ["system", "variant", "budget", "mean", "p50", "p95", "max", "with waste"]
+    print(table(cells, header))
+    finish(args, setting, {"rows": rows})
+    save_plot(args.plot, lambda figure: draw(figure, rows), size=(10, 4.5))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""TTFT against chunk, period, subperiod and prefix length (ContiguousKV Figures 14 to 16).
+
+    python -m bench.sensitivity --quick --json OUT --plot PNG
+
+Cold requests at a budget of 25%, one thing changed at a time. `attention_mass` is the share of the
+probe's attention that the selection covers: what a larger chunk gives away. Accuracy by period
+and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.lab import Lab
+from bench.turns import take_turns
+from ckv_jax.config import SystemConfig
+from ckv_jax.systems import SYSTEMS, system_named
+
+QUICK = Setting(prefixes=1, prefix_tokens=2000, repeats=4, budgets=(0.25,), systems=OURS)
+FULL = Setting(prefixes=1, repeats=12, budgets=(0.25, 0.05), systems=OURS)
+CHUNKS = (4, 8, 16, 32, 64)
+PERIODS = (4, 8, 16)
+SUBPERIODS = (1, 2, 4, 8)
+LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000)
+QUICK_LENGTHS = (1000, 4000)
+
+
+def chunk_sizes(system: SystemConfig) -> dict[str, SystemConfig]:
+    """Figure 14."""
+    return {str(c): dataclasses.replace(system, chunk_tokens=c) for c in CHUNKS}
+
+
+def periods(system: SystemConfig) -> dict[str, SystemConfig]:
+    """Figure 15; the subperiod stays."""
+    return {str(p): dataclasses.replace(system, period=p) for p in PERIODS}
+
+
+def subperiods(system: SystemConfig) -> dict[str, SystemConfig]:
+    """Figure 16(b), in periods of 8; a pack never spans subperiods."""
+    return {
+        str(s): dataclasses.replace(
+            system, period=8, subperiod=s, pack_layers=min(s, system.pack_layers)
+        )
+        for s in SUBPERIODS
+    }
+
+
+def sweep(lab: Lab, parameter: str, found: dict[str, SystemConfig]) -> list[Json]:
+    """A row for each value and budget."""
+    rows = []
+    systems = {(system.name, value): system for value, system in found.items()}
+    for taken in take_turns(lab, systems):
+        row = taken.row()
+        keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes", "attention_mass")
+        rows.append({"parameter": parameter, "value": int(taken.variant)})
+        rows[-1] |= {name: row[name] for name in keep}
+    return rows
+
+
+def prefix_lengths(setting: Setting, lengths: Sequence[int]) -> list[Json]:
+    """Figure 16(a), IMPRESS and ours by turns."""
+    rows = []
+    for length in lengths:
+        with Lab(dataclasses.replace(setting, prefix_tokens=length)) as lab:
+            systems = {
+                (name, str(length)): system_named(name) for name in ("impress", *setting.systems)
+            }
+            for taken in take_turns(lab, systems):
+                row = taken.row()
+                found = {"parameter": "prefix_tokens", "value": length}
+                keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
+                rows.append(found | {name: row[name] for name in keep})
+    return rows
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """One panel a parameter."""
+    names = list(dict.fromkeys(row["parameter"] for row in rows))
+    budget = rows[0]["budget"]
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names, strict=True):
+        mine = [row for row in rows if row["parameter"] == name and row["budget"] == budget]
+        for system in dict.fromkeys(row["system"] for row in mine):
+            points = [r for r in mine if r["system"] == system]
+            xs, ys = [r["value"] for r in points], [r["ttft_ms"]["mean"] for r in points]
+            axis.plot(xs, ys, "o-", label=system)
+        axis.set(xlabel=name, ylabel="TTFT, ms", xscale="log", ylim=(0, None))
+        axis.legend()
+
+
+def main() -> None:
+    """The command."""
+    p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--lengths", type=int, nargs="*", help="prefix lengths; none leaves them out")
+    args = p.parse_args()
+    setting = setting_of(args)
+    rows = []
+    with Lab(setting) as lab:
+        for name in setting.systems:
+            system = SYSTEMS[name]
+            rows += sweep(lab, "chunk_tokens", chunk_sizes(system))
+            rows += sweep(lab, "period", periods(system))
+            rows += sweep(lab, "subperiod", subperiods(system))
+    lengths = args.lengths if args.lengths is not None else QUICK_LENGTHS if args.quick else LENGTHS
+    rows += prefix_lengths(setting, lengths)
+    cells = [
+        [row["parameter"], row["value"], row["system"], row["budget"], row["ttft_ms"]["mean"],
+         row["ttft_ms"]["p95"], row["ssd_bytes"] / 1e6, row.get("attention_mass", "")]
+        for row in rows
+    ]  # fmt: skip
+    header = ["parameter", "value", "system", "budget", "mean ms", "p95 ms", "SSD MB", "mass"]
+    print(table(cells, header))
+    finish(args, setting, {"rows": rows})
+    save_plot(args.plot, lambda figure: draw(figure, rows), size=(14, 4))
+
+
+if __name__ == "__main__":
+    main()

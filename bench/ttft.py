@@ -1,0 +1,176 @@
+"""Time to first token of every system and budget, with both floors (ContiguousKV Figures 10, 11).
+
+    python -m bench.ttft --quick --json OUT
+
+Systems take turns, request by request, over the same prefixes and questions. `default` rows are
+cold: no pack is kept from one request to the next and all reads are direct; digests of `ckv` stay
+in memory (`digest_bytes` says how much) and IMPRESS's reordering is done before. `no-prefetch` and
+`intra` rows take the reading ahead away again. `warm` rows have a device cache of 15% and a host
+cache of 36% of the data set, requests drawn normally over the prefixes.
+
+The compute floor is the same jitted calls with all KV resident. The I/O floor is the bytes that
+must be read over fio's bandwidth at that block size, on the same disk in the same run.
+`ratio_to_floor` is the median TTFT over the larger floor. `speedup` divides mean TTFTs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from bench.common import OURS, RIVALS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.disk import Disk
+from bench.lab import Lab
+from bench.measure import compute_floor_ms
+from bench.turns import Taken, take_turns, warm_run
+from ckv_jax.config import PolicyName, SystemConfig
+from ckv_jax.systems import SYSTEMS, system_named
+
+QUICK = Setting(prefixes=1, repeats=5)
+FULL = Setting(prefixes=4, repeats=24, budgets=(0.05, 0.10, 0.25, 0.50))
+
+
+def variants(system: SystemConfig) -> dict[str, SystemConfig]:
+    """A system as it is, and with its reading ahead taken away again."""
+    found = {"default": system}
+    if system.name in OURS:
+        found["no-prefetch"] = dataclasses.replace(system, prefetch="none")
+        found["intra"] = dataclasses.replace(system, prefetch="intra")
+    return found
+
+
+def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
+    """Rows without a cache, all systems and variants by turns."""
+    systems = {
+        (name, variant): system
+        for name in lab.setting.systems
+        for variant, system in variants(system_named(name)).items()
+        if ablate or variant == "default"
+    }
+    taken = take_turns(lab, systems)
+    floors = {
+        name: compute_floor_ms(lab, name, lab.setting.budgets, max(3, lab.setting.repeats // 4))
+        for name in lab.setting.systems
+        if name != "recompute"
+    }
+    return [_with_floors(part, floors.get(part.system.name), lab, disk) for part in taken]
+
+
+def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
+    """Rows with both caches; ours also with the other cache policies."""
+    budget, rows = lab.setting.budgets[0], []
+    policies: tuple[PolicyName, ...] = ("attention", "lfu", "lru")
+    for name in systems:
+        system = system_named(name)
+        floors = compute_floor_ms(lab, name, lab.setting.budgets[:1], 3)
+        for policy in policies if name in OURS else (system.policy,):
+            variant = "warm" if policy == system.policy else f"warm-{policy}"
+            changed = dataclasses.replace(system, policy=policy)
+            part = warm_run(lab, changed, variant, budget, requests)
+            rows.append(_with_floors(part, floors, lab, disk))
+            print(f"{name} {variant}: {rows[-1]['ttft_ms']['mean']:.1f} ms", flush=True)
+    return rows
+
+
+def _with_floors(part: Taken, floors: Sequence[float] | None, lab: Lab, disk: Disk) -> Json:
+    row = part.row()
+    compute_ms = row["ttft_ms"]["p50"]
+    if floors is not None:
+        compute_ms = floors[lab.setting.budgets.index(part.budget)]
+    io_ms = statistics.fmean(sample.io_floor_ms(disk, part.layout) for sample in part.samples)
+    return row | {
+        "compute_floor_ms": compute_ms,
+        "io_floor_ms": io_ms,
+        "ratio_to_floor": row["ttft_ms"]["p50"] / max(compute_ms, io_ms),
+    }
+
+
+def speedups(rows: Sequence[Json], variant: str = "default") -> Json:
+    """Mean TTFT of each rival over that of each of our systems, by budget."""
+    means = {
+        (row["system"], row["budget"]): row["ttft_ms"]["mean"]
+        for row in rows
+        if row["variant"] == variant
+    }
+    return {
+        ours: {
+            f"{budget:g}": {
+                rival: means[rival, budget] / means[ours, budget]
+                for rival in RIVALS
+                if (rival, budget) in means
+            }
+            for (name, budget) in means
+            if name == ours
+        }
+        for ours in OURS
+        if any(name == ours for name, _ in means)
+    }
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Mean and P95 by system, one panel a budget."""
+    rows = [row for row in rows if row["variant"] == "default"]
+    budgets = sorted({row["budget"] for row in rows})
+    axes = figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0]
+    for axis, budget in zip(axes, budgets, strict=True):
+        mine = [row for row in rows if row["budget"] == budget]
+        names = [row["system"] for row in mine]
+        axis.bar(names, [row["ttft_ms"]["mean"] for row in mine], label="mean")
+        axis.plot(names, [row["ttft_ms"]["p95"] for row in mine], "k_", label="P95", ms=14)
+        axis.set(title=f"budget {budget:.0%}", yscale="log")
+        axis.tick_params(axis="x", rotation=60)
+    axes[0].set_ylabel("TTFT, ms")
+    axes[0].legend()
+
+
+def show(rows: Sequence[Json]) -> str:
+    """The rows as a table."""
+    header = ("system", "variant", "budget", "mean", "p50", "p95", "compute", "I/O", "ratio",
+              "SSD MB", "ampl.", "covered", "waste")  # fmt: skip
+    cells = []
+    for r in rows:
+        times = [r["ttft_ms"][name] for name in ("mean", "p50", "p95")]
+        floors = [r[name] for name in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
+        rest = [r["ssd_bytes"] / 1e6, r["read_amplification"], r["coverage"], r["waste"]]
+        cells.append([r["system"], r["variant"], r["budget"], *times, *floors, *rest])
+    return table(cells, header)
+
+
+def main() -> None:
+    """The command."""
+    p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--no-ablation", action="store_true", help="leave out variants of our systems")
+    p.add_argument("--warm-prefixes", type=int, help="prefixes of the warm part; 0 leaves it out")
+    p.add_argument("--warm-tokens", type=int, help="tokens of each of them")
+    args = p.parse_args()
+    setting = setting_of(args)
+    unknown = set(setting.systems) - set(SYSTEMS)
+    if unknown:
+        raise SystemExit(f"got systems {sorted(unknown)}, expected some of {', '.join(SYSTEMS)}")
+    with Lab(setting) as lab, Disk(lab.folder) as disk:
+        rows = cold(lab, disk, ablate=not args.no_ablation)
+        prefill = lab.prefill_s
+        bandwidth = disk.found
+    prefixes = args.warm_prefixes if args.warm_prefixes is not None else (6 if args.quick else 24)
+    if prefixes:
+        tokens = args.warm_tokens or (1008 if args.quick else setting.prefix_tokens)
+        warm_setting = dataclasses.replace(setting, prefixes=prefixes, prefix_tokens=tokens)
+        names = [name for name in setting.systems if name != "recompute"]
+        with Lab(warm_setting) as lab, Disk(lab.folder) as disk:
+            rows += warm(lab, disk, names, requests=(4 if args.quick else 10) * prefixes)
+    print(show(rows))
+    body = {
+        "rows": rows,
+        "speedup": speedups(rows),
+        "speedup_warm": speedups(rows, "warm"),
+        "fio_gb_per_s": bandwidth,
+        "prefill_s": prefill,
+    }
+    finish(args, setting, body)
+    save_plot(args.plot, lambda figure: draw(figure, rows), size=(9, 5))
+
+
+if __name__ == "__main__":
+    main()

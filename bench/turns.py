@@ -1,0 +1,103 @@
+"""Systems take turns on the same prefixes and questions, so that none has a quieter machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.common import Json
+from bench.lab import Lab
+from bench.measure import Sample, measured, row_of
+from bench.workload import normal_choice
+from ckv_jax import Engine
+from ckv_jax.config import SystemConfig
+from ckv_jax.storage.layout import Layout
+
+RECOMPUTE_REPEATS = 2
+"""A recompute is the same work every time, and slow."""
+
+DEVICE_SHARE, HOST_SHARE = 0.15, 0.36
+"""Cache sizes of warm runs, as shares of the data set: 10 GB and 24 GB of the paper's 67 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Samples of one system at one budget."""
+
+    system: SystemConfig
+    variant: str
+    budget: float
+    samples: list[Sample]
+    layout: Layout
+
+    def row(self) -> Json:
+        """As a row of a result."""
+        return row_of(self.system.name, self.budget, self.variant, self.samples, self.layout)
+
+
+def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> list[Taken]:
+    """Cold requests: every system (by name and variant) answers every question in turn.
+
+    Systems that prune nothing are measured once and appear at every budget.
+    """
+    setting = lab.setting
+    for index in range(setting.prefixes):
+        lab.ingest(index, list(systems.values()))
+    engines: dict[tuple[str, str], Engine] = {}
+    samples: dict[tuple[str, str, float], list[Sample]] = {}
+    try:
+        for key, system in systems.items():
+            engines[key] = lab.engine(system)
+            for index in range(setting.prefixes):
+                lab.warm(engines[key], index, setting.budgets)
+            print(f"warm: {' '.join(key)}", flush=True)
+        for turn in range(setting.repeats):
+            for key, engine in engines.items():
+                if engine.system.selector == "none" and turn >= RECOMPUTE_REPEATS:
+                    continue
+                for budget in budgets_of(engine.system, setting.budgets):
+                    sample = measured(lab, engine, turn % setting.prefixes, turn, budget)
+                    samples.setdefault((*key, budget), []).append(sample)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return [
+        Taken(
+            system=system,
+            variant=key[1],
+            budget=budget,
+            samples=samples.get((*key, budget)) or samples[*key, setting.budgets[0]],
+            layout=engines[key].layout,
+        )
+        for key, system in systems.items()
+        for budget in setting.budgets
+    ]
+
+
+def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float]:
+    """The budgets at which a system has to be measured."""
+    return budgets if system.selector not in ("all", "none") else budgets[:1]
+
+
+def warm_requests(lab: Lab, requests: int) -> list[int]:
+    """Which prefix each request of a warm run asks, drawn normally."""
+    rng = np.random.default_rng((lab.setting.seed, 3))
+    return normal_choice(rng, lab.setting.prefixes, requests).tolist()
+
+
+def warm_run(lab: Lab, system: SystemConfig, variant: str, budget: float, requests: int) -> Taken:
+    """Requests against filled caches; the first half fills them and is not counted."""
+    total = lab.kv_bytes * lab.setting.prefixes
+    device, host = int(DEVICE_SHARE * total), int(HOST_SHARE * total)
+    taken: list[Sample] = []
+    with lab.engine(system, device_bytes=device, host_bytes=host) as engine:
+        for number, index in enumerate(warm_requests(lab, requests)):
+            if number == requests // 2:
+                engine.settle()
+            sample = measured(lab, engine, index, number, budget)
+            if number >= requests // 2:
+                taken.append(sample)
+        layout = engine.layout
+    return Taken(system=system, variant=variant, budget=budget, samples=taken, layout=layout)
