@@ -14,7 +14,7 @@ import numpy as np
 
 from ckv_jax.append import append
 from ckv_jax.async_streams import AsyncTokenStream, outcomes, results_async
-from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.config import EngineConfig, SystemConfig, check_budget
 from ckv_jax.generation import Generation, Sampled, TokenEvent
 from ckv_jax.handle import Handle
 from ckv_jax.identity import model_fingerprint
@@ -35,6 +35,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.streams import Item, TokenStream, result_of, results
 from ckv_jax.systems import system_named
+from ckv_jax.warmup import warm
 
 Tokens = np.ndarray  # int32 [n]
 
@@ -283,6 +284,33 @@ class Engine:
         with self._lock:
             self._server.recompute(handle)
         return result_of(handle)
+
+    def warmup(
+        self,
+        prefix: Prefix,
+        *,
+        max_batch: int = 1,
+        max_suffix: int = 64,
+        budgets: Sequence[float] | None = None,
+        max_tokens: int = 0,
+    ) -> None:
+        """Compiles what requests over `prefix`, or one of about its length, can need.
+
+        Afterwards nothing is compiled for up to `max_batch` requests at once, suffixes of up to
+        `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`, texts
+        of up to so many tokens.
+        """
+        budgets = [self.config.budget] if budgets is None else budgets
+        self._placement.check_context(prefix.num_tokens, max_suffix, max_tokens)
+        with self._lock:
+            warm(
+                self._parts,
+                prefix,
+                max_batch=min(max_batch, self.config.max_batch),
+                max_suffix=max_suffix,
+                budgets=[check_budget(budget) for budget in budgets],
+                max_tokens=max_tokens,
+            )
 
     def settle(self) -> None:
         """Returns once nothing is being done in the background (IMPRESS's reordering)."""

@@ -110,15 +110,24 @@ class Decoder:
         """B, padding included."""
         return len(self._at)
 
+    @property
+    def rows(self) -> int:
+        """R: tokens that the buffers hold before they grow."""
+        return int(self._buffers[0][0][0].shape[1])
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for so many tokens a row."""
+        rows = rows_bucket(tokens)
+        if rows > self.rows:
+            self._buffers = [self._rows.resize(kv, rows) for kv in self._buffers]
+
     def step(self, tokens: np.ndarray, live: np.ndarray, *, reselect: bool = False) -> Array:
         """Logits float32 [B, V] after one more token a row.
 
         `tokens` int32 [B]; rows that are not `live` (bool [B]) leave their buffers' length as it
         is and their logits mean nothing. With `reselect`, each period chooses its chunks anew.
         """
-        needed = rows_bucket(int(self._at.max()) + 1)
-        if needed > self._buffers[0][0][0].shape[1]:
-            self._buffers = [self._rows.resize(kv, needed) for kv in self._buffers]
+        self.reserve(int(self._at.max()) + 1)
         hidden = self._compute.embed(tokens[:, None])
         for step in self._plan.steps:
             if step.selects and self._reselect is not None:
@@ -126,7 +135,7 @@ class Decoder:
             slots, lengths = self._tables[step.index]
             hidden, self._buffers[step.index] = self._compute.extend(
                 step.layers, hidden, np.int32(self._start) + self._at, self._buffers[step.index],
-                self._at, self._pool.pages, slots, lengths, context=needed,
+                self._at, self._pool.pages, slots, lengths, context=self.rows,
             )  # fmt: skip
         self._at = self._at + live.astype(np.int32)
         logits, _ = self._compute.head(hidden, np.zeros(self.batch, np.int32))
@@ -134,8 +143,8 @@ class Decoder:
 
     def keep(self, batch_rows: np.ndarray) -> None:
         """Goes on with these rows (int32 [n]) of the batch alone."""
+        self._buffers = self.thinned(batch_rows)
         self._at = self._at[batch_rows]
-        self._buffers = [self._rows.take(kv, batch_rows) for kv in self._buffers]
         self._tables = [
             (
                 jnp.asarray(np.asarray(slots)[:, batch_rows]),
@@ -145,6 +154,10 @@ class Decoder:
         ]
         if self._reselect is not None:
             self._reselect.keep(batch_rows, self._rows)
+
+    def thinned(self, batch_rows: np.ndarray) -> list[LayerKv]:
+        """Buffers of these rows of the batch alone."""
+        return [self._rows.take(kv, batch_rows) for kv in self._buffers]
 
     def kv(self, batch_row: int, first: int) -> np.ndarray:
         """Host copy [L, 2, n, K, D] of one row's keys and values from position `first` on."""

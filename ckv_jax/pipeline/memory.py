@@ -34,6 +34,16 @@ class Memory:
         self._staging = Staging(STAGING_ROWS, layout.pack_shape, layout.numpy_dtype, self.pool)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
+    def warm(self, packs: int) -> None:
+        """Compiles the pool's writes, and its reads of up to `packs` packs."""
+        for rows in range(1, STAGING_ROWS + 1):
+            nothing = np.zeros((rows, *self.host.packs.shape[1:]), self.host.packs.dtype)
+            self.pool.write(nothing, np.full(rows, -1, np.int32)).block_until_ready()
+        size = 1
+        while size < 2 * packs:
+            self.pool.read(np.zeros(min(size, packs), np.int32)).block_until_ready()
+            size *= 2
+
     def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Host packs to device slots; returns the bytes moved."""
         self.flush()  # a pack demoted in this very request may still be on its way
