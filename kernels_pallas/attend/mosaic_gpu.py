@@ -190,7 +190,7 @@ def _call(
             plgpu.barrier_wait(barriers.at[slot])
 
             def logits(acc_ref: Any) -> Array:
-                plgpu.wgmma(acc_ref, q_smem, plgpu.transpose_ref(k_smem.at[slot], (1, 0)))
+                plgpu.wgmma(acc_ref, q_smem, k_smem.at[slot].transpose((1, 0)))
                 return acc_ref[...]
 
             x = pl.run_scoped(logits, plgpu.ACC((_ROWS, keys), jnp.float32))

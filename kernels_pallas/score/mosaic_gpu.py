@@ -146,7 +146,7 @@ def _stream(
             key_ref, scale = plan.decode(scratch, slot)
 
             def dot(acc_ref: Any) -> Array:
-                plgpu.wgmma(acc_ref, q_smem, plgpu.transpose_ref(key_ref, (1, 0)))
+                plgpu.wgmma(acc_ref, q_smem, key_ref.transpose((1, 0)))
                 return acc_ref[...]
 
             x = pl.run_scoped(dot, plgpu.ACC((_ROWS, keys), jnp.float32)) * (1.0 / math.sqrt(dim))
