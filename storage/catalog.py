@@ -21,8 +21,9 @@ from ckv_jax.storage.manifest import Manifest
 _LINK = 8  # bytes of each chain link in `links`; what is found through it is compared in full
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS segments(
-  id TEXT PRIMARY KEY, checksum TEXT NOT NULL, first TEXT NOT NULL, end TEXT NOT NULL,
-  parent TEXT, links BLOB NOT NULL, bytes INTEGER NOT NULL, used REAL NOT NULL, score REAL);
+  id TEXT PRIMARY KEY, checksum TEXT NOT NULL, start TEXT NOT NULL, first TEXT NOT NULL,
+  end TEXT NOT NULL, parent TEXT, links BLOB NOT NULL, bytes INTEGER NOT NULL,
+  used REAL NOT NULL, score REAL);
 CREATE INDEX IF NOT EXISTS segments_first ON segments(first);
 CREATE INDEX IF NOT EXISTS segments_end ON segments(end);
 CREATE INDEX IF NOT EXISTS segments_parent ON segments(parent);
@@ -33,8 +34,10 @@ CREATE TABLE IF NOT EXISTS scores(
   id TEXT PRIMARY KEY, rows INTEGER NOT NULL, importance BLOB NOT NULL, frequency BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
 """
-_ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,NULL)"
-_LEAF = "NOT EXISTS (SELECT 1 FROM segments c WHERE c.parent = segments.id)"
+_ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,?,NULL)"
+_LEAF = (
+    "NOT EXISTS (SELECT 1 FROM segments c WHERE c.parent = segments.id AND c.start = segments.end)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class Catalog:
         return self._ids("parent = ?", (segment_id,))
 
     def leaves(self) -> list[str]:
-        """Ids of the segments that nothing continues."""
+        """Ids of the segments whose end nothing continues."""
         return self._ids(_LEAF, ())
 
     def ends(self) -> list[str]:
@@ -240,6 +243,7 @@ def _row(described: Described) -> tuple[object, ...]:
     return (
         manifest.segment_id,
         checksum,
+        manifest.start.hex(),
         links[0].hex(),
         links[-1].hex(),
         manifest.parent,

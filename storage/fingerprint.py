@@ -27,6 +27,8 @@ class Fingerprint:
     fields: Mapping[str, str]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fields, Mapping):
+            raise ValueError(f"fields: got {self.fields!r}, expected names and values")
         for name, value in self.fields.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise ValueError(f"fields: got {name!r}: {value!r}, expected strings")

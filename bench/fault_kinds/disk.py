@@ -122,13 +122,13 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], None], which: int = 0
     path = sorted((folder / "segments").glob("*/*/manifest.json"))[which]
     body = json.loads(path.read_bytes())["body"]
     change(body)
-    write_manifest(path, json.dumps(body, separators=(",", ":")).encode())
+    path.write_bytes(wrapped(json.dumps(body, separators=(",", ":")).encode()))
 
 
-def write_manifest(path: Path, body: bytes) -> None:
-    """Wrap any bytes as a manifest whose checksum fits."""
+def wrapped(body: bytes) -> bytes:
+    """Any bytes as a manifest whose checksum fits."""
     digest = hashlib.sha256(body).hexdigest().encode()
-    path.write_bytes(b'{"sha256":"' + digest + b'","body":' + body + b"}\n")
+    return b'{"sha256":"' + digest + b'","body":' + body + b"}\n"
 
 
 def lies(pristine: Path, count: int) -> Tally:

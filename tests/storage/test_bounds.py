@@ -1,0 +1,251 @@
+"""Bounds, eviction, pins, scores, and what several processes and threads may do at once."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fault_kinds import processes
+from bench.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Prefix,
+    PrefixNotFound,
+    StoreClosed,
+    StoreConfig,
+    StoreError,
+    StoreFull,
+    pin_prefix,
+    place,
+    prune_store,
+)
+
+SIZE = SMALL.segment_bytes(64)
+
+
+def stored(store: ChunkStore, prefix: Prefix) -> bool:
+    found = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=SMALL)
+    return found.num_tokens == prefix.num_tokens
+
+
+def read_scores(store: ChunkStore, prefix: Prefix, importance: float) -> None:
+    shape = (SMALL.groups, prefix.spans[-1].segment_chunks)
+    scores = np.full(shape, importance, np.float32), np.full(shape, 2, np.uint32)
+    store.save_scores(prefix.spans[-1].segment_id, *scores)
+
+
+def test_the_least_attended_segments_go_first(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=4 * SIZE)) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        for prefix, importance in zip(prefixes, (0.5, 0.1, 0.9), strict=True):
+            read_scores(store, prefix, importance)
+        while store.stats()["evicted"] == 0:
+            prefixes.append(ingest(store, some_tokens(64, len(prefixes))))
+        assert [stored(store, p) for p in prefixes[:3]] == [True, False, True]
+        assert store.usage() <= 4 * SIZE
+        files = [p for p in (folder / "segments").rglob("*") if p.is_file()]
+        assert store.usage() == sum(p.stat().st_size for p in files)
+
+
+def test_lru_goes_by_time_of_use(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(eviction="lru")) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        read_scores(store, prefixes[1], 99.0)
+        for i in (1, 0, 2, 0):
+            store.reader(prefixes[i]).close()
+        prune_store(store, store.usage() - 1)
+        assert [stored(store, p) for p in prefixes] == [True, False, True]
+
+
+def test_a_parent_outlives_what_continues_it(store: ChunkStore) -> None:
+    tokens = some_tokens(128)
+    parent, child = ingest(store, tokens[:64]), ingest(store, tokens)
+    read_scores(store, child, 100.0)
+    read_scores(store, parent, 0.0)
+    prune_store(store, store.usage() - 1)
+    assert stored(store, parent) and not stored(store, child)
+
+
+def test_pins_hold_and_survive_the_index(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        tokens = some_tokens(128)
+        ingest(store, tokens[:64])
+        pinned, other = ingest(store, tokens), ingest(store, some_tokens(64, seed=1))
+        assert pin_prefix(store, pinned.id[:10]) == pinned.id
+        with pytest.raises(PrefixNotFound):
+            pin_prefix(store, "f" * 32)
+    for file in folder.glob("catalog.sqlite*"):
+        file.unlink()
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=3 * SIZE)) as store:
+        report = prune_store(store, 0)
+        assert report.removed == 1 and report.bytes_after == store.usage() > 0
+        assert stored(store, pinned) and not stored(store, other)
+        with pytest.raises(StoreFull, match="pinned"):
+            ingest(store, some_tokens(600, seed=2))
+        pin_prefix(store, pinned.id, pinned=False)
+        assert prune_store(store, 0).bytes_after == 0
+        with pytest.raises(ValueError, match="max_bytes"):
+            prune_store(store, -1)
+
+
+def test_nothing_is_evicted_that_is_being_read_or_continued(folder: Path) -> None:
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as rival:
+        tokens = some_tokens(128)
+        parent = ingest(store, tokens[:64])
+        with store.reader(parent):
+            assert prune_store(rival, 0).removed == prune_store(store, 0).removed == 0
+        with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens[64:], parent=parent):
+            assert prune_store(rival, 0).removed == 0
+        assert prune_store(rival, 0).removed == 1
+        assert not stored(store, parent)
+        assert read_all(store, parent).refused == SMALL.groups * 4  # a miss, not an error
+        assert store.stats()["gone"] > 0
+
+
+def test_a_reservation_counts_until_its_writer_is_gone(folder: Path) -> None:
+    config = StoreConfig(max_bytes=2 * SIZE)
+    with ChunkStore.open(folder, config=config) as store, ChunkStore.open(folder) as other:
+        request = {"fingerprint": FINGERPRINT, "layout": SMALL}
+        with store.writer(**request, tokens=some_tokens(64)):
+            assert other.usage() == SIZE
+            with store.writer(**request, tokens=some_tokens(64, 1)), pytest.raises(StoreFull):
+                store.writer(**request, tokens=some_tokens(64, 2))
+        assert store.usage() == 0
+        with pytest.raises(StoreFull):
+            store.writer(**request, tokens=some_tokens(6400))
+        assert store.usage() == 0 and not list((folder / "tmp").iterdir())
+
+
+def test_a_bounded_store_in_use_by_an_engine(folder: Path) -> None:
+    assert processes.crowded(folder, 12).ok
+
+
+def test_scores_are_kept(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        id_ = prefix.spans[0].segment_id
+        assert store.load_scores(id_) is None
+        importance = np.arange(8, dtype=np.float64).reshape(2, 4)
+        store.save_scores(id_, importance, np.arange(8).reshape(2, 4))
+        with pytest.raises(ValueError, match="groups, M"):
+            store.save_scores(id_, importance[0], importance)
+    with ChunkStore.open(folder) as store:
+        found = store.load_scores(id_)
+        assert found is not None and found[0].dtype == np.float32 and found[1].dtype == np.uint32
+        np.testing.assert_array_equal(found[0], importance)
+        store.save_scores(id_, importance[:1], importance[:1])  # of another shape: not used
+        assert store.load_scores(id_) is None
+        store.index.catalog.rebuild()
+        assert store.index.catalog.load_scores(id_) is not None
+
+
+def test_two_stores_see_each_others_prefixes(folder: Path) -> None:
+    with ChunkStore.open(folder) as a, ChunkStore.open(folder) as b:
+        for seed in range(6):
+            writer, reader = (a, b) if seed % 2 else (b, a)
+            prefix = ingest(writer, some_tokens(50, seed))
+            assert stored(reader, prefix)
+            assert read_all(reader, prefix).wrong == read_all(reader, prefix).refused == 0
+        assert len(a.prefixes()) == len(b.prefixes()) == 6
+
+
+def test_many_threads_read_write_and_look_up(store: ChunkStore) -> None:
+    texts = [some_tokens(200, seed) for seed in range(8)]
+    barrier = threading.Barrier(4)
+
+    def work(start: int) -> None:
+        barrier.wait(20)
+        for i in range(8):
+            prefix = ingest(store, texts[(start + i) % 8])
+            outcome = read_all(store, prefix)
+            assert outcome.right == SMALL.groups * 13 and not outcome.wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert len(store.prefixes()) == 8
+
+
+def test_one_reader_serves_many_threads(store: ChunkStore) -> None:
+    tokens = some_tokens(16 * 40)
+    prefix = ingest(store, tokens)
+    truth = packs_of(SMALL, tokens, 0, np.arange(len(tokens))).view(np.uint16)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        out = np.empty((12, *SMALL.pack_shape), SMALL.numpy_dtype)
+        for _ in range(10):
+            ids = np.sort(rng.choice(40, 12, replace=False))
+            assert reader.read_packs(0, ids, out).all()
+            np.testing.assert_array_equal(out.view(np.uint16), truth[ids])
+
+    with store.reader(prefix) as reader, ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
+
+
+def test_closing_twice_and_using_what_is_closed(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    prefix = ingest(store, some_tokens(32))
+    reader = store.reader(prefix)
+    store.close()
+    store.close()
+    out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
+    assert reader.read_packs(0, np.array([0]), out).all()  # still usable
+    reader.close()
+    reader.close()
+    for use in (store.prefixes, store.usage, lambda: store.reader(prefix)):
+        with pytest.raises(StoreClosed):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_bytes", -1),
+        ("io_concurrency", 0),
+        ("deadline_s", 0.0),
+        ("eviction", "fifo"),
+        ("digest_bytes", -1),
+    ],
+)
+def test_the_config_is_validated(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        StoreConfig(**{field: value})
+
+
+def test_a_file_system_without_direct_io_is_used_with_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What refuses O_DIRECT here is the open call itself, in place of an old tmpfs."""
+    real = place.os.open
+
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & place.os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(place.os, "open", refuse)
+    with pytest.warns(UserWarning, match="refuses direct I/O"):
+        store = ChunkStore.open(folder)
+    with store:
+        assert read_all(store, ingest(store, some_tokens(64))).right == SMALL.groups * 4
+    with pytest.raises(StoreError, match="no direct I/O"):
+        ChunkStore.open(folder, config=StoreConfig(direct_io=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChunkStore.open(folder, config=StoreConfig(direct_io=False)).close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_buffered_and_direct_io_read_the_same(folder: Path, direct: bool) -> None:
+    layout = SMALL.__class__(num_layers=4, num_kv_heads=4, head_dim=64)  # packs of whole pages
+    tokens = some_tokens(100)
+    with ChunkStore.open(folder, config=StoreConfig(direct_io=direct)) as store:
+        assert read_all(store, ingest(store, tokens, layout=layout)).right == 7
+    with ChunkStore.open(folder, config=StoreConfig(direct_io=not direct)) as store:
+        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
+        assert read_all(store, found).right == 7

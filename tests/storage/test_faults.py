@@ -1,0 +1,294 @@
+"""Every fault becomes a miss: one test a row of the promise; `python -m bench.faults` does bulk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.fault_kinds import corruption, disk, processes
+from bench.fault_kinds.tally import CONFIG, LAYOUT, Served, Tally, make_store, prompts, serve
+from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, SegmentDamaged, StoreError, StoreFull, segment
+from ckv_jax.storage.manifest import Manifest
+
+
+@pytest.fixture
+def pristine(tmp_path: Path) -> Path:
+    make_store(tmp_path / "pristine")
+    return tmp_path / "pristine"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    logging.disable(logging.WARNING)  # an index that is lost on purpose need not be reported
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def passed(tally: Tally, *, caught: bool = True) -> None:
+    assert tally.ok, tally
+    assert not caught or tally.caught, tally
+
+
+@pytest.mark.parametrize("kind", corruption.FLIPS)
+def test_flipped_bits(pristine: Path, kind: str) -> None:
+    passed(
+        corruption.flips(pristine, 6, kind), caught=kind not in ("flip zarr.json", "flip catalog")
+    )
+
+
+@pytest.mark.parametrize("kind", corruption.SHARDS)
+def test_shards_that_are_not_what_they_were(pristine: Path, kind: str) -> None:
+    passed(corruption.shards(pristine, 4, kind))
+
+
+def test_the_judge_sees_wrong_kv(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks, the same faults are served as wrong tokens."""
+
+    def all_good(self: segment.Segment, group: int, chunks: np.ndarray, data: object) -> np.ndarray:
+        return np.ones(len(chunks), bool)
+
+    monkeypatch.setattr(segment.Segment, "packs_good", all_good)
+    assert corruption.flips(pristine, 4, "flip data").wrong_tokens > 0
+    assert corruption.shards(pristine, 4, "swapped packs").wrong_tokens > 0
+
+
+def test_short_reads(pristine: Path) -> None:
+    passed(corruption.short_reads(pristine, 4))
+
+
+def test_kill_9(tmp_path: Path) -> None:
+    passed(processes.kills(tmp_path / "store", 8), caught=False)
+
+
+def test_two_writers_of_one_prefix(tmp_path: Path) -> None:
+    passed(processes.rivals(tmp_path / "store", 3), caught=False)
+
+
+def test_eviction_while_another_process_reads(tmp_path: Path) -> None:
+    passed(processes.evictions(tmp_path / "store", 10), caught=False)
+
+
+def test_a_folder_that_vanishes(pristine: Path) -> None:
+    passed(processes.vanished_folders(pristine, 2))
+
+
+def test_a_full_disk() -> None:
+    try:
+        passed(disk.full_disks(4))
+    except PermissionError as e:
+        pytest.skip(str(e))
+
+
+def test_a_disk_that_never_answers(pristine: Path) -> None:
+    passed(disk.silent_disks(pristine, 2))
+
+
+def test_a_wrong_salt(tmp_path: Path) -> None:
+    passed(disk.wrong_salts(tmp_path / "store", 4))
+
+
+def test_writers_that_are_left(tmp_path: Path) -> None:
+    passed(disk.refused_writes(tmp_path / "store", 4))
+
+
+@pytest.mark.parametrize("name", disk.LIES)
+def test_manifests_that_lie(pristine: Path, name: str) -> None:
+    rng = np.random.default_rng(0)
+    for which in range(2):
+        disk.forge(pristine, lambda body: disk.LIES[name](body, rng), which)
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert serve(store).wrong == 0
+        assert all(read_all(store, prefix).wrong == 0 for prefix in store.prefixes())
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_no_manifest_is_believed_but_those_that_were_written(data: st.DataObject) -> None:
+    body, good_id = _a_manifest()
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(sorted(body)))
+        body[name] = data.draw(VALUES)
+    if data.draw(st.booleans()):
+        body.pop(data.draw(st.sampled_from(sorted(body))))
+    raw = json.dumps(body).encode()
+    digest = disk.hashlib.sha256(raw).hexdigest().encode()
+    try:
+        manifest, _ = Manifest.decode(
+            b'{"sha256":"' + digest + b'","body":' + raw + b"}\n", good_id
+        )
+    except SegmentDamaged:
+        return
+    assert manifest.segment_id == good_id  # only what does not change the KV's identity differs
+    assert manifest.pack_crc.shape == (SMALL.groups, 3)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 200_000, b'{"a":' * 50_000, b"null", b"1e999", b"\xff" * 10, b""]
+)
+def test_bodies_that_are_no_manifest(pristine: Path, body: bytes) -> None:
+    for path in (pristine / "segments").glob("*/*/manifest.json"):
+        path.write_bytes(disk.wrapped(body))
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert serve(store) == Served(False, 0)
+        assert store.prefixes() == []
+
+
+_MANIFEST: list[tuple[bytes, str]] = []
+
+
+def _a_manifest() -> tuple[dict[str, Any], str]:
+    if not _MANIFEST:
+        with ChunkStore.open("memory://") as store:
+            id_ = ingest(store, some_tokens(40)).spans[0].segment_id
+            _MANIFEST.append((store.files.manifest(id_), id_))
+    raw, id_ = _MANIFEST[0]
+    return json.loads(raw)["body"], id_
+
+
+def test_a_prefix_is_served_up_to_the_last_good_chunk(folder: Path) -> None:
+    tokens = some_tokens(16 * 8)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        shard = sorted((folder / "segments").glob("*/*/packs/c.1.*"))[0]
+        data = bytearray(shard.read_bytes())
+        data[5 * SMALL.pack_bytes + 3] ^= 4  # chunk 5 of group 1
+        shard.write_bytes(data)
+        with store.reader(prefix) as reader:
+            out = np.ones((8, *SMALL.pack_shape), SMALL.numpy_dtype)
+            good = reader.read_packs(1, np.arange(8), out)
+        assert good.tolist() == [i != 5 for i in range(8)]
+        assert not out[5].view(np.uint16).any()
+        assert store.stats()["bad_packs"] == store.stats()["quarantined"] == 1
+    with ChunkStore.open(folder) as store:  # the mark outlives the process
+        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL)
+        assert found.num_tokens == 80
+        healed = ingest(store, tokens)  # what is bad is computed and stored again
+        assert healed.num_tokens == 128 and len(healed.spans) == 2
+        assert read_all(store, healed).right == SMALL.groups * 8
+
+
+def test_a_segment_bad_from_its_start_is_replaced(folder: Path) -> None:
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        for shard in (folder / "segments").glob("*/*/packs/c.*"):
+            os.truncate(shard, 100)
+        assert read_all(store, prefix).refused == SMALL.groups * 4
+        again = ingest(store, tokens)
+        assert again.spans[0].segment_id == prefix.spans[0].segment_id
+        assert read_all(store, again).right == SMALL.groups * 4
+        assert len(list((folder / "segments").glob("*/*"))) == 1
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC, errno.EIO])
+def test_errors_of_the_disk_leave_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Quota and I/O errors cannot be had on demand: the kernel's answer to fsync is replaced."""
+    with ChunkStore.open(folder) as store:
+        kept = ingest(store, some_tokens(64))
+        usage, real = store.usage(), os.fsync
+
+        def refuse(fd: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        expected = StoreError if code == errno.EIO else StoreFull
+        with pytest.raises(expected, match=r"refused|no room"):
+            ingest(store, some_tokens(64, seed=1))
+        monkeypatch.setattr(os, "fsync", real)
+        assert store.usage() == usage and not list((folder / "tmp").iterdir())
+        assert read_all(store, kept).right == SMALL.groups * 4
+
+
+def test_a_read_error_is_a_miss(pristine: Path) -> None:
+    """EIO from the medium: a shard that is a folder reads as an error."""
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        found = store.longest_prefix(prompts()[0], fingerprint=FINGERPRINT, layout=LAYOUT)
+        with store.reader(found):
+            for shard in (pristine / "segments").glob("*/*/packs/c.0.*"):
+                shard.unlink()
+                shard.mkdir()
+            assert read_all(store, found).wrong == 0
+            assert read_all(store, found).refused > 0
+
+
+@pytest.mark.parametrize("damage", ["deleted", "emptied", "text", "cut", "wal"])
+def test_a_lost_index_is_made_anew(pristine: Path, damage: str) -> None:
+    path = pristine / "catalog.sqlite"
+    if damage == "deleted":
+        path.unlink()
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    elif damage == "text":
+        path.write_text("this is not a database, but it is long enough to look at" * 50)
+    elif damage == "cut":
+        os.truncate(path, 5000)
+    else:
+        Path(f"{path}-wal").write_bytes(os.urandom(70_000))
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert serve(store) == Served(True, 0)
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert serve(store) == Served(True, 0)
+        assert path.exists()
+
+
+def test_an_index_that_breaks_while_it_is_used(pristine: Path) -> None:
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert serve(store) == Served(True, 0)
+        path = pristine / "catalog.sqlite"
+        path.write_bytes(os.urandom(path.stat().st_size))
+        assert serve(store) == Served(True, 0)
+        for file in pristine.glob("catalog.sqlite*"):
+            file.unlink()
+        assert serve(store) == Served(True, 0)
+        ingest(store, some_tokens(77, seed=7), layout=LAYOUT)
+        assert store.stats()["rebuilds"] >= 1
+        with ChunkStore.open(pristine, config=CONFIG) as other:
+            assert len(other.prefixes()) == 4
+
+
+def test_what_was_published_behind_the_index_is_found(pristine: Path, tmp_path: Path) -> None:
+    """A writer that is killed between the rename and the index leaves a good segment."""
+    bare = tmp_path / "bare"
+    ChunkStore.open(bare).close()
+    shutil.copytree(pristine / "segments", bare / "segments", dirs_exist_ok=True)
+    with ChunkStore.open(bare, config=CONFIG) as store:
+        assert serve(store) == Served(True, 0)
+
+
+def test_an_abandoned_read_returns_in_time(pristine: Path) -> None:
+    start = time.monotonic()
+    test_a_disk_that_never_answers(pristine)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.slow
+def test_the_bulk_run_reports_no_fault_that_got_through(tmp_path: Path) -> None:
+    out = tmp_path / "faults.json"
+    command = [sys.executable, "-m", "bench.faults", "--only", "flip data", "--quick", "--json"]
+    root = Path(__file__).parents[2]
+    subprocess.run([*command, str(out)], check=True, cwd=root, timeout=200)
+    found = json.loads(out.read_text())
+    assert found["total"]["injected"] == found["total"]["caught"] + found["total"]["harmless"] == 14

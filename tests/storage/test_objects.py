@@ -1,0 +1,155 @@
+"""The same store behind s3:// and memory://; S3 is moto's server process on loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bench.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    StoreConfig,
+    StoreError,
+    pin_prefix,
+    prune_store,
+    verify_store,
+)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """URL of a bucket on an S3 server of its own; the environment says where it is."""
+    pytest.importorskip("moto")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    endpoint = f"http://127.0.0.1:{port}"
+    settings = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    try:
+        for _ in range(300):
+            try:
+                request = urllib.request.Request(f"{endpoint}/ckv-bucket", method="PUT")
+                urllib.request.urlopen(request, timeout=10).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        os.environ.update(settings)
+        yield "s3://ckv-bucket"
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
+        server.terminate()
+        server.wait(20)
+
+
+def test_s3_keeps_prefixes(bucket: str) -> None:
+    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, digest="int8")
+    tokens = some_tokens(150)
+    url = f"{bucket}/some/store"
+    with ChunkStore.open(url) as store:
+        ingest(store, tokens[:96], layout=layout)
+        prefix = ingest(store, tokens, layout=layout)
+        assert read_all(store, prefix).right == layout.groups * prefix.num_chunks
+    with ChunkStore.open(url) as other:  # the index comes from the manifests
+        found = other.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout)
+        assert found == prefix and [p.id for p in other.prefixes()] == [prefix.id]
+        outcome = read_all(other, found)
+        assert outcome.right == layout.groups * 10 and not outcome.wrong
+        with other.reader(found) as reader:
+            digest = reader.read_digest()
+            out = np.empty((150, 2, 8), layout.numpy_dtype)
+            assert reader.read_probe(2, out) == 150
+        assert digest is not None and digest.arrays["codes"].shape == (4, 150, 2, 8)
+        assert verify_store(other).ok
+
+        with ChunkStore.open(url) as third:
+            again = ingest(third, some_tokens(40, 1), layout=layout)
+        assert len(other.prefixes()) == 1
+        other.refresh()
+        assert len(other.prefixes()) == 2
+        pin_prefix(other, again.id)
+        assert prune_store(other, 0).removed == 2
+        assert [p.id for p in other.prefixes()] == [again.id]
+        third_time = ingest(other, tokens, layout=layout)
+        assert read_all(other, third_time).right == layout.groups * 10
+
+
+def test_s3_faults_are_misses(bucket: str) -> None:
+    tokens = some_tokens(100)
+    with ChunkStore.open(f"{bucket}/faults") as store:
+        prefix = ingest(store, tokens)
+        id_ = prefix.spans[0].segment_id
+        objects = store.files._store  # type: ignore[attr-defined]
+        name = f"segments/{id_[:2]}/{id_}/packs/c.0.0.0.0.0.0"
+        data = bytearray(objects.read(name).result().value)
+        data[SMALL.pack_bytes + 7] ^= 1
+        objects.write(name, bytes(data)).result()
+        outcome = read_all(store, prefix)
+        assert outcome.refused == 1 and not outcome.wrong
+        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL)
+        assert found.num_tokens == 16
+        objects.write(name, None).result()
+        assert read_all(store, prefix).wrong == 0
+        manifest = f"segments/{id_[:2]}/{id_}/manifest.json"
+        objects.write(manifest, None).result()
+    with ChunkStore.open(f"{bucket}/faults") as store:  # an upload that was killed: no manifest
+        assert store.prefixes() == []
+        assert verify_store(store, repair=True).removed == [id_]
+        assert verify_store(store).ok
+        assert read_all(store, ingest(store, tokens)).right == SMALL.groups * 7
+
+
+def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(8)
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="cannot be"):
+            ChunkStore.open("s3://ckv-bucket/x", config=StoreConfig(deadline_s=1.0))
+        assert time.monotonic() - start < 15
+
+
+def test_memory_stores_are_private_and_complete() -> None:
+    tokens = some_tokens(100)
+    with ChunkStore.open("memory://") as store, ChunkStore.open("memory://") as other:
+        prefix = ingest(store, tokens)
+        outcome = read_all(store, prefix)
+        assert outcome.right == SMALL.groups * 7
+        assert other.prefixes() == []
+        with store.reader(prefix) as reader:
+            out = np.empty((2, *SMALL.pack_shape), SMALL.numpy_dtype)
+            assert reader.read_packs(1, np.array([6, 2]), out).all()
+        truth = packs_of(SMALL, tokens, 1, np.arange(100))[[6, 2]]
+        np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
+
+
+@pytest.mark.parametrize("url", ["gs://ckv-bucket/a/b", "gs://ckv-bucket", "s3://ckv-bucket/a/b/"])
+def test_urls_become_kvstores(url: str) -> None:
+    from ckv_jax.storage.objects import kvstore_spec
+
+    spec = kvstore_spec(url)
+    assert spec["bucket"] == "ckv-bucket" and spec["path"] in ("", "a/b/")
+    assert spec["driver"] == ("gcs" if url.startswith("gs") else "s3")

@@ -1,0 +1,288 @@
+"""inspect, verify, plot; digests; other readers of our arrays; memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    PrefixNotFound,
+    StoreConfig,
+    inspect_store,
+    plot_importance,
+    verify_store,
+)
+
+WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}
+
+
+def real_keys(layout: Layout, tokens: int, seed: int = 0) -> np.ndarray:
+    """KV like a model's: every dim has a mean and a spread of its own."""
+    rng = np.random.default_rng(seed)
+    shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.head_dim)
+    spread = np.random.default_rng(99).lognormal(size=(layout.num_layers, 2, 1, *shape[3:]))
+    shift = np.random.default_rng(98).normal(size=spread.shape) * 3
+    return ((rng.normal(size=shape) + shift) * spread).astype(layout.numpy_dtype)
+
+
+def write(store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray, parent=None):
+    with store.writer(
+        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent
+    ) as writer:
+        for start in range(0, len(tokens), 64):
+            writer.write(start, kv[:, :, start : start + 64])
+        return writer.commit()
+
+
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.012), ("int4", 0.2), ("pq", 0.7)])
+def test_digests_rank_as_the_keys_do_across_segments(
+    store: ChunkStore, kind: str, error: float
+) -> None:
+    layout = Layout(**WIDE, digest=kind, probe="none")
+    tokens, kv = some_tokens(512), real_keys(layout, 512)
+    prefix = write(store, layout, tokens[:320], kv[:, :, :320])
+    prefix = write(store, layout, tokens[320:], kv[:, :, 320:], prefix)
+    with store.reader(prefix) as reader:
+        digest = reader.read_digest()
+        assert digest is not None and digest.kind == kind
+        assert reader.read_digest() is digest  # from the pool
+    codes = digest.arrays["codes"]
+    assert codes.shape[:3] == (3, 512, 2) and codes.dtype == (
+        np.int8 if kind == "int8" else np.uint8
+    )
+    lost = kv[:, 0] - digest.keys()
+    lost -= lost.mean(1, keepdims=True)  # a shift that all keys share does not count
+    spread = kv[:, 0] - kv[:, 0].mean(1, keepdims=True)
+    assert np.square(lost).mean() ** 0.5 < error * np.square(spread).mean() ** 0.5
+    if kind == "pq":
+        assert digest.arrays["codebooks"].shape == (3, 2, 4, 256, 8) and codes.shape[3] == 4
+    else:
+        assert digest.arrays["scale"].shape == (3, 512, 2)
+    cut = store.longest_prefix(tokens[:100], fingerprint=FINGERPRINT, layout=layout)
+    with store.reader(cut) as reader:
+        part = reader.read_digest()
+        assert part is not None
+        np.testing.assert_array_equal(part.arrays["codes"], codes[:, :96])
+
+
+def test_int4_nibbles_are_dim_d_and_dim_d_plus_half(store: ChunkStore) -> None:
+    layout = Layout(**WIDE, digest="int4")
+    kv = real_keys(layout, 16)
+    prefix = write(store, layout, some_tokens(16), kv)
+    with store.reader(prefix) as reader:
+        digest = reader.read_digest()
+    assert digest is not None
+    codes, scale = digest.arrays["codes"], digest.arrays["scale"]
+    values = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - 8
+    centred = kv[:, 0] - kv[:, 0].mean(1, keepdims=True)
+    assert np.abs(values * scale[..., None] - centred).max() <= scale.max() * 0.51
+    assert np.abs(values).max() == 7
+
+
+def test_digests_survive_numbers_that_are_none(store: ChunkStore) -> None:
+    layout = Layout(**WIDE, digest="int8")
+    kv = real_keys(layout, 32)
+    kv[0, 0, 3], kv[1, 0, 5] = np.nan, np.inf
+    prefix = write(store, layout, some_tokens(32), kv)
+    with store.reader(prefix) as reader:
+        digest = reader.read_digest()
+    assert digest is not None and np.isfinite(digest.keys()).all()
+    info = inspect_store(store, prefix.id).prefix
+    assert info is not None
+    assert [s.nan for s in info.layers] == [64, 0, 0]
+    assert [s.infinite for s in info.layers] == [0, 64, 0]
+
+
+def test_the_digest_pool_keeps_its_budget(folder: Path) -> None:
+    layout = Layout(**WIDE, digest="int8")
+    with ChunkStore.open(folder, config=StoreConfig(digest_bytes=50_000)) as store:
+        for seed in range(5):
+            prefix = write(store, layout, some_tokens(64, seed), real_keys(layout, 64, seed))
+            with store.reader(prefix) as reader:
+                digest = reader.read_digest()
+            assert digest is not None
+            assert 0 < store.stats()["digest_pool_bytes"] <= 50_000
+        store.config.__class__(digest_bytes=0)
+    with ChunkStore.open(folder, config=StoreConfig(digest_bytes=0)) as store:
+        with store.reader(store.prefixes()[0]) as reader:
+            assert reader.read_digest() is not None
+        assert store.stats()["digest_pool_bytes"] == 0
+
+
+def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:
+    tokens = some_tokens(150)
+    root = ingest(store, tokens[:96])
+    leaf = ingest(store, tokens, salt="")
+    ingest(store, some_tokens(20, 1), salt="secret")
+    found = inspect_store(store)
+    assert found.prefixes[leaf.id] == 150 and len(found.prefixes) == 2
+    assert [s.salted for s in found.children(None)] == [False, True]
+    (below,) = found.children(root.spans[0].segment_id)
+    assert (below.prefix_id, below.first_chunk, below.tokens) == (leaf.id, 6, 54)
+    assert found.bytes == sum(s.bytes for s in found.segments) and found.prefix is None
+    assert "secret" not in json.dumps(found.to_dict())
+
+    detail = inspect_store(store, leaf.id).prefix
+    assert detail is not None and detail.bad_packs == 0 and detail.importance is None
+    kv = kv_of(SMALL, tokens).astype(np.float32)
+    for stats in detail.layers:
+        keys, values = kv[stats.layer]
+        assert stats.key_min == keys.min() and stats.value_max == values.max()
+        assert stats.key_mean_abs == pytest.approx(np.abs(keys).mean(), rel=1e-4)
+    with pytest.raises(PrefixNotFound):
+        inspect_store(store, "0" * 32)
+
+
+def test_statistics_of_keys_and_values_apart(store: ChunkStore) -> None:
+    layout = Layout(**WIDE, pack_layers=1, kv_together=False, chunk_tokens=64)
+    kv = real_keys(layout, 100)
+    prefix = write(store, layout, some_tokens(100), kv)
+    info = inspect_store(store, prefix.id).prefix
+    assert info is not None
+    for stats in info.layers:
+        assert stats.key_max == kv[stats.layer, 0].max()
+        assert stats.value_min == kv[stats.layer, 1].min()
+
+
+def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tokens = some_tokens(150)
+    ingest(store, tokens[:96])
+    prefix = ingest(store, tokens)
+    path = tmp_path / "map.png"
+    with pytest.raises(ValueError, match="no scores yet"):
+        plot_importance(store, prefix.id, path)
+    for span in prefix.spans:
+        shape = (SMALL.groups, span.segment_chunks)
+        store.save_scores(span.segment_id, np.full(shape, 0.5), np.ones(shape))
+    plot_importance(store, prefix.id, path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    info = inspect_store(store, prefix.id).prefix
+    assert info is not None and info.importance == [0.5] * 10
+
+
+def test_verify_finds_and_repairs(folder: Path) -> None:
+    tokens = some_tokens(160)
+    with ChunkStore.open(folder) as store:
+        root = ingest(store, tokens[:64])
+        ingest(store, tokens)
+        other = ingest(store, some_tokens(64, 1))
+        lost = ingest(store, some_tokens(64, 2))
+        calls: list[tuple[int, int]] = []
+        report = verify_store(store, progress=lambda done, total: calls.append((done, total)))
+        assert report.ok and report.segments == 4 and report.bytes == store.usage()
+        assert calls[-1][0] == calls[-1][1] == report.bytes and report.packs > 0
+
+        def shard(prefix_: object) -> Path:
+            id_ = prefix_.spans[-1].segment_id  # type: ignore[attr-defined]
+            return sorted((folder / "segments" / id_[:2] / id_).glob("packs/c.0.*"))[0]
+
+        data = bytearray(shard(root).read_bytes())
+        data[2 * SMALL.pack_bytes] ^= 1  # chunk 2: what continues the segment is lost with it
+        shard(root).write_bytes(data)
+        (shard(lost).parents[1] / "manifest.json").write_text("{}")
+        found = verify_store(store)
+        assert {d.chunk for d in found.damages} == {0, 2} and len(found.damages) == 3
+        assert store.stats()["quarantined"] == 0  # looking changes nothing
+        fixed = verify_store(store, repair=True)
+        assert len(fixed.removed) == 2 and fixed.quarantined == [root.spans[0].segment_id]
+        assert store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL).num_tokens == 32
+        assert read_all(store, other).right == SMALL.groups * 4
+
+        data[2 * SMALL.pack_bytes] ^= 1
+        shard(root).write_bytes(data)
+        assert verify_store(store, repair=True).pardoned == [root.spans[0].segment_id]
+        assert store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL).num_tokens == 64
+        assert verify_store(store).ok and json.dumps(verify_store(store).to_dict())
+
+
+def test_verify_tells_an_index_that_is_behind(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        store.index.catalog.drop(prefix.spans[0].segment_id)
+        assert verify_store(store).unindexed == [prefix.spans[0].segment_id]
+        verify_store(store, repair=True)
+        assert verify_store(store).ok and len(store.prefixes()) == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_zarr_python_reads_our_arrays_bit_for_bit(
+    store: ChunkStore, folder: Path, dtype: str, together: bool
+) -> None:
+    zarr = pytest.importorskip("zarr")
+    layout = Layout(
+        num_layers=6,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=dtype,
+        pack_layers=4 if together else 1,
+        kv_together=together,
+        digest="int8",
+    )
+    tokens = some_tokens(100)
+    id_ = ingest(store, tokens, layout=layout).spans[0].segment_id
+    group = zarr.open_group(str(folder / "segments" / id_[:2] / id_), mode="r")
+    packs = group["packs"]
+    assert packs.attrs["element_type"] == dtype and packs.shape[1:4] == (7, 2, 16)
+    for g in (0, layout.groups - 1):
+        layers = layout.group_layers(g)
+        kinds = slice(None) if together else slice(g % 2, g % 2 + 1)
+        got = packs[layers.start : layers.stop, 3, kinds]
+        want = packs_of(layout, tokens, g, np.arange(100))[3, : len(layers)]
+        np.testing.assert_array_equal(got, want.view(layout.disk_dtype))
+    keys = kv_of(layout, tokens)[4, 0]
+    row = layout.probe_layers.index(4)
+    np.testing.assert_array_equal(group["probe"][row, :100], keys.view(layout.disk_dtype))
+
+
+_MEASURE = """
+import sys, numpy as np
+from ckv_jax.storage import ChunkStore
+def status(name):
+    line = next(x for x in open('/proc/self/status') if x.startswith(name))
+    return int(line.split()[1]) * 1024
+with ChunkStore.open(sys.argv[1]) as store:
+    (prefix,) = store.prefixes()
+    layout = prefix.layout
+    with store.reader(prefix) as reader:
+        out = np.ones((prefix.num_chunks, *layout.pack_shape), layout.numpy_dtype)
+        keys = np.ones((prefix.num_tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
+        before = status('VmRSS')
+        for group in range(layout.groups):
+            assert reader.read_packs(group, np.arange(prefix.num_chunks), out).all()
+        for layer in layout.probe_layers:
+            assert reader.read_probe(layer, keys) == prefix.num_tokens
+        digest = reader.read_digest()
+        print(status('VmHWM') - before - digest.nbytes)
+"""
+
+
+def test_reading_holds_little_besides_the_buffers(folder: Path) -> None:
+    layout = Layout(num_layers=4, num_kv_heads=8, head_dim=128, digest="int8")
+    tokens = some_tokens(4096)
+    kv = np.zeros((4, 2, 512, 8, 128), layout.numpy_dtype)
+    with (
+        ChunkStore.open(folder) as store,
+        store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer,
+    ):
+        for start in range(0, 4096, 512):
+            writer.write(start, kv)
+        writer.commit()
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(folder)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MALLOC_ARENA_MAX": "4"},
+    )
+    assert int(done.stdout) < 64 << 20
