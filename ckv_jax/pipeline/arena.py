@@ -25,10 +25,6 @@ class BufferArena:
         self._memory = aligned_bytes(self.size)
         self._holes: list[tuple[int, int]] = [(0, self.size)] if self.size else []
 
-    def fits(self, size: int) -> bool:
-        """Whether an empty arena could hold a block of `size` bytes."""
-        return _rounded(size) <= self.size
-
     def take(self, size: int) -> tuple[int, npt.NDArray[np.uint8]] | None:
         """A block of `size` bytes as (offset, uint8 view), or None if no hole is large enough.
 
