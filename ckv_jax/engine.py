@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from ckv_jax.answering import Answering
 from ckv_jax.append import append
-from ckv_jax.async_streams import AsyncTokenStream, outcomes, results_async
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
-from ckv_jax.generation import Generation, Sampled, TokenEvent
+from ckv_jax.generation import Generation
 from ckv_jax.handle import Handle
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Progress, ingest
 from ckv_jax.intake import Intake
 from ckv_jax.model.qwen2 import Qwen2
-from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.parts import Parts
@@ -33,14 +31,14 @@ from ckv_jax.serving import Server
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.streams import Item, TokenStream, result_of, results
+from ckv_jax.streams import result_of
 from ckv_jax.systems import system_named
 from ckv_jax.warmup import warm
 
 Tokens = np.ndarray  # int32 [n]
 
 
-class Engine:
+class Engine(Answering):
     """Answers requests over stored prefixes. Thread-safe; what is computed runs in one thread.
 
     Requests of all callers wait in one queue, first come, first served; those over one prefix are
@@ -204,76 +202,6 @@ class Engine:
                 salt=self.config.salt,
             )
 
-    def submit(self, request: Request, sampling: SamplingParams | None = None) -> Handle:
-        """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
-        sampled = None if sampling is None else [Sampled(params=sampling)]
-        return self._intake().submit([request], sampled)[0]
-
-    def reprefill(self, requests: Sequence[Request]) -> list[Result]:
-        """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
-        handles = self._intake().submit(_some(requests))
-        try:
-            return [result_of(handle) for handle in handles]
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-
-    def stream(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """First tokens in order of completion. `requests` may be endless: it is read as room
-        comes free. Closing the iterator cancels what is on its way."""
-        return results(requests, self._intake().submit, window=self._window)
-
-    def generate(
-        self,
-        requests: Request | Sequence[Request],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        reselect_every: int = 0,
-        keep_kv: bool = False,
-    ) -> TokenStream:
-        """Text after each suffix: an iterator of tokens; its `results()` are the generations.
-
-        Decode attends to the chunks that the re-prefill chose, the suffix, and what was
-        generated. Requests over one prefix are decoded together, whatever their `sampling`.
-
-        Args:
-            sampling: for all requests, or one each; None is greedy.
-            reselect_every: choose the chunks again after so many tokens, by the queries of the
-                latest ones; 0: never.
-            keep_kv: keep keys and values in host memory for `append`.
-        """
-        requests, sampled = _sampled(requests, sampling, reselect_every, keep_kv)
-        items: SimpleQueue[Item] = SimpleQueue()
-        return TokenStream(self._intake().submit(requests, sampled, listener=items.put), items)
-
-    async def areprefill(self, requests: Sequence[Request]) -> list[Result]:
-        """`reprefill` in an event loop."""
-        handles = self._intake().submit(_some(requests))
-        await outcomes(handles)
-        return [result_of(handle) for handle in handles]
-
-    def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
-        """`stream` in an event loop."""
-        return results_async(requests, self._intake().submit, window=self._window)
-
-    def agenerate(
-        self,
-        requests: Request | Sequence[Request],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        reselect_every: int = 0,
-        keep_kv: bool = False,
-    ) -> AsyncTokenStream:
-        """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        requests, sampled = _sampled(requests, sampling, reselect_every, keep_kv)
-        intake = self._intake()
-
-        def submit(listener: Callable[[TokenEvent], None]) -> list[Handle]:
-            return intake.submit(requests, sampled, listener=listener)
-
-        return AsyncTokenStream(submit)
-
     def recompute(self, request: Request) -> Result:
         """The same request with nothing from the store: a dense prefill of all its tokens.
 
@@ -332,34 +260,9 @@ class Engine:
         """Programs compiled so far; constant once warm."""
         return self._parts.executables() + self._server.executables()
 
-    @property
-    def _window(self) -> int:
-        """Requests that a stream has under way: one batch computing, one waiting."""
-        return 2 * self.config.max_batch
-
     def _intake(self) -> Intake:
         return Intake(self._placement, self._scheduler)
 
-
-def _some(requests: Sequence[Request]) -> list[Request]:
-    if len(requests) == 0:
-        raise ValueError("got an empty batch, expected at least one request")
-    return list(requests)
-
-
-def _sampled(
-    requests: Request | Sequence[Request],
-    sampling: SamplingParams | Sequence[SamplingParams] | None,
-    reselect_every: int,
-    keep_kv: bool,
-) -> tuple[list[Request], list[Sampled]]:
-    """Each request with how it goes on."""
-    several = [requests] if isinstance(requests, Request) else _some(requests)
-    if sampling is None or isinstance(sampling, SamplingParams):
-        sampling = [sampling or SamplingParams()] * len(several)
-    if len(sampling) != len(several):
-        raise ValueError(f"got {len(sampling)} samplings, expected {len(several)}, one a request")
-    return several, [
-        Sampled(params=params, reselect_every=reselect_every, keep_kv=keep_kv)
-        for params in sampling
-    ]
+    @property
+    def _window(self) -> int:
+        return 2 * self.config.max_batch  # one batch computing, one waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from ckv_jax.generating import Generating
 from ckv_jax.handle import Handle
@@ -102,7 +103,8 @@ class Server:
 
     def executables(self) -> int:
         """How many sampling programs have been compiled so far."""
-        return int(sample._cache_size())
+        call: Any = sample
+        return int(call._cache_size())
 
     def _sparse(self, placed: Placed) -> bool:
         return placed.prefix.num_tokens > 0 and self._parts.system.selector != "none"

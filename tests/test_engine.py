@@ -134,13 +134,13 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="budget=1.5"):
             Request(prefix=prefix, suffix=[1], budget=1.5)
         with pytest.raises(ValueError, match="token ids"):
-            engine.reprefill([Request(prefix=prefix, suffix=[SMALL.vocab_size])])
+            engine.reprefill([Request(prefix=prefix, suffix=[SMALL.vocab_size])])[0].token_id
         with pytest.raises(ContextOverflow, match="2048"):
             engine.ingest(tokens(3000))
         with pytest.raises(ContextOverflow, match="64 prefix and 2000 suffix"):
-            engine.reprefill([Request(prefix=prefix, suffix=tokens(2000))])
+            engine.reprefill([Request(prefix=prefix, suffix=tokens(2000))])[0].raise_for_error()
         with pytest.raises(StoreError, match=prefix.id[:8]):
-            engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])
+            engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])[0].logits
 
 
 def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
@@ -148,6 +148,6 @@ def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
         prefix = engine.ingest(tokens(64))
     with small_engine(tmp_path, seed=1) as other:
         with pytest.raises(StoreError, match="weights"):
-            other.reprefill([Request(prefix=prefix.id, suffix=[1])])
+            other.reprefill([Request(prefix=prefix.id, suffix=[1])])[0].raise_for_error()
         (result,) = other.reprefill([Request(prefix=tokens(64).tolist(), suffix=[1])])
         assert result.trace.bytes["ssd"] == 0
