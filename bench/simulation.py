@@ -1,0 +1,257 @@
+"""A discrete-event model of the re-prefill pipeline, on SimPy: same schedule, times as parameters.
+
+One engine process, reader threads that share a disk, one device. Requests are the traces of real
+ones: how many packs each layer group demanded, how many speculation had asked for, and how many of
+those were of use. The schedules are those of `pipeline.executor` and `pipeline.layerwise`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import simpy
+
+Process = Generator[Any, Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a machine can do. Times in seconds, sizes in bytes."""
+
+    name: str
+    read_latency: float
+    """From asking for a read to its first byte."""
+    pack_bandwidth: float
+    """Bytes a second of all reader threads together, at the pack's size."""
+    probe_bandwidth: float
+    """The same for sequential reads."""
+    threads: int
+    link_bandwidth: float
+    """Host to device."""
+    call_overhead: float
+    """Engine thread, for each jitted call: dispatch, tables, bookkeeping."""
+    sync_overhead: float
+    """For each selection brought to the host."""
+    contention: float = 0.0
+    """By how much computing and reading slow each other while both go on (shared CPU cores)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one stage of a request computes, and what it reads. A stage is a step of our plan (a
+    subperiod), or one layer of a rival."""
+
+    select_s: float = 0.0
+    """Scoring and selecting before it; 0 where a selection is shared."""
+    compute_s: float
+    probe_bytes: int = 0
+    """Read before it can select, ahead of time."""
+    ahead_bytes: int = 0
+    """Demanded whatever is selected (all keys, or everything)."""
+    speculated_bytes: int = 0
+    """Of needed packs that speculation asks for while the period before runs its layers."""
+    wasted_bytes: int = 0
+    """Of packs that it asks for then and nobody needs."""
+    demanded_bytes: int = 0
+    """Of packs that only its own selection asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One request of one system."""
+
+    kind: Literal["ours", "all", "tokens"]
+    stages: tuple[Stage, ...]
+    pack_bytes: int
+    embed_s: float
+    head_s: float
+    lookahead_s: float = 0.0
+    """A second scoring at each selection, for speculation."""
+    read_ahead: int = 2
+    """Stages whose unconditional reads are under way (rivals)."""
+    packs_per_job: int = 16
+
+
+@dataclass(slots=True)
+class Outcome:
+    """When the first token was there, and how the engine thread spent that time."""
+
+    ttft_s: float = 0.0
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("probe", "pack"), 0.0))
+
+
+class Machine:
+    """Shared resources: reader threads, the disk they share, and the device."""
+
+    def __init__(self, env: simpy.Environment, hardware: Hardware) -> None:
+        self.env = env
+        self.hardware = hardware
+        self.threads = simpy.PriorityResource(env, hardware.threads)
+        self._disk = simpy.PriorityResource(env, 1)
+        self._device = simpy.Resource(env, 1)
+        self._reading = 0
+        self._computing = 0
+        self._changed = env.event()
+
+    def read(self, size: int, *, probe: bool, priority: int) -> Process:
+        """One job of a reader thread."""
+        rate = self.hardware.probe_bandwidth if probe else self.hardware.pack_bandwidth
+        with self.threads.request(priority=priority) as thread:
+            yield thread
+            yield self.env.timeout(self.hardware.read_latency)
+            with self._disk.request(priority=priority) as turn:
+                yield turn
+                yield from self._share("_reading", "_computing", size / rate)
+
+    def compute(self, seconds: float) -> Process:
+        """One call on the device, after those before it."""
+        with self._device.request() as turn:
+            yield turn
+            yield from self._share("_computing", "_reading", seconds)
+
+    def _share(self, mine: str, other: str, seconds: float) -> Process:
+        """Works for `seconds` of undisturbed time, slower while the other kind is going on."""
+        self._change(mine, 1)
+        left = seconds
+        while left > 1e-9:
+            slow = 1 + self.hardware.contention * (getattr(self, other) > 0)
+            start = self.env.now
+            yield self.env.timeout(left * slow) | self._changed
+            left -= (self.env.now - start) / slow
+        self._change(mine, -1)
+
+    def _change(self, name: str, by: int) -> None:
+        setattr(self, name, getattr(self, name) + by)
+        self._changed.succeed()
+        self._changed = self.env.event()
+
+
+_BYTES = {
+    "probe": "probe_bytes",
+    "ahead": "ahead_bytes",
+    "demand": "demanded_bytes",
+    "speculate": "speculated_bytes",
+    "waste": "wasted_bytes",
+}
+
+
+class Simulation:
+    """One request on a machine of its own."""
+
+    def __init__(self, script: Script, hardware: Hardware) -> None:
+        self._env = simpy.Environment()
+        self._machine = Machine(self._env, hardware)
+        self._script = script
+        self._hardware = hardware
+        self._reads: dict[tuple[str, int], list[simpy.Process]] = {}
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Simulates until the first token."""
+        schedule = {"ours": self._ours, "all": self._all, "tokens": self._tokens}
+        self._env.run(self._env.process(schedule[self._script.kind]()))
+        self._outcome.ttft_s = self._env.now
+        return self._outcome
+
+    def _ours(self) -> Process:
+        """`pipeline.executor`: select, demand the period, speculate the next, run its steps."""
+        stages = self._script.stages
+        firsts = [i for i, stage in enumerate(stages) if stage.select_s] + [len(stages)]
+        self._start("probe", firsts[0])
+        self._call(self._script.embed_s)
+        for first, after in itertools.pairwise(firsts):
+            yield from self._wait("probe", first)
+            self._call(stages[first].select_s + self._script.lookahead_s)
+            self._start("probe", after)
+            yield self._call(0.0)  # the device is through with everything before
+            yield self._env.timeout(self._hardware.sync_overhead)
+            for index in range(first, after):
+                self._start("demand", index)
+            if after < len(stages):
+                end = firsts[firsts.index(after) + 1]
+                for index in range(after, end):
+                    self._start("speculate", index)
+                    self._start("waste", index)
+            for index in range(first, after):
+                yield from self._wait("speculate", index)
+                yield from self._wait("demand", index)
+                yield from self._stage(
+                    stages[index].speculated_bytes + stages[index].demanded_bytes
+                )
+                self._call(stages[index].compute_s)
+                yield self._env.timeout(self._hardware.call_overhead)
+        yield self._call(self._script.head_s)
+
+    def _all(self) -> Process:
+        """AttentionStore: everything a few layers ahead, no selection."""
+        stages, ahead = self._script.stages, self._script.read_ahead
+        for index in range(ahead):
+            self._start("ahead", index)
+        self._call(self._script.embed_s)
+        for index, stage in enumerate(stages):
+            self._start("ahead", index + ahead)
+            yield from self._wait("ahead", index)
+            yield from self._stage(stage.ahead_bytes)
+            self._call(stage.compute_s)
+            yield self._env.timeout(self._hardware.call_overhead)
+        yield self._call(self._script.head_s)
+
+    def _tokens(self) -> Process:
+        """H2O and IMPRESS: keys or probe ahead, select, then what holds important tokens."""
+        stages, ahead = self._script.stages, self._script.read_ahead
+        for index in range(ahead):
+            self._start("ahead", index)
+            self._start("probe", index)
+        self._call(self._script.embed_s)
+        for index, stage in enumerate(stages):
+            self._start("ahead", index + ahead)
+            self._start("probe", index + ahead)
+            yield from self._wait("probe", index)
+            yield from self._wait("ahead", index)
+            yield from self._stage(stage.ahead_bytes)
+            yield self._call(stage.select_s)
+            yield self._env.timeout(self._hardware.sync_overhead)
+            self._start("demand", index)
+            yield from self._wait("demand", index)
+            yield from self._stage(stage.demanded_bytes)
+            self._call(stage.compute_s)
+            yield self._env.timeout(self._hardware.call_overhead)
+        yield self._call(self._script.head_s)
+
+    def _call(self, seconds: float) -> simpy.Process:
+        return self._env.process(self._machine.compute(seconds))
+
+    def _start(self, kind: str, index: int) -> None:
+        """Submits a stage's reads of one kind, cut into jobs, once."""
+        if index >= len(self._script.stages) or (kind, index) in self._reads:
+            return
+        stage = self._script.stages[index]
+        total: int = getattr(stage, _BYTES[kind])
+        job = self._script.pack_bytes * self._script.packs_per_job
+        if kind == "probe":
+            job = max(total, 1)
+        urgent = kind in ("probe", "demand") or self._script.kind == "all"
+        self._reads[kind, index] = [
+            self._env.process(
+                self._machine.read(
+                    min(job, total - done), probe=kind == "probe", priority=0 if urgent else 1
+                )
+            )
+            for done in range(0, total, job)
+        ]
+
+    def _wait(self, kind: str, index: int) -> Process:
+        reads = self._reads.get((kind, index), [])
+        start = self._env.now
+        for read in reads:
+            if read.is_alive:
+                yield read
+        self._outcome.waits["probe" if kind == "probe" else "pack"] += self._env.now - start
+
+    def _stage(self, size: int) -> Process:
+        """What arrived goes to the device before the call that reads it."""
+        if size:
+            yield self._env.timeout(size / self._hardware.link_bandwidth)
