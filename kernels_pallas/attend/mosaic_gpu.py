@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Paged attention for Hopper GPUs (WGMMA), in the manner of FlashAttention with split keys.
 
 A thread block owns 64 rows (queries times the group's heads) of one KV head and a share of the
@@ -12,6 +13,7 @@ token, r + 1 for new token r, a number no query reaches for what must not be see
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +146,7 @@ def _call(
         first = split * share
         last = jnp.minimum(first + share, steps)
 
-        def load(step: Array, slot: Array) -> None:
+        def load(step: Array, slot: Array | int) -> None:
             for i in range(per_step):
                 into = pl.ds(i * chunk, chunk)
                 for table_ref, new_ref, smem in (
@@ -181,7 +183,7 @@ def _call(
         plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, q_barrier)
         plgpu.copy_gmem_to_smem(limit_ref.at[b, tile], limit_smem, q_barrier)
         for ahead in range(blocks.steps):
-            pl.when(first + ahead < last)(lambda ahead=ahead: load(first + ahead, ahead))
+            pl.when(first + ahead < last)(functools.partial(load, first + ahead, ahead))
         plgpu.barrier_wait(q_barrier)
 
         def body(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -189,11 +191,11 @@ def _call(
             slot = lax.rem(step - first, blocks.steps)
             plgpu.barrier_wait(barriers.at[slot])
 
-            def logits(acc_ref: Any) -> Array:
+            def logits(acc_ref: Any) -> Any:
                 plgpu.wgmma(acc_ref, q_smem, k_smem.at[slot].transpose((1, 0)))
                 return acc_ref[...]
 
-            x = pl.run_scoped(logits, plgpu.ACC((_ROWS, keys), jnp.float32))
+            x = pl.run_scoped(logits, plgpu.WGMMAAccumulatorRef((_ROWS, keys), jnp.float32))
             seen = lax.broadcast_in_dim(order_smem[slot], x.shape, (1,)) <= lax.broadcast_in_dim(
                 limit_smem[...], x.shape, (0,)
             )
@@ -212,11 +214,11 @@ def _call(
 
             plgpu.commit_smem()
 
-            def values(acc_ref: Any) -> Array:
+            def values(acc_ref: Any) -> Any:
                 plgpu.wgmma(acc_ref, p_smem, v_smem.at[slot])
                 return acc_ref[...]
 
-            part = pl.run_scoped(values, plgpu.ACC((_ROWS, dim), jnp.float32))
+            part = pl.run_scoped(values, plgpu.WGMMAAccumulatorRef((_ROWS, dim), jnp.float32))
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)) + part
 
             @pl.when(step + blocks.steps < last)
@@ -243,8 +245,7 @@ def _call(
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, head, split, tile])
         plgpu.wait_smem_to_gmem(0)
 
-    layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    tiled = {"transforms": layout}
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     shape = (batch, kv_heads, splits, num_rows)
     out, lse = plgpu.kernel(
         kernel,
@@ -253,10 +254,10 @@ def _call(
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         scratch_types=(
-            plgpu.SMEM((_ROWS, dim), rows.dtype, **tiled),
-            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, **tiled),
-            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, **tiled),
-            plgpu.SMEM((_ROWS, keys), rows.dtype, **tiled),
+            plgpu.SMEM((_ROWS, dim), rows.dtype, transforms=tiled),
+            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, transforms=tiled),
+            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, transforms=tiled),
+            plgpu.SMEM((_ROWS, keys), rows.dtype, transforms=tiled),
             plgpu.SMEM((blocks.steps, keys), jnp.int32),
             plgpu.SMEM((_ROWS,), jnp.int32),
             plgpu.SMEM((_ROWS,), jnp.float32),

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Paged attention for TPUs: pages arrive by the page table that the grid pipeline reads ahead.
 
 A step takes `pieces` pages of C tokens, all KV heads of them, each through a block spec of its

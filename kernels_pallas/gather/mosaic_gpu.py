@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Gather for Hopper and Blackwell GPUs: the TMA unit moves pages, the cores only start it.
 
 A thread block moves one part of one page, global -> shared -> global memory. Blocks are small, so
@@ -83,7 +84,8 @@ def gather(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )(pages.reshape(count, parts, rows, columns), table.reshape(-1))
-    return out.reshape(batch, entries, *page)
+    copied: Array = out.reshape(batch, entries, *page)
+    return copied
 
 
 def _box(elements: int, itemsize: int, limit: int) -> tuple[int, int]:

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Gather for TPUs: DMA from HBM to HBM, a few pages in flight at a time."""
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def gather(
         ),
         interpret=interpret,
     )(table.reshape(-1), pages, zeros)
-    return out.reshape(batch, entries, *page)
+    copied: Array = out.reshape(batch, entries, *page)
+    return copied
 
 
 def _kernel(

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Equation 1 for Hopper GPUs (WGMMA), in two passes over the probe.
 
 The first finds every query row's log-sum-exp, the second the sum over rows of exp(logit - lse),
@@ -8,6 +9,7 @@ shared memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -107,14 +109,14 @@ def _stream(
     share = pl.cdiv(pl.cdiv(tokens, keys), splits)
     operands = (rows, num_tokens, *plan.operands) + (() if lse is None else (lse,))
     shape = (batch, kv_heads, splits, num_rows)
-    out_type = (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+    out_type: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
     if lse is not None:
         out_type = (jax.ShapeDtypeStruct((batch, kv_heads, tiles, tokens), jnp.float32),)
 
     def kernel(*refs: Any) -> None:
         inputs, rest = refs[: len(operands)], refs[len(operands) :]
         rows_ref, limit_ref, *probe_refs = inputs
-        outs, rest = rest[: len(out_type)], rest[len(out_type) :]
+        out_refs, rest = rest[: len(out_type)], rest[len(out_type) :]
         q_smem, lse_smem, start_barrier, barriers, *scratch = rest
         unit = lax.axis_index("unit")
         b, head = lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
@@ -128,7 +130,7 @@ def _stream(
         def first_key(step: Array) -> Array:
             return jnp.minimum(step * keys, tokens - keys)  # the last block overlaps its neighbour
 
-        def load(step: Array, slot: Array) -> None:
+        def load(step: Array, slot: Array | int) -> None:
             plan.load(probe_refs, scratch, head, first_key(step), slot, barriers.at[slot])
 
         plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, start_barrier)
@@ -136,7 +138,7 @@ def _stream(
             plgpu.copy_gmem_to_smem(probe_refs[-1].at[b, head, tile], lse_smem, start_barrier)
         plan.prepare(probe_refs, scratch, head, start_barrier)
         for ahead in range(blocks.steps):
-            pl.when(begin + ahead < end)(lambda ahead=ahead: load(begin + ahead, ahead))
+            pl.when(begin + ahead < end)(functools.partial(load, begin + ahead, ahead))
         plgpu.barrier_wait(start_barrier)
 
         def logits(step: Array) -> Array:
@@ -145,11 +147,13 @@ def _stream(
             plgpu.barrier_wait(barriers.at[slot])
             key_ref, scale = plan.decode(scratch, slot)
 
-            def dot(acc_ref: Any) -> Array:
+            def dot(acc_ref: Any) -> Any:
                 plgpu.wgmma(acc_ref, q_smem, key_ref.transpose((1, 0)))
                 return acc_ref[...]
 
-            x = pl.run_scoped(dot, plgpu.ACC((_ROWS, keys), jnp.float32)) * (1.0 / math.sqrt(dim))
+            x = pl.run_scoped(dot, plgpu.WGMMAAccumulatorRef((_ROWS, keys), jnp.float32)) * (
+                1.0 / math.sqrt(dim)
+            )
             if scale is not None:
                 x = x * lax.broadcast_in_dim(scale, x.shape, (1,))
             column = lax.broadcasted_iota(jnp.int32, x.shape, 1) + first_key(step)
@@ -175,17 +179,17 @@ def _stream(
         def sums(step: Array, carry: None) -> None:
             x = logits(step)
             p = jnp.exp(x - lax.broadcast_in_dim(lse_smem[...], x.shape, (0,)))
-            outs[0][b, head, tile_index, pl.ds(first_key(step), keys)] = jnp.sum(p, axis=0)
+            out_refs[0][b, head, tile_index, pl.ds(first_key(step), keys)] = jnp.sum(p, axis=0)
 
         if lse is not None:
             lax.fori_loop(begin, end, sums, None)
             return
         start = (jnp.full((_ROWS,), _LOWEST, jnp.float32), jnp.zeros((_ROWS,), jnp.float32))
         top, total = lax.fori_loop(begin, end, stats, start)
-        outs[0][b, head, split, tile] = top
-        outs[1][b, head, split, tile] = total
+        out_refs[0][b, head, split, tile] = top
+        out_refs[1][b, head, split, tile] = total
 
-    return plgpu.kernel(
+    outs: tuple[Array, ...] = plgpu.kernel(
         kernel,
         out_type=out_type,
         scratch_types=(
@@ -200,3 +204,4 @@ def _stream(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )(*operands)
+    return outs

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Blocks of keys in a GPU's shared memory, ready for WGMMA, from each kind of probe."""
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class KeyBlocks:
     loaded: int
     prepared: int
     prepare: Callable[[Sequence[Any], Sequence[Any], Array, Any], None]
-    load: Callable[[Sequence[Any], Sequence[Any], Array, Array, Array, Any], None]
+    load: Callable[[Sequence[Any], Sequence[Any], Array, Array, Array | int, Any], None]
     decode: Callable[[Sequence[Any], Array], tuple[Any, Array | None]]
 
 
@@ -64,7 +65,12 @@ def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
         raise NotImplementedError(f"got keys {probe.keys.dtype}, expected {dtype} like q")
 
     def load(
-        refs: Sequence[Any], scratch: Sequence[Any], head: Array, first: Array, slot: Array, on: Any
+        refs: Sequence[Any],
+        scratch: Sequence[Any],
+        head: Array,
+        first: Array,
+        slot: Array | int,
+        on: Any,
     ) -> None:
         plgpu.copy_gmem_to_smem(refs[0].at[pl.ds(first, keys), head, :], scratch[0].at[slot], on)
 
@@ -100,7 +106,12 @@ def _scaled(
     dim = probe.shape[2]
 
     def load(
-        refs: Sequence[Any], scratch: Sequence[Any], head: Array, first: Array, slot: Array, on: Any
+        refs: Sequence[Any],
+        scratch: Sequence[Any],
+        head: Array,
+        first: Array,
+        slot: Array | int,
+        on: Any,
     ) -> None:
         codes, scales, _ = scratch
         plgpu.copy_gmem_to_smem(refs[0].at[pl.ds(first, keys), head, :], codes.at[slot], on)
@@ -150,15 +161,20 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
             plgpu.copy_gmem_to_smem(refs[1].at[head, m], scratch[1].at[m], on)
 
     def load(
-        refs: Sequence[Any], scratch: Sequence[Any], head: Array, first: Array, slot: Array, on: Any
+        refs: Sequence[Any],
+        scratch: Sequence[Any],
+        head: Array,
+        first: Array,
+        slot: Array | int,
+        on: Any,
     ) -> None:
         plgpu.copy_gmem_to_smem(refs[0].at[head, :, pl.ds(first, keys)], scratch[0].at[slot], on)
 
     def decode(scratch: Sequence[Any], slot: Array) -> tuple[Any, None]:
         codes, book, one_hot, decoded = scratch
 
-        def pair_of(pair: int) -> Callable[[Any], Array]:
-            def dot(acc_ref: Any) -> Array:
+        def pair_of(pair: int) -> Callable[[Any], Any]:
+            def dot(acc_ref: Any) -> Any:
                 for i in range(2):
                     code = codes[slot, 2 * pair + i].astype(jnp.int32)
                     entry = lax.broadcasted_iota(jnp.int32, (keys, size), 1)
@@ -172,7 +188,9 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
             return dot
 
         for pair in range(subspaces // 2):
-            part = pl.run_scoped(pair_of(pair), plgpu.ACC((keys, _PAIR), jnp.float32))
+            part = pl.run_scoped(
+                pair_of(pair), plgpu.WGMMAAccumulatorRef((keys, _PAIR), jnp.float32)
+            )
             decoded[:, pl.ds(pair * _PAIR, _PAIR)] = part.astype(dtype)
         plgpu.commit_smem()
         return decoded, None

@@ -40,7 +40,8 @@ def pad_tokens(probe: Probe, tokens: int) -> Probe:
 
     if isinstance(probe, PqKeys):
         return PqKeys(padded(probe.codes), probe.codebooks)
-    return jax.tree.map(padded, probe)
+    longer: Probe = jax.tree.map(padded, probe)
+    return longer
 
 
 def chunk_sums(weights: Array, chunk_tokens: int) -> Array:

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """Equation 1 for TPUs: two sweeps over the probe in one kernel, weights a key at a time out.
 
 The grid runs over sequence and KV head, tiles of query rows, the two sweeps and blocks of keys. The
@@ -176,8 +177,9 @@ def _dot(rows: Array, keys_ref: Any) -> Array:
 
 
 def _dot8(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
-    codes = codes_ref[0].astype(jnp.float32).astype(rows.dtype)
-    return _matmul(rows, codes) * scale_ref[0]
+    codes: Array = codes_ref[0].astype(jnp.float32).astype(rows.dtype)
+    scale: Array = scale_ref[0]
+    return _matmul(rows, codes) * scale
 
 
 def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
@@ -185,7 +187,8 @@ def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
     half = codes.shape[1]
     low = ((codes & 15) - 8).astype(jnp.float32).astype(rows.dtype)
     high = ((codes >> 4) - 8).astype(jnp.float32).astype(rows.dtype)
-    return (_matmul(rows[:, :half], low) + _matmul(rows[:, half:], high)) * scale_ref[0]
+    scale: Array = scale_ref[0]
+    return (_matmul(rows[:, :half], low) + _matmul(rows[:, half:], high)) * scale
 
 
 def _dot_tables(tables: Array, codes_ref: Any) -> Array:
