@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -17,8 +18,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from ckv_jax.model.config import PUBLISHED, ModelConfig
+
 RIVALS = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
 OURS = ("contiguous-kv", "ckv")
+
+SHAPES: dict[str, ModelConfig] = {
+    **PUBLISHED,
+    "tiny": dataclasses.replace(
+        PUBLISHED["kv7b-thin"],
+        vocab_size=512, hidden_size=128, intermediate_size=128, num_layers=4, head_dim=64,
+        max_position_embeddings=8192,
+    ),
+}  # fmt: skip
+"""Published shapes, and one for tests of the benchmarks themselves."""
 
 Json = dict[str, Any]
 

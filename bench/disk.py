@@ -17,12 +17,13 @@ class Disk:
     A context manager: leaving it removes the file that was read.
     """
 
-    def __init__(self, folder: Path, *, seconds: float = 2.0) -> None:
+    def __init__(self, folder: Path, *, seconds: float = 2.0, file_bytes: int = FILE_BYTES) -> None:
         self._fio = shutil.which("fio")
         if self._fio is None:
             raise RuntimeError("fio is missing; install it (Debian, Ubuntu: apt-get install fio)")
         self._file = folder / "fio.dat"
         self._seconds = seconds
+        self._file_bytes = file_bytes
         self._found: dict[int, float] = {}
 
     def __enter__(self) -> Disk:
@@ -47,7 +48,7 @@ class Disk:
         assert self._fio is not None
         command = [
             self._fio, "--name=read", f"--filename={self._file}", "--rw=randread", "--direct=1",
-            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={size}", f"--size={FILE_BYTES}",
+            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={size}", f"--size={self._file_bytes}",
             f"--runtime={self._seconds}", "--time_based", "--output-format=json",
         ]  # fmt: skip
         run = subprocess.run(command, capture_output=True, text=True, check=False)

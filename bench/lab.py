@@ -14,18 +14,18 @@ from typing import Self
 
 import numpy as np
 
-from bench.common import Setting
+from bench.common import SHAPES, Setting
 from bench.structured import structured_model
 from bench.workload import Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
-from ckv_jax.identity import random_fingerprint
-from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.pipeline.compute import Compute
 from ckv_jax.pipeline.prefill import DensePrefill
 from ckv_jax.reorder import REORDER_AFTER
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import system_named
@@ -42,7 +42,7 @@ class Lab:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.config: ModelConfig = PUBLISHED[setting.model]
+        self.config: ModelConfig = SHAPES[setting.model]
         self.work = Synthetic(
             vocab_size=self.config.vocab_size,
             prefix_tokens=setting.prefix_tokens,
@@ -61,7 +61,10 @@ class Lab:
         base = EngineConfig(
             system="recompute", dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
         )
-        fingerprint = random_fingerprint(model)
+        fingerprint = Fingerprint(
+            {"weights": f"structured, seed {setting.seed}", "config": setting.model}
+            | {"dtype": setting.dtype, "tokenizer": "", "rope": ""}
+        )
         self.base = self._stack.enter_context(Engine(model, None, self.store, fingerprint, base))
         self._prefixes: dict[tuple[int, str], Prefix] = {}
         self.prefill_s: list[float] = []
@@ -152,9 +155,13 @@ class Lab:
         if engine.system.selector == "none":
             self.ask(engine, index, 10_000, budgets[0])
             return
-        for turn in range(WARM_UP if engine.system.reorder else 3):
-            self.ask(engine, index, 10_000 + turn, budgets[turn % len(budgets)])
-        engine.settle()
+        if engine.system.reorder:
+            for turn in range(WARM_UP):
+                self.ask(engine, index, 10_000 + turn, budgets[turn % len(budgets)])
+            engine.settle()
+        if index == 0:
+            prefix = self.prefix(index, engine)
+            engine.warmup(prefix, max_suffix=self.setting.suffix_tokens, budgets=budgets)
         for budget in budgets:
             self.ask(engine, index, 11_000, budget)
 

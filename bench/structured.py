@@ -79,12 +79,14 @@ def _embedding(
     rng: np.random.Generator, table: Array, keys: np.ndarray, topics: np.ndarray, s: Structure
 ) -> Array:
     """Unit noise, so that the layers' own noise does not drown it, plus features and topic."""
-    vocabulary, hidden = table.shape
+    vocabulary = table.shape[0]
+    noise = table.astype(jnp.float32) / jnp.std(table.astype(jnp.float32))
     features = rng.normal(size=(vocabulary, s.features))
     tastes = rng.normal(size=(TOPICS, s.features))
     asked = tastes[np.arange(vocabulary) % TOPICS]
-    rows = s.salience * (features @ keys.T + asked @ topics.T)
-    return jnp.asarray(rng.normal(size=(vocabulary, hidden)) + rows, table.dtype)
+    left = jnp.asarray(s.salience * np.concatenate([features, asked], axis=1), jnp.float32)
+    right = jnp.asarray(np.concatenate([keys, topics], axis=1), jnp.float32)
+    return (noise + left @ right.T).astype(table.dtype)  # on the device: tables are large
 
 
 def _turning(rng: np.random.Generator, layers: int, s: Structure) -> np.ndarray:

@@ -1,0 +1,185 @@
+"""Paper-scale qualification with one command, on a GPU or, with --tiny, anywhere.
+
+    python -m bench.gpu_qualify --out DIR            # 7B, 14B and 32B; resumes where it stopped
+    python -m bench.gpu_qualify --tiny --out DIR     # every stage on a toy, under 2 minutes
+
+Stages write DIR/<stage>.json and are skipped when that is there: host-to-device bandwidth, disk
+bandwidth, the kernels, and for each model the time to first token of every system with both floors,
+breakdown and speedups. Weights are random and made on the device, with the structure that
+`bench.structured` describes. Nothing is downloaded. Defaults fit 139 GiB of device memory, 128 GiB
+of host memory and 64 GiB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from bench.common import Json, Setting, machine, table
+from bench.disk import FILE_BYTES, Disk
+from bench.kernels import kernel_rows
+from bench.lab import Lab
+from bench.ttft import cold, speedups
+
+FULL = Setting(model="7B", prefixes=1, prefix_tokens=5008, repeats=10, budgets=(0.05, 0.25))
+TINY = dataclasses.replace(FULL, model="tiny", prefix_tokens=400, repeats=2, budgets=(0.25,))
+BLOCKS = (16 << 10, 32 << 10, 64 << 10, 128 << 10, 1 << 20)
+COPY_BYTES = 256 << 20
+STAGE_LIMIT_S = 9 * 60
+
+
+def copies(size: int) -> Json:
+    """Host-to-device GB/s, from pageable and from pinned memory."""
+    device = jax.devices()[0]
+    rows = np.ones(size, np.uint8)
+    found = {"pageable": _rate(lambda: jax.device_put(rows, device), size)}
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" in kinds and device.platform != "cpu":
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        there = jax.sharding.SingleDeviceSharding(device)
+        staged = jax.device_put(rows, pinned).block_until_ready()
+        found["pinned"] = _rate(lambda: jax.device_put(staged, there), size)
+        found["through pinned"] = _rate(
+            lambda: jax.device_put(jax.device_put(rows, pinned), there), size
+        )
+    return {"gb_per_s": found, "bytes": size}
+
+
+def _rate(copy: Callable[[], jax.Array], size: int) -> float:
+    copy().block_until_ready()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        copy().block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return size / best / 1e9
+
+
+def disk_bandwidth(folder: Path, seconds: float, file_bytes: int) -> Json:
+    """Random direct reads by block size, GB/s."""
+    with Disk(folder, seconds=seconds, file_bytes=file_bytes) as disk:
+        for block in BLOCKS:
+            disk.bandwidth(block)
+        return {"gb_per_s": disk.found}
+
+
+def first_tokens(setting: Setting, file_bytes: int) -> Json:
+    """All systems on one model."""
+    start = time.perf_counter()
+    with Lab(setting) as lab, Disk(lab.folder, seconds=1.0, file_bytes=file_bytes) as disk:
+        made = time.perf_counter() - start
+        rows = cold(lab, disk, ablate=False)
+        found = {
+            "rows": rows,
+            "speedup": speedups(rows),
+            "fio_gb_per_s": disk.found,
+            "setup_s": made,
+            "prefill_s": lab.prefill_s,
+            "setting": setting.to_json(),
+        }
+    jax.clear_caches()
+    return found
+
+
+def stages(args: argparse.Namespace) -> dict[str, Callable[[], Json]]:
+    """Every stage by name, in order."""
+    base = TINY if args.tiny else FULL
+    base = dataclasses.replace(base, folder=args.out / "scratch")
+    for name in ("prefix_tokens", "suffix_tokens", "repeats", "budgets", "systems"):
+        if getattr(args, name) is not None:
+            value = getattr(args, name)
+            value = tuple(value) if isinstance(value, list) else value
+            base = dataclasses.replace(base, **{name: value})
+    small = 16 if args.tiny else 1
+    found: dict[str, Callable[[], Json]] = {
+        "copies": lambda: copies(COPY_BYTES // small),
+        "disk": lambda: disk_bandwidth(args.out, 3.0 / small, FILE_BYTES // small),
+        "kernels": lambda: {"rows": kernel_rows(base)},
+    }
+    for model in ["tiny"] if args.tiny else args.models:
+        setting = dataclasses.replace(base, model=model)
+        found[f"ttft-{model}"] = lambda setting=setting: first_tokens(setting, FILE_BYTES // small)
+    return found
+
+
+def report(results: dict[str, Json]) -> str:
+    """One text with every figure and the floors beside it."""
+    parts = []
+    for name in ("copies", "disk"):
+        rates = results[name]["gb_per_s"]
+        parts.append(f"{name}, GB/s: " + ", ".join(f"{k} {v:.2f}" for k, v in rates.items()))
+    rows = results["kernels"]["rows"]
+    names = ("kernel", "implementation", "ms", "gb_per_s", "note")
+    parts.append(table([[row.get(name, "") for name in names] for row in rows], names))
+    cells = []
+    for stage, found in results.items():
+        if not stage.startswith("ttft-"):
+            continue
+        for row in found["rows"]:
+            times = [row["ttft_ms"][key] for key in ("mean", "p50", "p95")]
+            floors = [row[key] for key in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
+            rest = [row["ssd_bytes"] / 1e6, row["read_amplification"]]
+            cells.append(
+                [stage[len("ttft-") :], row["system"], row["budget"], *times, *floors, *rest]
+            )
+    header = ["model", "system", "budget", "mean ms", "p50", "p95", "compute floor", "I/O floor",
+              "ratio", "SSD MB", "ampl."]  # fmt: skip
+    parts.append(table(cells, header))
+    for stage, found in results.items():
+        if "speedup" in found:
+            parts.append(f"{stage} speedup: {json.dumps(found['speedup'])}")
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """The command."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--out", type=Path, required=True, help="folder of results; resumes from it")
+    p.add_argument("--tiny", action="store_true", help="a toy model, for any machine")
+    p.add_argument("--models", nargs="+", default=["7B", "14B", "32B"])
+    p.add_argument("--systems", nargs="+")
+    p.add_argument("--budgets", type=float, nargs="+")
+    p.add_argument("--prefix-tokens", type=int)
+    p.add_argument("--suffix-tokens", type=int)
+    p.add_argument("--repeats", type=int)
+    p.add_argument("--only", nargs="+", help="run only these stages")
+    args = p.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Json] = {}
+    for name, run in stages(args).items():
+        path = args.out / f"{name}.json"
+        if path.is_file():
+            results[name] = json.loads(path.read_text(encoding="utf-8"))
+            print(f"{name}: done before", flush=True)
+            continue
+        if args.only and name not in args.only:
+            continue
+        start = time.perf_counter()
+        found = run() | {
+            "stage": name,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+        }
+        found["stage_s"] = round(time.perf_counter() - start, 1)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        results[name] = found
+        late = ", over its 9 minutes" if found["stage_s"] > STAGE_LIMIT_S else ""
+        print(f"{name}: {found['stage_s']} s{late}", flush=True)
+    if {"copies", "disk", "kernels"} <= results.keys():
+        text = report(results)
+        (args.out / "report.txt").write_text(text + "\n", encoding="utf-8")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

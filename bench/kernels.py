@@ -1,0 +1,258 @@
+"""Gather, score and attend alone: time, bandwidth and memory against this machine's ceilings.
+
+    python -m bench.kernels --json bench/results/kernels.json     # 7B, 14B, 32B; 5k and 32k tokens
+    python -m bench.kernels --quick
+
+One layer's calls of one request with 32 suffix tokens. The ceilings are measured in the same run: a
+copy of a large array (bytes read and written) and a large matmul that accumulates in float32. `share`
+is the time that these would need for the bytes that a call must move, or for its multiplications
+where those take longer, as a part of the time it took; 1 is the ceiling. `speedup` is against the jnp
+reference, `temporary_mb` what the compiled call holds in device memory beside its operands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common import SHAPES, Json, Setting, finish, table
+from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.dispatch import Implementation
+from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score, select
+from ckv_jax.model.config import ModelConfig
+
+CHUNK = 16
+BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
+KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu"}
+COLUMNS = (
+    "models", "prefix_tokens", "kernel", "budget", "implementation", "ms", "gb_per_s",
+    "gflop_per_s", "share", "speedup", "temporary_mb", "note",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """What the device does at best: bytes a second copied (read and write), FLOP a second."""
+
+    bytes_per_s: float
+    flop_per_s: float
+
+    def seconds(self, size: float, flop: float) -> float:
+        """The least time for so many bytes and operations."""
+        return max(size / self.bytes_per_s, flop / self.flop_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One kernel at one shape; `run` takes the operands and an implementation."""
+
+    kernel: str
+    budget: float | None
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    size: float
+    flop: float
+
+
+def ceilings(dtype: Any, repeats: int) -> Ceiling:
+    """A copy of 64 MiB (1 GiB on an accelerator) and a matmul of 2048 (8192) squared."""
+    large = jax.default_backend() != "cpu"
+    words = jnp.arange(2**28 if large else 2**24, dtype=jnp.uint32)
+    width = 8192 if large else 2048
+    square = jnp.ones((width, width), dtype)
+    copy = _best(jax.jit(lambda x: x ^ jnp.uint32(1)), (words,), repeats)
+    dot = partial(jnp.dot, preferred_element_type=jnp.float32)
+    matmul = _best(jax.jit(dot), (square, square), repeats)
+    return Ceiling(bytes_per_s=2 * words.nbytes / copy, flop_per_s=2 * width**3 / matmul)
+
+
+def kernel_rows(setting: Setting, *, ceiling: Ceiling | None = None) -> list[Json]:
+    """Every kernel at the setting's model, prefix and budgets, by every implementation that this
+    backend has; `note` says why one does not run.
+    """
+    shape = SHAPES[setting.model]
+    ceiling = ceiling or ceilings(jnp.dtype(setting.dtype), setting.repeats)
+    names: list[Implementation] = ["reference"]
+    if (backend := jax.default_backend()) in KERNELS:
+        names.append(KERNELS[backend])
+    rows = []
+    for call in calls(shape, setting):
+        seconds: float | None = None
+        for name in names:
+            row: Json = {
+                "models": setting.model,
+                "prefix_tokens": setting.prefix_tokens,
+                "kernel": call.kernel,
+                "budget": call.budget,
+                "implementation": name,
+            }
+            try:
+                compiled = jax.jit(partial(call.run, name)).lower(*call.operands).compile()
+                taken = _best(compiled, call.operands, setting.repeats)
+            except (NotImplementedError, RuntimeError) as error:
+                rows.append(row | {"note": f"{type(error).__name__}: {str(error)[:80]}"})
+                continue
+            seconds = seconds or taken
+            memory = compiled.memory_analysis()
+            rows.append(
+                row
+                | {
+                    "ms": taken * 1e3,
+                    "gb_per_s": call.size / taken / 1e9,
+                    "gflop_per_s": call.flop / taken / 1e9,
+                    "share": ceiling.seconds(call.size, call.flop) / taken,
+                    "speedup": seconds / taken,
+                    "temporary_mb": memory.temp_size_in_bytes / 1e6,
+                }
+            )
+    return rows
+
+
+def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
+    """gather and attend at each budget, score with each probe, and the choice of the best."""
+    rng = np.random.default_rng(setting.seed)
+    dtype, queries = jnp.dtype(setting.dtype), setting.suffix_tokens
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    chunks = -(-setting.prefix_tokens // CHUNK)
+    tokens = chunks * CHUNK
+
+    def random(*size: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(size, np.float32), dtype)
+
+    q = random(1, queries, heads, dim)
+    new = random(1, queries, kv_heads, dim)
+    pool = random(chunks, 2, CHUNK, kv_heads, dim)
+    pages = pool.reshape(2 * chunks, CHUNK, kv_heads, dim)
+    zero = jnp.zeros(1, jnp.int32)
+    for budget in setting.budgets:
+        chosen = max(1, round(budget * chunks))
+        ids = jnp.asarray(np.sort(rng.choice(chunks, chosen, replace=False))[None], jnp.int32)
+        page_bytes = chosen * pool[0].nbytes
+        yield Call(
+            kernel="gather",
+            budget=budget,
+            run=lambda name, *a: gather(*a, implementation=name),
+            operands=(pool, ids),
+            size=2 * page_bytes,
+            flop=0,
+        )
+        full = jnp.full(ids.shape, CHUNK, jnp.int32)
+        yield Call(
+            kernel="attend",
+            budget=budget,
+            run=lambda name, *a: attend(*a, implementation=name),
+            operands=(q, pages, 2 * ids, 2 * ids + 1, full, new, new, zero),
+            size=page_bytes + 2 * q.nbytes + 2 * new.nbytes,
+            flop=4 * queries * heads * dim * (chosen * CHUNK + queries),
+        )
+    count, lengths = jnp.int32(setting.prefix_tokens), jnp.full(1, queries, jnp.int32)
+    for kind, probe in _probes(rng, random(tokens, kv_heads, dim)):
+        yield Call(
+            kernel=f"score {kind}",
+            budget=None,
+            run=_score,
+            operands=(q, probe, count, lengths),
+            size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
+            flop=2 * queries * heads * dim * tokens,
+        )
+    scores = jnp.asarray(rng.random((1, chunks)), jnp.float32)
+    yield Call(
+        kernel="select",
+        budget=0.25,
+        run=lambda name, s, n: select(s, max(1, chunks // 4), num_chunks=n),
+        operands=(scores, jnp.int32(chunks)),
+        size=scores.nbytes,
+        flop=0,
+    )
+
+
+def _score(
+    name: Implementation, q: jax.Array, probe: Probe, count: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    return score(
+        q, probe, num_tokens=count, q_lengths=lengths, chunk_tokens=CHUNK, implementation=name
+    )
+
+
+def _probes(rng: np.random.Generator, keys: jax.Array) -> Iterator[tuple[str, Probe]]:
+    tokens, kv_heads, dim = keys.shape
+    scale = jnp.full((tokens, kv_heads), 0.01, jnp.float32)
+    yield "keys", Keys(keys)
+    yield "int8", Int8Keys(jnp.asarray(rng.integers(-127, 128, keys.shape), jnp.int8), scale)
+    codes = rng.integers(0, 256, (tokens, kv_heads, dim // 2))
+    yield "int4", Int4Keys(jnp.asarray(codes, jnp.uint8), scale)
+    codes = rng.integers(0, 256, (tokens, kv_heads, dim // 8))
+    books = rng.standard_normal((kv_heads, dim // 8, 256, 8))
+    yield "pq", PqKeys(jnp.asarray(codes, jnp.uint8), jnp.asarray(books, jnp.float32))
+
+
+def _best(function: Callable[..., Any], operands: tuple[Any, ...], repeats: int) -> float:
+    """Seconds of the fastest of some calls, after one that is not counted."""
+    jax.block_until_ready(function(*operands))
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*operands))
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _distinct(models: Sequence[str]) -> dict[str, list[str]]:
+    """Models by their attention's shape: 14B and 32B share theirs, and need one measurement."""
+    found: dict[tuple[int, int, int], list[str]] = {}
+    for name in models:
+        shape = SHAPES[name]
+        found.setdefault((shape.num_heads, shape.num_kv_heads, shape.head_dim), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def main(argv: Sequence[str] | None = None) -> Json:
+    """The command."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5% and 25%")
+    p.add_argument("--json", type=Path, help="write the result to this file")
+    p.add_argument("--models", nargs="+", choices=sorted(SHAPES))
+    p.add_argument("--prefix-tokens", type=int, nargs="+")
+    p.add_argument("--budgets", type=float, nargs="+")
+    p.add_argument("--repeats", type=int)
+    args = p.parse_args(argv)
+    models = args.models or (["7B"] if args.quick else ["7B", "14B", "32B"])
+    prefixes = args.prefix_tokens or ([5008] if args.quick else [5008, 32768])
+    budgets = tuple(args.budgets or ((0.05, 0.25) if args.quick else BUDGETS))
+    repeats = args.repeats or (5 if args.quick else 10)
+    setting = Setting(model=models[0], prefix_tokens=prefixes[0], budgets=budgets, repeats=repeats)
+    ceiling = ceilings(jnp.dtype(setting.dtype), repeats)
+    print(
+        f"copy {ceiling.bytes_per_s / 1e9:.1f} GB/s, matmul {ceiling.flop_per_s / 1e9:.0f} GFLOP/s"
+    )
+    rows = []
+    for model, names in _distinct(models).items():
+        for prefix in prefixes:
+            at = Setting(model=model, prefix_tokens=prefix, budgets=budgets, repeats=repeats)
+            found = kernel_rows(at, ceiling=ceiling)
+            rows += [row | {"models": " ".join(names)} for row in found]
+            print(
+                table([[row.get(c, "") for c in COLUMNS] for row in rows[-len(found) :]], COLUMNS)
+            )
+    top = {
+        "copy_gb_per_s": ceiling.bytes_per_s / 1e9,
+        "matmul_gflop_per_s": ceiling.flop_per_s / 1e9,
+    }
+    body = {"ceiling": top, "models": models, "prefix_tokens": prefixes, "rows": rows}
+    return finish(args, setting, body)
+
+
+if __name__ == "__main__":
+    main()

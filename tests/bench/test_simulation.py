@@ -1,0 +1,93 @@
+"""The simulated pipeline in the cases where the answer is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from bench import costs
+from bench.simulation import Hardware, Script, Simulation, Stage
+from ckv_jax.model.config import PUBLISHED
+from ckv_jax.systems import SYSTEMS
+
+HARDWARE = Hardware(
+    name="test",
+    read_latency=0.0,
+    pack_bandwidth=1e9,
+    probe_bandwidth=2e9,
+    threads=4,
+    link_bandwidth=1e15,
+    call_overhead=0.0,
+    sync_overhead=0.0,
+)
+MB = 10**6
+
+
+def ttft(script: Script, hardware: Hardware = HARDWARE) -> float:
+    return Simulation(script, hardware).run().ttft_s
+
+
+def ours(**values: float) -> Script:
+    """Two periods of two steps."""
+    first = Stage(**({"compute_s": 0.01, "select_s": 0.002} | values))  # type: ignore[arg-type]
+    rest = dataclasses.replace(first, select_s=0.0, probe_bytes=0)
+    stages = (first, rest, first, rest)
+    return Script(kind="ours", stages=stages, pack_bytes=MB, embed_s=0.001, head_s=0.003)
+
+
+def test_without_reads_times_add_up() -> None:
+    assert ttft(ours()) == pytest.approx(0.001 + 2 * 0.002 + 4 * 0.01 + 0.003)
+
+
+def test_reads_hide_behind_compute() -> None:
+    assert ttft(ours(speculated_bytes=4 * MB)) < ttft(ours()) + 0.012  # the first period's reads
+    assert ttft(ours(demanded_bytes=4 * MB)) >= ttft(ours()) + 2 * 0.004 - 1e-9
+
+
+def test_a_slow_disk_is_the_floor() -> None:
+    assert ttft(ours(demanded_bytes=100 * MB)) >= 4 * 0.1
+    assert ttft(ours(demanded_bytes=100 * MB)) <= 4 * 0.1 + ttft(ours())
+
+
+def test_waste_takes_the_disk_from_nobody_who_waits() -> None:
+    wasted = ours(demanded_bytes=8 * MB, wasted_bytes=20 * MB)
+    assert ttft(wasted) <= ttft(ours(demanded_bytes=8 * MB)) + 0.017  # one job that is not stopped
+
+
+def test_attention_store_reads_ahead_of_compute() -> None:
+    stage = Stage(compute_s=0.01, ahead_bytes=5 * MB)
+    script = Script(kind="all", stages=(stage,) * 10, pack_bytes=MB, embed_s=0.0, head_s=0.0)
+    assert ttft(script) == pytest.approx(0.005 + 10 * 0.01)
+    slow = dataclasses.replace(HARDWARE, pack_bandwidth=1e8)
+    assert ttft(script, slow) == pytest.approx(10 * 0.05 + 0.01)
+
+
+def test_token_systems_wait_for_what_they_choose() -> None:
+    stage = Stage(compute_s=0.01, select_s=0.005, ahead_bytes=5 * MB, demanded_bytes=2 * MB)
+    script = Script(kind="tokens", stages=(stage,) * 10, pack_bytes=MB, embed_s=0.0, head_s=0.0)
+    assert 10 * 0.017 <= ttft(script) <= 10 * 0.017 + 0.011
+
+
+def test_contention_slows_both() -> None:
+    script = ours(demanded_bytes=20 * MB)
+    busy = dataclasses.replace(HARDWARE, contention=0.5)
+    assert ttft(script) < ttft(script, busy) < 1.5 * ttft(script)
+
+
+@pytest.mark.parametrize("name", ["contiguous-kv", "ckv", "impress", "as-h2o-lfu", "as-lru"])
+def test_published_models_on_the_papers_machine(name: str) -> None:
+    accelerator = costs.PRESETS["a800-990pro"]
+    share = {"as-lru": 1.0, "as-h2o-lfu": 0.98, "impress": 0.7}.get(name, 0.05)
+    profile = costs.Profile(loaded_share=share, coverage=0.5, waste=0.2)
+    times = []
+    for prefix in (4096, 32768):
+        script = costs.script(
+            PUBLISHED["7B"], SYSTEMS[name], profile, accelerator,
+            prefix=prefix, suffix=32, budget=0.05,
+        )  # fmt: skip
+        times.append(ttft(script, accelerator.hardware))
+        needed = share * prefix * 56 * 1024  # 56 KiB a token
+        assert times[-1] > needed / accelerator.hardware.pack_bandwidth
+        assert times[-1] < costs.recompute_s(PUBLISHED["7B"], accelerator, prefix)
+    assert times[0] < times[1]

@@ -1,0 +1,72 @@
+"""Workloads: the papers' draws and templates, and clear errors for bad files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.structured import TOPICS
+from bench.workload import (
+    TEMPLATES,
+    Example,
+    Synthetic,
+    few_shot,
+    normal_choice,
+    question,
+    questions,
+    read_examples,
+)
+
+
+def test_draws_are_normal_around_the_middle_and_stay_inside() -> None:
+    drawn = normal_choice(np.random.default_rng(42), 24, 4000)
+    assert drawn.min() >= 0 and drawn.max() <= 23
+    assert abs(drawn.mean() - 11.5) < 0.3
+    assert 3 < drawn.std() < 5
+    assert (normal_choice(np.random.default_rng(0), 1, 5) == 0).all()
+
+
+def test_synthetic_tokens_depend_on_seed_and_index_alone() -> None:
+    work = Synthetic(vocab_size=512, prefix_tokens=100, suffix_tokens=32)
+    np.testing.assert_array_equal(work.prefix(3), work.prefix(3))
+    assert (work.prefix(3) != work.prefix(4)).any()
+    suffix = work.suffix(5)
+    assert suffix.dtype == np.int32 and len(suffix) == 32
+    assert len({int(token) % TOPICS for token in suffix}) == 1  # one topic a question
+
+
+def test_examples_from_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "fine film", "label": "positive"}\n\n{"text": "dull", "label": 0}\n')
+    assert read_examples(path) == [
+        Example(text="fine film", label="positive"),
+        Example(text="dull", label="0"),
+    ]
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '{"text": "no label"}', "3"])
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"text": "a", "label": "b"}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2"):
+        read_examples(path)
+
+
+@pytest.mark.parametrize("task", sorted(TEMPLATES))
+def test_few_shot_prefixes_hold_every_label(task: str) -> None:
+    train = [Example(text=f"text {i}", label="ab"[i % 2]) for i in range(20)]
+    one, two = few_shot(task, train, shots=6, prefixes=2)
+    assert one != two
+    assert one.count("\n\n") == 6
+    assert one == few_shot(task, train, shots=6, prefixes=2)[0]
+    asked = question(task, Example(text="what?", label="a"))
+    assert "what?" in asked and asked.endswith(":")
+    found = list(questions(task, train, [one, two], seed=42))
+    assert len(found) == 20 and {prefix for prefix, _, _ in found} <= {one, two}
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="sst2"):
+        few_shot("mnli", [Example(text="a", label="b")], shots=1, prefixes=1)
