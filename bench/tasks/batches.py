@@ -12,7 +12,7 @@ import numpy as np
 from ckv_jax.data import words
 from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, Ledger, make_ledger
 
-__all__ = ["LedgerBatch", "Repeats", "ahead", "ledger_batch", "repeats"]
+__all__ = ["LedgerBatch", "Repeats", "ahead", "ledger_batch", "repeats", "stretched"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,21 @@ def ledger_batch(
         for _ in range(batch)
     ]  # fmt: skip
     return stack(pages, questions)
+
+
+def stretched(rng: np.random.Generator, tokens: int, end: int) -> np.ndarray:
+    """Ascending positions int32 [tokens] below `end` with up to eight gaps.
+
+    Half of them without: a short text that stands like a long one teaches far distances at the
+    price of near ones (PoSE, arXiv 2309.10400).
+    """
+    steps = np.ones(tokens, np.int64)
+    steps[0] = 0
+    if end > tokens and rng.random() < 0.5:
+        gaps = rng.integers(1, tokens, rng.integers(1, 9))
+        spare = rng.integers(0, end - tokens)
+        np.add.at(steps, gaps, rng.multinomial(spare, np.full(len(gaps), 1 / len(gaps))))
+    return steps.cumsum().astype(np.int32)
 
 
 def stack(pages: list[Ledger], questions: int) -> LedgerBatch:

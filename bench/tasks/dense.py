@@ -68,13 +68,15 @@ def answer_logits(
     tokens: jax.Array,  # int32 [B, T]
     questions: jax.Array,  # int32 [B, Q, S]
     lengths: jax.Array,  # int32 [B, Q]
+    positions: jax.Array | None = None,  # int32 [T]: where the prefix's tokens are said to stand
 ) -> jax.Array:
     """Logits `[B, Q, V]` after each question, every one asked right after the prefix."""
     batch, prefix = tokens.shape
     count, suffix = questions.shape[1:]
     every = jnp.concatenate([tokens, questions.reshape(batch, -1)], axis=1)
-    asked = jnp.tile(jnp.arange(prefix, prefix + suffix), count)
-    positions = jnp.concatenate([jnp.arange(prefix), asked])[None, :]
+    positions = jnp.arange(prefix) if positions is None else positions
+    asked = jnp.tile(positions[-1] + 1 + jnp.arange(suffix), count)
+    positions = jnp.concatenate([positions, asked])[None, :]
     hidden, _ = _run(params, config, every, positions, prefix=prefix, suffix=suffix)
     tail = hidden[:, prefix:].reshape(batch, count, suffix, -1)
     last = jnp.take_along_axis(tail, (lengths - 1)[:, :, None, None], axis=2)[:, :, 0]

@@ -8,8 +8,8 @@ family    in the document                                question               
 recall    ``code anna copper.``                          ``code anna``           copper (1/98)
 multikey  ``room anna lime.`` and ``team anna teal.``    ``room anna``           lime (1/98)
 induction ``sample atom laser science.`` (many a class)  ``sample laser orbit``  science (1/6)
-verify    ``status boat broken.``                        ``check boat``          no (1/2)
-tracking  ``let irene oslo.`` and ``same kurt irene.``   ``trace kurt``          oslo (1/98)
+verify    ``check boat broken.``                         ``check boat``          no (1/2)
+tracking  ``let irene oslo.`` and ``trace kurt irene.``  ``trace kurt``          oslo (1/98)
 ========= ============================================== ======================= ===============
 
 Training and test documents use disjoint names and topics and disjoint random streams.
@@ -53,8 +53,8 @@ def _ids(*names: str) -> np.ndarray:
     return np.array([words.WORD_IDS[name] for name in names], np.int32)
 
 
-_DOT, _CODE, _SAMPLE, _STATUS, _CHECK, _LET, _SAME, _TRACE, _YES, _NO = _ids(
-    ".", "code", "sample", "status", "check", "let", "same", "trace", "yes", "no"
+_DOT, _CODE, _SAMPLE, _CHECK, _LET, _TRACE, _YES, _NO = _ids(
+    ".", "code", "sample", "check", "let", "trace", "yes", "no"
 )
 _VALUES, _LABELS = _ids(*words.VALUES), _ids(*words.LABELS)
 _STATES = _ids(*words.IN_ORDER, *words.OUT_OF_ORDER)
@@ -76,6 +76,7 @@ class _Page:
         self.rows: list[np.ndarray] = []
         self.count = 0
         self.asked: list[tuple[np.ndarray, int, int, int, int]] = []
+        self.ordered: list[tuple[int, int]] = []  # rows of which the first must stand first
 
     def write(self, *columns: np.ndarray | int) -> int:
         """Add one sentence a row, closed by a full stop; returns the first row's number."""
@@ -129,7 +130,7 @@ def _induction(page: _Page, topics: np.ndarray, examples: int) -> None:
 
 def _verify(page: _Page, names: np.ndarray) -> None:
     states = page.rng.integers(0, len(_STATES), len(names))
-    row = page.write(_STATUS, names, _STATES[states])
+    row = page.write(_CHECK, names, _STATES[states])
     for i, name in enumerate(names):
         answer = _YES if states[i] < len(words.IN_ORDER) else _NO
         page.ask((_CHECK, name), answer, "verify", row + i, 2)
@@ -140,8 +141,9 @@ def _tracking(page: _Page, names: np.ndarray) -> None:
     roots = roots[: len(aliases)]
     values = page.rng.choice(_VALUES, len(roots))
     row = page.write(_LET, roots, values)
-    page.write(_SAME, aliases, roots)
+    alias_row = page.write(_TRACE, aliases, roots)
     for i, alias in enumerate(aliases):
+        page.ordered.append((row + i, alias_row + i))
         page.ask((_TRACE, alias), values[i], "tracking", row + i, 2)
 
 
@@ -202,6 +204,10 @@ def _lay_out(page: _Page, rng: np.random.Generator, tokens: int, questions: int 
     spare = room - (int(width[len(filler) - 1]) if len(filler) else 0)
     rows = np.concatenate([facts, filler])
     order = rng.permutation(len(rows))
+    place = np.argsort(order)
+    for first, second in page.ordered:
+        if place[first] > place[second]:
+            order[place[first]], order[place[second]] = second, first
     used = rows[order] >= 0
     heading = _ids("ledger", ":")
     closing = np.append(rng.choice(_FILLERS, max(spare - 1, 0)), [_DOT] * min(spare, 1))

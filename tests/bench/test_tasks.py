@@ -24,10 +24,10 @@ def _answer(document: str, question: str) -> str:
     look = {tuple(fact[:2]): fact[2:] for fact in facts if len(fact) == 3}
     match ask[0]:
         case "trace":
-            (root,) = look["same", ask[1]]
+            (root,) = look["trace", ask[1]]
             return look["let", root][0]
         case "check":
-            return "yes" if look["status", ask[1]][0] in words.IN_ORDER else "no"
+            return "yes" if look["check", ask[1]][0] in words.IN_ORDER else "no"
         case "sample":
             found = {f[3] for f in facts if len(f) == 4 and f[0] == "sample" and f[2] == ask[2]}
             (label,) = found
@@ -58,6 +58,14 @@ def test_needles_hold_the_fact(family: int) -> None:
         assert np.array_equal(good, page.answers[mine] == words.WORD_IDS["yes"])
     else:
         assert np.array_equal(needle, page.answers[mine])
+
+
+def test_a_variable_is_set_before_it_is_traced() -> None:
+    page = make_ledger(np.random.default_rng(11), 1024, families=("tracking",))
+    facts = [sentence.split() for sentence in _say(page.tokens).split(".")]
+    kinds = [(fact[0], fact[-1] if fact[0] == "trace" else fact[1]) for fact in facts if fact]
+    traced = [i for i, (kind, _) in enumerate(kinds) if kind == "trace"]
+    assert traced and all(kinds.index(("let", kinds[i][1])) < i for i in traced)
 
 
 def test_training_and_test_share_no_name_and_no_topic() -> None:

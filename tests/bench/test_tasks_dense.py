@@ -1,0 +1,133 @@
+"""Dense passes and the oracle agree with the model; digests forget as little as they promise."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.digests import KINDS, bytes_per_token, compress
+from bench.oracle import Oracle, Rule, best
+from bench.selection_study import interval, rules, study
+from bench.tasks.batches import ledger_batch, repeats
+from bench.tasks.dense import answer_logits, join, split, text_logits
+from bench.tasks.initial import initial
+from ckv_jax.data import words
+from ckv_jax.data.ledger import make_ledger
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+
+_CONFIG = ModelConfig(
+    vocab_size=len(words.vocabulary()),
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2:
+    return join(initial(_CONFIG, 0), _CONFIG, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Qwen2) -> Oracle:
+    return Oracle(model, make_ledger(np.random.default_rng(1), 256, questions=8))
+
+
+def test_stacked_layers_compute_what_the_model_does(model: Qwen2) -> None:
+    tokens = jnp.asarray(repeats(np.random.default_rng(0), 2, 24).tokens)
+    ours = text_logits(split(model), _CONFIG, tokens)
+    np.testing.assert_allclose(ours, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_question_sees_its_prefix_and_itself_alone(model: Qwen2) -> None:
+    batch = ledger_batch(np.random.default_rng(2), 1, 256, 5)
+    ours = answer_logits(split(model), _CONFIG, batch.tokens, batch.questions, batch.lengths)
+    for i, length in enumerate(batch.lengths[0]):
+        text = np.concatenate([batch.tokens[0], batch.questions[0, i, :length]])[None]
+        np.testing.assert_allclose(ours[0, i], model(text)[0, -1], rtol=1e-3, atol=1e-3)
+
+
+def test_everything_chosen_is_the_dense_pass(model: Qwen2, oracle: Oracle) -> None:
+    page = oracle.page
+    dense = answer_logits(
+        split(model), _CONFIG, page.tokens[None], page.questions[None], page.lengths[None]
+    )
+    full = oracle.full().logits
+    # keys and values of the oracle are rounded to bfloat16, 8 bits of mantissa
+    assert np.abs(full - dense[0]).max() < 0.1 * np.abs(dense).max()
+    assert np.corrcoef(full.ravel(), np.ravel(dense[0]))[0, 1] > 0.995
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(budget=0.25, every=3),
+        Rule(budget=0.25, every=2, probe="int8", window=1, over="max"),
+        Rule(budget=0.25, every=3, lookahead=True),
+        Rule(budget=0.25, every=3, probe="heads3"),
+    ],
+)
+def test_a_group_shares_a_selection_of_the_budget(oracle: Oracle, rule: Rule) -> None:
+    chosen = oracle.ask(rule).chosen
+    assert (chosen.sum(-1) == rule.count(256)).all()
+    lead = chosen[:: rule.every].repeat(rule.every, axis=0)
+    assert np.array_equal(chosen, lead)
+
+
+def test_forced_chunks_are_within_the_budget(oracle: Oracle) -> None:
+    rule = Rule(budget=0.25, every=1, keep_first=1, keep_last=1)
+    chosen = oracle.ask(rule).chosen
+    assert chosen[..., 0].all() and chosen[..., -1].all()
+    assert (chosen.sum(-1) == 4).all()
+
+
+def test_the_first_layer_chooses_what_full_attention_would(oracle: Oracle) -> None:
+    rule = Rule(budget=0.25, every=1)
+    wanted = best(oracle.full().scores, rule.count(256))
+    assert np.array_equal(oracle.ask(rule).chosen[0], wanted[0])
+
+
+def test_each_kv_head_may_choose_its_own(oracle: Oracle) -> None:
+    chosen = oracle.ask(Rule(budget=0.25, every=3, heads="each")).chosen.sum(-1)
+    assert chosen.min() >= 4 and 4 < chosen.max() <= 16
+
+
+def test_finer_digests_forget_less() -> None:
+    keys = np.random.default_rng(3).normal(size=(1, 512, 2, 16)).astype(np.float32)
+    centred = keys - keys.mean(1, keepdims=True)
+    error = {kind: np.abs(compress(keys, kind) - centred).mean() for kind in KINDS}
+    assert error["int8"] < error["int4"] < error["int3"] < error["pq16"] < error["mean"]
+    assert error["pq8"] < error["pq16"]
+    with pytest.raises(ValueError, match="got digest 'int5'"):
+        compress(keys, "int5")
+
+
+def test_digest_bytes_of_a_7b_prefix() -> None:
+    shape = {"layers": 28, "kv_heads": 4, "dim": 128}
+    assert bytes_per_token("keys", **shape) == 28 * 1024
+    assert bytes_per_token("int8", **shape) == 28 * (512 + 8)
+    assert bytes_per_token("pq16", **shape) * 16 == 28 * 1024
+
+
+def test_intervals_hold_the_share() -> None:
+    low, high = interval(48, 50)
+    assert low < 0.96 < high and (low, high) == pytest.approx((0.865, 0.989), abs=2e-3)
+
+
+def test_a_study_has_a_row_for_every_rule_and_task(
+    model: Qwen2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"period 3": Rule(budget=0.25, every=3)}
+    rows = study(model, named, seeds=[0], tokens=256, say=lambda line: None)
+    assert {row["name"] for row in rows} == {"full", "period 3"}
+    assert len(rows) == 2 * 6
+    assert all(0 <= row["chunk_recall"] <= 1 for row in rows)
+    full = [row for row in rows if row["name"] == "full"]
+    assert all(row["chunk_recall"] == row["needle"] == 1 for row in full)
+    assert len(rules()) > 40
