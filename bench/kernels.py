@@ -3,11 +3,12 @@
     python -m bench.kernels --json bench/results/kernels.json     # 7B, 14B, 32B; 5k and 32k tokens
     python -m bench.kernels --quick
 
-One layer's calls of one request with 32 suffix tokens. The ceilings are measured in the same run: a
-copy of a large array (bytes read and written) and a large matmul that accumulates in float32. `share`
-is the time that these would need for the bytes that a call must move, or for its multiplications
-where those take longer, as a part of the time it took; 1 is the ceiling. `speedup` is against the jnp
-reference, `temporary_mb` what the compiled call holds in device memory beside its operands.
+One layer's calls of one request with 32 suffix tokens. The ceilings are measured in the same run:
+a copy of a large array (bytes read and written) and a large matmul that accumulates in float32.
+`share` is the time these would need for the bytes that a call must move, or for its multiplications
+where those take longer, over the time it took: 1 is the ceiling, and more says that the data stayed
+in a CPU's caches. `speedup` is against the jnp reference, `temporary_mb` what the compiled call
+holds in device memory beside its operands and results.
 """
 
 from __future__ import annotations
