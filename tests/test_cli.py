@@ -172,6 +172,70 @@ def test_bad_input_is_one_clear_line(
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
 
 
+def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs more rights")
+    try:
+        done = ckv(
+            "ingest", home / "checkpoint", home / "text.txt", "--store", disk / "kv",
+            cache=home, code=1,
+        )  # fmt: skip
+        assert "room" in done.stderr or "full" in done.stderr
+        found = json.loads(ckv("inspect", disk / "kv", "--json", cache=home).stdout)
+        assert (found["prefixes"], found["segments"]) == ({}, [])
+        assert not list(disk.rglob("*.zarr")) and not list(disk.rglob("zarr.json"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_store_is_shown_checked_pinned_and_pruned(
+    home: Path, prefix: dict, tmp_path: Path
+) -> None:
+    store, name = tmp_path / "kv", str(prefix["prefix"])
+    shutil.copytree(home / "kv", store)
+    shown = json.loads(ckv("inspect", store, name, "--json", cache=home).stdout)
+    assert shown["prefixes"] == {name: prefix["tokens"]}
+    assert len(shown["prefix"]["layers"]) == 4
+    assert name in ckv("inspect", store, name[:5], cache=home).stdout
+    assert json.loads(ckv("verify", store, "--json", cache=home).stdout)["ok"]
+
+    assert json.loads(ckv("pin", store, name[:5], "--json", cache=home).stdout)["pinned"]
+    pruned = json.loads(ckv("prune", store, "--max-bytes", "0", "--json", cache=home).stdout)
+    assert pruned["removed"] == 0
+    ckv("pin", store, name, "--unpin", cache=home)
+    pruned = json.loads(ckv("prune", store, "--max-bytes", "1kB", "--json", cache=home).stdout)
+    assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path) -> None:
+    store = tmp_path / "kv"
+    shutil.copytree(home / "kv", store)
+    largest = max(store.rglob("packs/c.*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    broken = subprocess.run(
+        [sys.executable, "-m", "ckv_jax.cli", "verify", str(store), "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert broken.returncode == 1
+    assert len(json.loads(broken.stdout)["damages"]) == 1
+    ckv("verify", store, "--repair", cache=home)
+
+    def ask(of: Path) -> int:
+        done = ckv(
+            "ask", home / "checkpoint", "why?", "--store", of, "--prefix", prefix["prefix"],
+            "--budget", 1, "--no-warm-up", "--json", cache=home,
+        )  # fmt: skip
+        return json.loads(done.stdout)["token_id"]
+
+    assert ask(store) == ask(home / "kv")  # what is damaged is computed again
+
+
 @pytest.fixture(scope="module")
 def broken(home: Path) -> None:
     """Folders and files that are not what they should be."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
-from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.output import Terminal, byte_size, check_writable
 from ckv_jax.cli.store_tools import open_store
 
 __all__ = ["ask"]
@@ -65,6 +65,7 @@ def ask(
     """
     if not question.strip():
         raise ValueError("the question is empty")
+    check_writable(trace)
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.answer import answer_json

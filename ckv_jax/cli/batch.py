@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
-from ckv_jax.cli.output import Terminal
+from ckv_jax.cli.output import Terminal, check_writable
 from ckv_jax.cli.store_tools import open_store
 
 __all__ = ["batch"]
@@ -53,6 +53,7 @@ def batch(
     line is reported, skipped, and noted in the result file with its error; the exit code is 1
     only if there was no answer at all.
     """
+    check_writable(out)
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.cli.jobs import Job, Results, read_jobs

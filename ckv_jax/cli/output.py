@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Reporter", "Terminal", "byte_size", "json_line", "one_line"]
+__all__ = ["Reporter", "Terminal", "byte_size", "check_writable", "json_line", "one_line"]
 
 Reporter = Callable[[int, int], None]
 """Called as `report(done, total)`; `total` may change between calls."""
@@ -42,6 +43,12 @@ def json_line(value: Mapping[str, Any]) -> str:
 def one_line(error: BaseException) -> str:
     """An error's message in one line; its type where it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises `ValueError` early for a file that could not be written at the end."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{path} cannot be written: its folder is missing, or it is one")
 
 
 class Terminal:

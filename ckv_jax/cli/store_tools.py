@@ -11,7 +11,7 @@ import typer
 
 from ckv_jax.cli.inspection import show_inspection
 from ckv_jax.cli.options import Json
-from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.output import Terminal, byte_size, check_writable
 
 if TYPE_CHECKING:
     from ckv_jax.storage.chunk_store import ChunkStore
@@ -43,6 +43,7 @@ def inspect(
     """Show which prefixes a store holds; for one of them, statistics of its keys and values."""
     from ckv_jax.storage.inspect import inspect_store, plot_importance
 
+    check_writable(plot)
     terminal = Terminal(as_json=json)
     if plot is not None and prefix is None:
         raise ValueError("--plot draws one prefix: say which")
