@@ -31,6 +31,9 @@ SMALL = ModelConfig(
     tie_word_embeddings=True,
 )
 
+TIGHT = 1e-4
+"""Largest `scale_error` of float32 logits between two orders of the same sums."""
+
 MIB = 2**20
 
 
@@ -67,3 +70,8 @@ def small_engine(
     return Engine(
         weights, None, ChunkStore.open(folder), random_fingerprint(weights), engine_config
     )
+
+
+def scale_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference, as a share of the logits' scale."""
+    return float(np.abs(got - expected).max() / np.abs(expected).max())

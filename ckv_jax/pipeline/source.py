@@ -32,6 +32,7 @@ class _Group:
     fresh: list[int] = field(default_factory=list)  # chunks whose slots this request took
     jobs: list[ReadJob] = field(default_factory=list)
     flying: set[int] = field(default_factory=set)  # chunks of those jobs
+    used: set[int] = field(default_factory=set)  # chunks that were written to a slot
 
 
 class PackSource:
@@ -240,6 +241,7 @@ class PackSource:
     def _own(self, state: _Group, chunks: list[int], slots: np.ndarray) -> None:
         state.slots.update(zip(chunks, slots.tolist(), strict=True))
         state.fresh.extend(chunks)
+        state.used.update(chunks)
 
     def _room(self, n: int) -> np.ndarray:
         """`n` device slots; groups whose calls are all dispatched make room if need be."""
@@ -273,8 +275,8 @@ class PackSource:
         self._writes = waiting
 
     def _count_waste(self, state: _Group, job: ReadJob) -> None:
-        unused = [c for c in job.chunks.tolist() if c not in state.slots]
-        if not job.demanded and unused and job.started():
+        unused = [c for c in job.chunks.tolist() if c not in state.used]
+        if unused and job.started():
             self._trace.count_bytes("waste", len(unused) * self._layout.pack_bytes)
 
     def _retire_job(self, job: ReadJob) -> None:

@@ -1,0 +1,270 @@
+"""Many requests at once: the same answers as one by one, and each one's faults its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import TIGHT, scale_error, tokens
+from engine_tiny import tiny_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckv_jax import ContextOverflow, Engine, Request, Result
+from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
+from ckv_jax.storage.prefix import Prefix
+
+LENGTHS = (140, 130)
+BUDGETS = (0.2, 0.6, 1.0)
+
+Wish = tuple[int, int, int, float]
+"""(which prefix, suffix length, suffix seed, budget)."""
+
+
+class Served:
+    """An engine with two prefixes, and the answers to single requests so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.prefixes = [engine.ingest(tokens(n, seed)) for seed, n in enumerate(LENGTHS)]
+        self._alone: dict[Wish, Result] = {}
+
+    def request(self, wish: Wish, **more: object) -> Request:
+        which, length, seed, budget = wish
+        suffix = tokens(length, 100 + seed).tolist()
+        return Request(prefix=self.prefixes[which], suffix=suffix, budget=budget, **more)
+
+    def alone(self, wish: Wish) -> Result:
+        if wish not in self._alone:
+            (self._alone[wish],) = self.engine.reprefill([self.request(wish)])
+        return self._alone[wish]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with tiny_engine(tmp_path_factory.mktemp("store"), max_batch=4) as engine:
+        yield Served(engine)
+
+
+@pytest.fixture(scope="module")
+def prefix(served: Served) -> Prefix:
+    return served.prefixes[0]
+
+
+WISHES = st.tuples(
+    st.integers(0, 1), st.integers(1, 16), st.integers(0, 3), st.sampled_from(BUDGETS)
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(wishes=st.lists(WISHES, min_size=1, max_size=6))
+def test_a_batch_equals_one_by_one(served: Served, wishes: list[Wish]) -> None:
+    results = served.engine.reprefill([served.request(wish) for wish in wishes])
+    for wish, result in zip(wishes, results, strict=True):
+        alone = served.alone(wish)
+        assert scale_error(result.logits, alone.logits) < TIGHT
+        assert result.trace.chunks == alone.trace.chunks
+        assert result.trace.attention_mass == pytest.approx(alone.trace.attention_mass, abs=1e-4)
+
+
+def test_suffixes_of_very_different_lengths_share_a_batch(served: Served) -> None:
+    wishes: list[Wish] = [(0, 1, 0, 0.2), (0, 30, 0, 0.2)]
+    for wish, result in zip(
+        wishes, served.engine.reprefill([served.request(wish) for wish in wishes]), strict=True
+    ):
+        assert scale_error(result.logits, served.alone(wish).logits) < TIGHT
+
+
+def test_a_batch_reads_each_pack_once(served: Served) -> None:
+    with cold(served.engine) as engine:
+        requests = [served.request((0, 4, seed, 0.4)) for seed in range(4)]
+        engine.reprefill(requests)  # the digest stays from here on
+        alone = [ssd_bytes(engine, [request]) for request in requests]
+        union = {
+            (period, chunk)
+            for request in requests
+            for period, chunks in enumerate(chosen(engine, request))
+            for chunk in chunks.tolist()
+        }
+        together = ssd_bytes(engine, requests)
+        assert max(alone) <= together == 2 * len(union) * engine.layout.pack_bytes < sum(alone)
+        assert ssd_bytes(engine, [requests[0]] * 4) == alone[0]
+
+
+def cold(engine: Engine) -> Engine:
+    """The same engine with no cache and no speculation: every pack it uses comes from the SSD."""
+    system = dataclasses.replace(engine.system, prefetch="intra", speculate="previous")
+    return engine.variant(
+        dataclasses.replace(engine.config, system=system, device_cache_bytes=0, host_cache_bytes=0)
+    )
+
+
+def ssd_bytes(engine: Engine, requests: list[Request]) -> int:
+    return engine.reprefill(requests)[0].trace.bytes["ssd"]
+
+
+def chosen(engine: Engine, request: Request) -> list[np.ndarray]:
+    engine.reprefill([request])
+    assert isinstance(request.prefix, Prefix)
+    return engine.last_selection(request.prefix)
+
+
+def test_each_request_has_its_own_part_of_the_trace(served: Served) -> None:
+    few, many = served.engine.reprefill(
+        [served.request((0, 3, 0, 0.2)), served.request((0, 3, 1, 1.0))]
+    )
+    periods = served.engine.periods
+    assert few.trace.chunks == {"selected": 2 * periods, "total": 9 * periods}
+    assert many.trace.chunks == {"selected": 9 * periods, "total": 9 * periods}
+    assert few.trace.attention_mass < many.trace.attention_mass == pytest.approx(1.0, abs=1e-5)
+    assert few.trace.bytes is many.trace.bytes
+    assert few.queued_ms >= 0
+
+
+def test_every_bad_request_fails_alone(served: Served, prefix: Prefix, tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, seed=1) as other:
+        foreign = other.ingest(tokens(64))
+    bad: list[tuple[Request, type[Exception], str]] = [
+        (Request(prefix="00ff", suffix=[1]), PrefixNotFound, "00ff"),
+        (Request(prefix=foreign, suffix=[1]), FingerprintMismatch, "weights"),
+        (Request(prefix=prefix, suffix=tokens(2000)), ContextOverflow, "140 prefix and 2000"),
+        (Request(prefix=prefix, suffix=[128]), ValueError, "token ids"),
+        (Request(prefix=prefix, suffix="text"), ValueError, "no tokenizer"),
+        (Request(prefix=prefix, suffix=[1], id="x"), ValueError, "'x' twice"),
+        (Request(prefix=prefix, suffix=[1], deadline_s=1e-9), DeadlineExceeded, "1e-09 s"),
+    ]
+    good = Request(prefix=prefix, suffix=[1], id="x")
+    expected = served.engine.reprefill([good])[0].logits
+    first, *failed, last = served.engine.reprefill(
+        [good, *(request for request, _, _ in bad), Request(prefix=prefix, suffix=[1])]
+    )
+    for result in (first, last):
+        assert scale_error(result.logits, expected) < TIGHT
+    for result, (request, kind, words) in zip(failed, bad, strict=True):
+        assert result.request is request
+        assert isinstance(result.error, kind) and words in str(result.error)
+        for name in ("token_id", "text", "logits"):
+            with pytest.raises(kind, match=words):
+                getattr(result, name)
+
+
+def test_calls_refuse_what_no_single_request_is_to_blame_for(
+    served: Served, prefix: Prefix
+) -> None:
+    engine = served.engine
+    with pytest.raises(ValueError, match="empty batch"):
+        engine.reprefill([])
+    with pytest.raises(ValueError, match="empty batch"):
+        engine.generate([])
+    with pytest.raises(TypeError, match="dict"):
+        engine.reprefill([{"prefix": prefix.id}])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="2 samplings, expected 1"):
+        engine.generate(Request(prefix=prefix, suffix=[1]), [SamplingParams()] * 2)
+    with pytest.raises(ValueError, match="reselect_every=-1"):
+        engine.generate(Request(prefix=prefix, suffix=[1]), reselect_every=-1)
+    with pytest.raises(TypeError, match="heat"):
+        SamplingParams(heat=1.0)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"budget=-0\.5"):
+        Request(prefix=prefix, suffix=[1], budget=-0.5)
+    with pytest.raises(ValueError, match="empty suffix"):
+        Request(prefix=prefix, suffix="")
+    with pytest.raises(ValueError, match="deadline_s=0"):
+        Request(prefix=prefix, suffix=[1], deadline_s=0)
+
+
+def test_a_stream_gives_every_result_once_and_takes_requests_as_it_goes(
+    served: Served, prefix: Prefix
+) -> None:
+    taken = 0
+
+    def endless() -> Iterator[Request]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Request(prefix=prefix, suffix=[taken % 128], id=str(taken))
+
+    stream = served.engine.stream(endless())
+    seen = {next(stream).request.id for _ in range(30)}
+    assert len(seen) == 30
+    assert taken <= 30 + 2 * served.engine.config.max_batch
+    stream.close()
+    assert served.engine.stream([]) is not None and list(served.engine.stream([])) == []
+
+
+def test_a_handle_can_be_cancelled_and_waited_for(served: Served, prefix: Prefix) -> None:
+    handles = [served.engine.submit(Request(prefix=prefix, suffix=[i])) for i in range(20)]
+    handles[-1].cancel()
+    assert isinstance(handles[-1].result(60).error, (Cancelled, type(None)))
+    assert all(handle.result(60).error is None for handle in handles[:-1])
+
+
+def test_async_calls_answer_the_same(served: Served) -> None:
+    wishes: list[Wish] = [(0, 4, 0, 0.2), (1, 4, 1, 0.2)]
+
+    async def ask() -> tuple[list[Result], list[Result]]:
+        requests = [served.request(wish, id=str(i)) for i, wish in enumerate(wishes)]
+        streamed = [result async for result in served.engine.astream(requests)]
+        streamed.sort(key=lambda result: str(result.request.id))
+        return await served.engine.areprefill(requests), streamed
+
+    for results in asyncio.run(ask()):
+        for wish, result in zip(wishes, results, strict=True):
+            assert scale_error(result.logits, served.alone(wish).logits) < TIGHT
+
+
+def test_cancelling_a_task_cancels_its_requests(served: Served, prefix: Prefix) -> None:
+    async def ask() -> None:
+        request = Request(prefix=prefix, suffix=[1])
+        task = asyncio.create_task(served.engine.areprefill([request] * 40))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(ask())
+    (result,) = served.engine.reprefill([Request(prefix=prefix, suffix=[1])])
+    assert result.error is None
+
+
+def test_a_closed_engine_says_so(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(32))
+        request = Request(prefix=prefix, suffix=[1])
+    with pytest.raises(EngineClosed):
+        engine.reprefill([request])
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_warm_up(served: Served, prefix: Prefix) -> None:
+    rng = random.Random(0)
+    config = dataclasses.replace(served.engine.config, max_batch=2, device_cache_bytes=2**15)
+    with served.engine.variant(config) as engine:
+        engine.warmup(prefix, max_batch=2, max_suffix=16, budgets=[0.2], max_tokens=40)
+        warm = engine.executables()
+        for _ in range(12):
+            requests = [
+                Request(
+                    prefix=prefix,
+                    suffix=tokens(rng.randint(1, 16), rng.randint(0, 99)).tolist(),
+                    budget=0.2,
+                )
+                for _ in range(rng.randint(1, 5))
+            ]
+            if rng.random() < 0.5:
+                engine.reprefill(requests)
+                continue
+            sampling = [
+                SamplingParams(max_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 1.0]))
+                for _ in requests
+            ]
+            engine.generate(
+                requests, sampling, reselect_every=rng.choice([0, 7]), keep_kv=rng.random() < 0.5
+            ).results()
+        assert engine.executables() == warm
