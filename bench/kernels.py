@@ -113,7 +113,7 @@ def kernel_rows(setting: Setting, *, ceiling: Ceiling | None = None) -> list[Jso
                     "gflop_per_s": call.flop / taken / 1e9,
                     "share": ceiling.seconds(call.size, call.flop) / taken,
                     "speedup": seconds / taken,
-                    "temporary_mb": memory.temp_size_in_bytes / 1e6,
+                    "temporary_mb": memory.temp_size_in_bytes / 1e6 if memory else None,
                 }
             )
     return rows

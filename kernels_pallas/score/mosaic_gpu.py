@@ -62,8 +62,8 @@ def score(
 
     Raises:
       NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the
-        queries, D not a multiple of 64 up to 256, chunks of no multiple of 4 tokens, or
-        sub-vectors of another length than 8 (product quantisation).
+        queries, D not a multiple of 64 up to 256, or sub-vectors that are not an even number up to
+        16 of 8 dims each (product quantisation).
     """
     require_wgmma()
     dim = q.shape[3]

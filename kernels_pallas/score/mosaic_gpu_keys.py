@@ -16,6 +16,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["KeyBlocks", "key_blocks"]
 
+_SUBSPACES = 16  # whose codebooks, 8 KiB each, fit into shared memory
 _PAIR = 16  # dims of the two sub-vectors that one product-quantisation matmul decodes
 
 
@@ -146,9 +147,10 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     """
     kv_heads, subspaces, size, width = probe.codebooks.shape
     dim = probe.shape[2]
-    if 2 * width != _PAIR or subspaces % 2:
+    if 2 * width != _PAIR or subspaces % 2 or subspaces > _SUBSPACES:
         raise NotImplementedError(
-            f"got {subspaces} sub-vectors of {width} dims, expected an even number, of 8 dims"
+            f"got {subspaces} sub-vectors of {width} dims, expected an even number up to "
+            f"{_SUBSPACES}, of 8 dims"
         )
     books = jnp.zeros((kv_heads, subspaces // 2, 2, size, 2, width), dtype)
     halves = probe.codebooks.astype(dtype).reshape(kv_heads, subspaces // 2, 2, size, width)
