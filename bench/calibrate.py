@@ -105,7 +105,7 @@ def _keys_ahead(row: Json, engine: Engine) -> float:
     layout = engine.layout
     tokens = row["tokens_in_prefix"]
     return min(
-        row["ssd_kv_bytes"],
+        float(row["ssd_kv_bytes"]),
         layout.num_layers * layout.num_chunks(tokens) * float(layout.pack_bytes),
     )
 

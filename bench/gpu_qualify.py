@@ -18,6 +18,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -85,19 +86,16 @@ def first_tokens(setting: Setting, file_bytes: int) -> Json:
             "prefill_s": lab.prefill_s,
             "setting": setting.to_json(),
         }
-    jax.clear_caches()
     return found
 
 
 def stages(args: argparse.Namespace) -> dict[str, Callable[[], Json]]:
     """Every stage by name, in order."""
     base = TINY if args.tiny else FULL
-    base = dataclasses.replace(base, folder=args.out / "scratch")
-    for name in ("prefix_tokens", "suffix_tokens", "repeats", "budgets", "systems"):
-        if getattr(args, name) is not None:
-            value = getattr(args, name)
-            value = tuple(value) if isinstance(value, list) else value
-            base = dataclasses.replace(base, **{name: value})
+    names = ("prefix_tokens", "suffix_tokens", "repeats", "budgets", "systems")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    changes: Json = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    base = dataclasses.replace(base, folder=args.out / "scratch", **changes)
     small = 16 if args.tiny else 1
     found: dict[str, Callable[[], Json]] = {
         "copies": lambda: copies(COPY_BYTES // small),
@@ -106,7 +104,7 @@ def stages(args: argparse.Namespace) -> dict[str, Callable[[], Json]]:
     }
     for model in ["tiny"] if args.tiny else args.models:
         setting = dataclasses.replace(base, model=model)
-        found[f"ttft-{model}"] = lambda setting=setting: first_tokens(setting, FILE_BYTES // small)
+        found[f"ttft-{model}"] = partial(first_tokens, setting, FILE_BYTES // small)
     return found
 
 

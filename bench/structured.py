@@ -7,10 +7,9 @@ dimensions that RoPE hardly turns, and queries weigh them: with a weighting that
 layer, with a part of each head's own, and with a part of the request's topic. Shapes, dtypes and
 operations are those of any other model; only values differ.
 
-The four numbers that matter are set to published ones and measured by `bench.similarity`:
-coverage between adjacent periods (ContiguousKV Figure 7b: 52% to 64%), Jaccard index of heads at
-10% (IMPRESS Figure 8: 0.48) and layers that fall back (below 20%), and chunks saved by reordering
-at 25% (IMPRESS Figure 20: 1.2 times).
+The numbers that matter are set to published ones and measured by `bench.similarity`: coverage
+between adjacent periods (ContiguousKV Figure 7b: 52% to 64%), layers in which IMPRESS falls back
+(below 20%, its §4.3), and the chunks that its reordering saves at 25% (its Figure 20: 1.2 times).
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class Structure:
     """Size of a feature beside the embedding's noise of 1 a dimension."""
     sharpness: float = 3.0
     """Standard deviation of a query's logits over the prefix."""
-    turn: float = 0.24
+    turn: float = 0.18
     """Radians by which a layer's weights turn against the layer before."""
     head_spread: float = 0.85
     """Weight of each head's own taste, against 1 of the layer's."""
-    topic_spread: float = 1.0
+    topic_spread: float = 0.9
     """Weight of the request's topic, against 1 of the layer's."""
 
 

@@ -84,7 +84,8 @@ def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float
 def warm_requests(lab: Lab, requests: int) -> list[int]:
     """Which prefix each request of a warm run asks, drawn normally."""
     rng = np.random.default_rng((lab.setting.seed, 3))
-    return normal_choice(rng, lab.setting.prefixes, requests).tolist()
+    drawn = normal_choice(rng, lab.setting.prefixes, requests)
+    return [int(index) for index in drawn]
 
 
 def warm_run(lab: Lab, system: SystemConfig, variant: str, budget: float, requests: int) -> Taken:

@@ -103,7 +103,9 @@ def question(task: str, example: Example) -> str:
     return TEMPLATES[task].format(text=example.text, label="").rstrip()
 
 
-def questions(task: str, test: list[Example], prefixes: list[str], seed: int) -> Iterator[tuple]:
+def questions(
+    task: str, test: list[Example], prefixes: list[str], seed: int
+) -> Iterator[tuple[str, str, str]]:
     """(prefix, question, label) of every test example, prefixes drawn normally."""
     rng = np.random.default_rng(seed)
     drawn = normal_choice(rng, len(prefixes), len(test))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend
@@ -58,7 +59,9 @@ class LayerCompute:
         )  # fmt: skip
         return sum(call._cache_size() for call in calls)
 
-    def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[Array, ""]) -> Qkv:
+    def project(
+        self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, ""]
+    ) -> Qkv:
         """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
         q, k, v = self._project(self._state(layer), hidden, start)
         return q, k, v
@@ -66,11 +69,11 @@ class LayerCompute:
     def choose_by_keys(
         self,
         qkv: Qkv,
-        q_lengths: Int32[Array, B],
+        q_lengths: Int32[ArrayLike, B],
         pages: Array,
-        key_slots: Int32[Array, " M"],
-        num_tokens: Int32[Array, ""],
-        limits: Int32[Array, B],
+        key_slots: Int32[ArrayLike, " M"],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
         *,
         n: int,
     ) -> Choice:
@@ -83,10 +86,10 @@ class LayerCompute:
     def choose_by_probe(
         self,
         qkv: Qkv,
-        q_lengths: Int32[Array, B],
+        q_lengths: Int32[ArrayLike, B],
         probe: Float[Array, "T P D"],
-        num_tokens: Int32[Array, ""],
-        limits: Int32[Array, B],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
         *,
         n: int,
         chunk_tokens: int,
@@ -104,8 +107,8 @@ class LayerCompute:
         hidden: Float[Array, "B S E"],
         qkv: Qkv,
         pages: Array,
-        key_slots: Int32[Array, " M"],
-        value_slots: Int32[Array, " M"],
+        key_slots: Int32[ArrayLike, " M"],
+        value_slots: Int32[ArrayLike, " M"],
         ids: Int32[Array, "B n"],
     ) -> Float[Array, "B S E"]:
         """The rest of the layer: attention over the tokens `ids` and the suffix, then the MLP."""
@@ -118,11 +121,11 @@ class LayerCompute:
         self,
         layer: int,
         hidden: Float[Array, "B S E"],
-        start: Int32[Array, ""],
+        start: Int32[ArrayLike, ""],
         pages: Array,
-        key_slots: Int32[Array, " M"],
-        value_slots: Int32[Array, " M"],
-        lengths: Int32[Array, " M"],
+        key_slots: Int32[ArrayLike, " M"],
+        value_slots: Int32[ArrayLike, " M"],
+        lengths: Int32[ArrayLike, " M"],
     ) -> Float[Array, "B S E"]:
         """The whole layer over every chunk of the prefix and the suffix."""
         out: Array = self._attend_all(

@@ -142,12 +142,12 @@ class LayerSchedule:
     def attend_all(self, layer: int, hidden: Array) -> Array:
         """A layer over the whole prefix (AttentionStore)."""
         self._read_ahead(layer + self._ahead)
-        tables = []
         for group in (2 * layer, 2 * layer + 1):
             self._record(group, self._all, None)
-            tables.append(self._collect(group, self._all))
+        keys = self._collect(2 * layer, self._all)
+        values = self._collect(2 * layer + 1, self._all)
         hidden = self._layers.attend_all(
-            layer, hidden, self._start, self._memory.pool.pages, *tables, self._lengths
+            layer, hidden, self._start, self._memory.pool.pages, keys, values, self._lengths
         )
         self._done(layer)
         self._trace.count_chunks(selected=self._view.num_chunks, total=self._view.num_chunks)
