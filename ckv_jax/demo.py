@@ -173,4 +173,5 @@ def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    normal: np.ndarray = shifted - np.log(np.exp(shifted).sum())
+    return normal

@@ -56,7 +56,7 @@ def batch(
     check_writable(out)
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
-        from ckv_jax.cli.jobs import Job, Results, read_jobs
+        from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
         from ckv_jax.cli.serving import Answerer, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
@@ -80,7 +80,9 @@ def batch(
         left = [line for line in lines if (line.line, line.digest) not in results.done]
         kept = len(lines) - len(left)
         jobs = [line for line in left if isinstance(line, Job)]
-        faults = [(line, line.error) for line in left if not isinstance(line, Job)]
+        faults: list[tuple[Job | BadLine, str]] = [
+            (line, line.error) for line in left if not isinstance(line, Job)
+        ]
         answerer = Answerer(engine, model=checkpoint.name)
         for first in range(0, len(jobs), together):
             for job, found in answerer.answer(jobs[first : first + together]):
