@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.score.api import score, select
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.model.qwen2 import Layer, Qwen2
+
+if TYPE_CHECKING:
+    from ckv_jax.pipeline.layer_compute import LayerCompute
 
 LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K, D], elements or their bit patterns
@@ -77,6 +81,13 @@ class Compute:
     def num_layers(self) -> int:
         """Layers of the model."""
         return len(self._layers)
+
+    @cached_property
+    def layerwise(self) -> LayerCompute:
+        """The calls of the layer-by-layer systems, compiled once for all engines of this model."""
+        from ckv_jax.pipeline.layer_compute import LayerCompute
+
+        return LayerCompute(self)
 
     def layer_state(self, layer: int) -> LayerState:
         """The arrays of one layer, as `layer_of` takes them inside a jitted call."""
