@@ -15,8 +15,12 @@ from ckv_jax.storage.errors import StoreClosed
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment import Deadline, Segment
 
-_PIECE_BYTES = 32 << 20  # of one batch: TensorStore holds about this much beside the buffer
+# A large read goes in pieces, the next ones in flight while one is checked. TensorStore holds about
+# as much as is in flight beside the caller's buffer.
+_PIECE_BYTES = 8 << 20
+_PIECES = 2
 
+_Read = tuple[Segment | None, Any, np.ndarray, Any]  # segment, rows of the piece, chunks, future
 Report = Callable[[Segment | None, int, str], None]
 """Told of a bad chunk: segment (None: it is gone), chunk within it, reason."""
 
@@ -80,22 +84,25 @@ class PrefixReader:
             )
         deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
         data = out.view(layout.disk_dtype)
-        piece = max(1, _PIECE_BYTES // layout.pack_bytes)
-        if len(chunks) <= piece:
-            return self._read_piece(group, chunks, data, deadline)
-        parts = range(0, len(chunks), piece)
-        return np.concatenate(
-            [
-                self._read_piece(group, chunks[i : i + piece], data[i : i + piece], deadline)
-                for i in parts
-            ]
-        )
-
-    def _read_piece(
-        self, group: int, chunks: np.ndarray, data: np.ndarray, deadline: Deadline
-    ) -> np.ndarray:
         good = np.zeros(len(chunks), bool)
-        reads = []
+        size = max(1, _PIECE_BYTES // layout.pack_bytes)
+        begun: list[tuple[slice, list[_Read]]] = []
+        for start in range(0, len(chunks), size):
+            rows = slice(start, start + size)
+            begun.append((rows, self._begin(group, chunks[rows], data[rows], deadline)))
+            if len(begun) > _PIECES:
+                self._finish(group, *begun.pop(0), data, good, deadline)
+        for rows, reads in begun:
+            self._finish(group, rows, reads, data, good, deadline)
+        if not good.all():
+            self._read_again(group, chunks, data, good, deadline)
+        return good
+
+    def _begin(
+        self, group: int, chunks: np.ndarray, data: np.ndarray, deadline: Deadline
+    ) -> list[_Read]:
+        """Start reading `chunks` into `data` [n, *pack], one batch of reads for every span."""
+        reads: list[_Read] = []
         with ts.Batch() as batch:
             for segment, rows, local in self._split(chunks):
                 target = data[rows] if isinstance(rows, slice) else ts.array(data).oindex[rows]
@@ -103,13 +110,22 @@ class PrefixReader:
                     segment.begin_packs(group, local, target, batch)
                 )
                 reads.append((segment, rows, local, future))
+        return reads
+
+    def _finish(
+        self,
+        group: int,
+        place: slice,
+        reads: list[_Read],
+        data: np.ndarray,
+        good: np.ndarray,
+        deadline: Deadline,
+    ) -> None:
+        """Wait for a batch, and note which of its packs are good."""
         for segment, rows, local, future in reads:
             if segment and deadline.wait(future, f"reading {len(local)} packs"):
-                part = data[rows]  # a copy only where one span's chunks do not lie together
-                good[rows] = segment.packs_good(group, local, part)
-        if not good.all():
-            self._read_again(group, chunks, data, good, deadline)
-        return good
+                part = data[place][rows]  # a copy only where a span's chunks do not lie together
+                good[place][rows] = segment.packs_good(group, local, part)
 
     def _read_again(
         self,

@@ -25,6 +25,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.workspace import write_file
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
+_DISK_THREADS = 4  # writes in flight
 _BLOCKS_AHEAD = 2  # packed blocks that may wait for the disk
 
 
@@ -59,7 +60,10 @@ class SegmentWriter:
         self._arrays: dict[str, ArrayWriter] = {}
         self._seeds = {kind: checks.seed(draft.segment_id, kind) for kind in draft.arrays}
         self._digest: DigestWriter | None = None
+        size = draft.layout.probe_heads * draft.layout.head_dim * draft.layout.disk_dtype.itemsize
+        self._scratch = aligned(self._step * draft.layout.chunk_tokens * size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-write")
+        self._disk = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="ckv-disk")
         try:
             for name, spec in draft.arrays.items():
                 self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
@@ -124,24 +128,33 @@ class SegmentWriter:
         """Write a block's packs [groups, n, *pack], its probe keys and its digest."""
         layout, draft = self.layout, self._draft
         columns = range(first, first + packs.shape[1])
-        for group, data in enumerate(packs):
-            self._arrays["packs"].put(group * draft.chunks + first, data)
+        array = self._arrays["packs"]
+        puts = [
+            self._disk.submit(array.put, group * draft.chunks + first, data)
+            for group, data in enumerate(packs)
+        ]
+        for group, data in enumerate(packs):  # while the disk is busy
             crcs = checks.checksums(self._seeds["packs"], group, columns, data)
             draft.pack_crc[group, columns.start : columns.stop] = crcs
-        size = layout.chunk_tokens
         for row, layer in enumerate(layout.probe_layers):
-            keys = block_keys(packs, layer, layout)[:tokens, : layout.probe_heads]
-            keys = np.ascontiguousarray(keys)
-            spec = draft.arrays["probe"]
-            rows = spec.shape[1] // spec.inner[1] * row  # entries before this layer
-            offset = first * size * keys[0].nbytes
-            self._arrays["probe"].put(rows, keys, offset)
-            for i, chunk in enumerate(columns):
-                part = checks.as_bytes(keys[i * size : (i + 1) * size].reshape(1, -1))[0]
-                crc = checks.checksum(self._seeds["probe"], row, chunk, part)
-                draft.probe_crc[row, chunk] = crc
+            self._store_probe(row, block_keys(packs, layer, layout)[:tokens], columns)
         if self._digest is not None:
-            self._digest.add(first * size, packs, tokens)
+            self._digest.add(first * layout.chunk_tokens, packs, tokens)
+        for put in puts:
+            put.result()
+
+    def _store_probe(self, row: int, keys: np.ndarray, chunks: range) -> None:
+        """Write a block of keys [t, K, D] of one probe layer."""
+        spec, size = self._draft.arrays["probe"], self.layout.chunk_tokens
+        keys = keys[:, : self.layout.probe_heads]
+        memory = self._scratch[: keys.size * keys.itemsize].view(keys.dtype).reshape(keys.shape)
+        memory[...] = keys
+        first_entry = spec.shape[1] // spec.inner[1] * row
+        self._arrays["probe"].put(first_entry, memory, chunks.start * size * memory[0].nbytes)
+        for i, chunk in enumerate(chunks):
+            part = checks.as_bytes(memory[i * size : (i + 1) * size].reshape(1, -1))[0]
+            crc = checks.checksum(self._seeds["probe"], row, chunk, part)
+            self._draft.probe_crc[row, chunk] = crc
 
     # -- commit ----------------------------------------------------------------------------------
 
@@ -190,6 +203,7 @@ class SegmentWriter:
             return
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._disk.shutdown(wait=True, cancel_futures=True)
         for array in self._arrays.values():
             array.close()
         self._workspace.discard()
