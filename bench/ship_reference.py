@@ -30,7 +30,6 @@ from ckv_jax.data.reference import demo_ledger
 from ckv_jax.model.weights import save_pretrained
 
 _CHANCE = {"recall": 98, "multikey": 98, "induction": 6, "verify": 2, "tracking": 98}
-_LENGTHS = (512, 1024, 2048, 4096)
 
 
 def evaluate(params: Params, tokens: int, seeds: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -113,12 +112,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="the folder of a training run")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--documents", type=int, default=4, help="test ledgers at each length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--compute", default="", help="a sentence on hardware and time")
     args = parser.parse_args()
     run = Run(args.run, seed=0)
     model = join(run.state["params"], CONFIG, dtype="bfloat16")
     shipped = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), split(model))
-    results = {n: evaluate(shipped, n, range(args.documents)) for n in _LENGTHS}
+    results = {n: evaluate(shipped, n, range(args.documents)) for n in args.lengths}
     for tokens, found in results.items():
         shown = "  ".join(f"{family} {r}/{n}" for family, (r, n) in found.items())
         print(f"{tokens} tokens: {shown}", flush=True)

@@ -63,9 +63,7 @@ _POOLS = {
     "train": (_ids(*words.NAMES), _ids(*words.TOPICS)),
     "test": (_ids(*words.TEST_NAMES), _ids(*words.TEST_TOPICS)),
 }
-_PREAMBLES = [
-    _ids(*text.replace(":", " :").split()) for text in words.PREAMBLES
-]  # the question mark stands alone
+_PREAMBLES = [_ids(*text.replace(":", " :").split()) for text in words.PREAMBLES]
 
 
 class _Page:

@@ -127,7 +127,7 @@ IN_ORDER = ("open", "good", "able", "new")
 OUT_OF_ORDER = ("shut", "broken", "lost", "bad")
 ATTRIBUTES = ("room", "team", "badge", "prize")
 FILLERS = tuple(dict.fromkeys(_FILLERS))
-PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "?")
+PREAMBLES = ("question:", "now tell me:", "please:", "now say:", "answer:")
 
 
 def vocabulary() -> list[str]:

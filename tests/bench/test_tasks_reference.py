@@ -1,0 +1,60 @@
+"""The shipped checkpoint: what transformers makes of it, and that it answers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.oracle import Oracle, Rule
+from ckv_jax.data import words
+from ckv_jax.data.ledger import FAMILIES
+from ckv_jax.data.reference import demo_document, demo_ledger, reference_folder
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.tokenizer import load_tokenizer
+from ckv_jax.model.weights import load_pretrained
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2:
+    return load_pretrained(reference_folder(), dtype="float32")
+
+
+def test_the_folder_is_small_and_complete() -> None:
+    files = {file.name: file.stat().st_size for file in reference_folder().iterdir()}
+    assert sum(files.values()) <= 20e6
+    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= set(files)
+    assert load_tokenizer(reference_folder()).vocab_size == len(words.vocabulary())
+
+
+def test_transformers_computes_the_same_logits(model: Qwen2) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    page = demo_ledger(0, 256, questions=1)
+    tokens = np.concatenate([page.tokens, page.questions[0, : page.lengths[0]]])[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        reference_folder(), dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    ours = np.asarray(jax.jit(lambda m, t: m(t))(model, jnp.asarray(tokens)))
+    np.testing.assert_allclose(ours, expected, atol=2e-3 * np.abs(expected).max())
+
+
+def test_a_demo_document_reads_back_and_is_answered(model: Qwen2) -> None:
+    text, asked = demo_document(1, 512, questions=20)
+    page = demo_ledger(1, 512, questions=20)
+    tokenizer = load_tokenizer(reference_folder())
+    assert np.array_equal(tokenizer.encode(text), page.tokens)
+    for (question, answer), ids, length, right in zip(
+        asked, page.questions, page.lengths, page.answers, strict=True
+    ):
+        assert np.array_equal(tokenizer.encode(question), ids[:length])
+        assert tokenizer.decode([int(right)]).strip() == answer
+    easy = page.families < FAMILIES.index("tracking")
+    oracle = Oracle(model, page)
+    full = oracle.full().logits.argmax(-1) == page.answers
+    assert full[easy].mean() >= 0.8
+    few = oracle.ask(Rule(budget=0.25, every=1)).logits.argmax(-1) == page.answers
+    assert few[easy].mean() >= full[easy].mean() - 0.2
