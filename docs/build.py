@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import html
 import sys
+import warnings
 from pathlib import Path
 
 import pdoc
 from markdown_it import MarkdownIt
+
+import ckv_jax
 
 HERE = Path(__file__).resolve().parent
 PAGES = (
@@ -21,7 +24,11 @@ PAGES = (
     "CONTRIBUTING",
     "CHANGELOG",
 )
-MODULES = ("ckv_jax", "ckv_jax.storage", "ckv_jax.kernels_pallas", "!ckv_jax.cli")
+FOLDERS = {
+    "ckv_jax": "ckv_jax",
+    "storage": "ckv_jax.storage",
+    "kernels_pallas": "ckv_jax.kernels_pallas",
+}
 STYLE = """
 body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif }
 pre { overflow-x: auto; padding: .8rem; background: #f4f4f1; line-height: 1.25 }
@@ -36,8 +43,23 @@ def main(out: Path) -> None:
     for page in PAGES:
         source = HERE.parent / f"{page}.md"
         (out / f"{_name(page)}.html").write_text(render(source.read_text(encoding="utf-8")))
+    warnings.filterwarnings("ignore", module="pdoc")  # it cannot read jaxtyping's shape strings
     pdoc.render.configure(docformat="markdown", footer_text="ckv_jax")
-    pdoc.pdoc(*MODULES, output_directory=out / "api")
+    for name in ckv_jax.__all__:  # pdoc does not see names that load on first use
+        setattr(ckv_jax, name, getattr(ckv_jax, name))
+    pdoc.pdoc(*modules(), output_directory=out / "api")
+
+
+def modules() -> list[str]:
+    """Names of all public modules, the command line left out."""
+    found = []
+    for folder, root in FOLDERS.items():
+        for path in sorted((HERE.parent / folder).rglob("*.py")):
+            parts = path.relative_to(HERE.parent / folder).with_suffix("").parts
+            name = ".".join([root, *(part for part in parts if part != "__init__")])
+            if "cli" not in parts:
+                found.append(name)
+    return found
 
 
 def render(markdown: str) -> str:
