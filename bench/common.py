@@ -51,11 +51,19 @@ class Setting:
     seed: int = 42
     folder: Path | None = None
     """Where the store goes, on the disk to be measured; None: a temporary folder."""
+    checkpoint: Path | None = None
+    """A checkpoint in HF format in place of structured random weights; needs a task."""
+    task: str | None = None
+    """A template of `bench.workload`; prefixes and questions come from `train` and `test`."""
+    train: Path | None = None
+    test: Path | None = None
+    shots: int = 100
+    """Examples in a prefix of a task."""
 
     def to_json(self) -> Json:
         """Plain JSON values."""
-        names = (name for name in self.__slots__ if name != "folder")
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "folder"}
+        return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 
 def parser(description: str | None, *, quick: Setting, full: Setting) -> argparse.ArgumentParser:
@@ -76,6 +84,11 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--repeats", type=int, help="measured requests a system and budget")
     p.add_argument("--seed", type=int)
     p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
+    p.add_argument("--checkpoint", type=Path, help="HF folder; default: structured random weights")
+    p.add_argument("--task", help="sst2, subj, trec or rte, with --checkpoint, --train and --test")
+    p.add_argument("--train", type=Path, help='JSONL of {"text", "label"} for the prefixes')
+    p.add_argument("--test", type=Path, help='JSONL of {"text", "label"} for the questions')
+    p.add_argument("--shots", type=int, help="examples a prefix")
     p.set_defaults(_quick=quick, _full=full)
     return p
 

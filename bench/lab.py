@@ -16,10 +16,14 @@ import numpy as np
 
 from bench.common import SHAPES, Setting
 from bench.structured import structured_model
-from bench.workload import Synthetic
+from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
+from ckv_jax.identity import model_fingerprint
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.tokenizer import load_tokenizer
+from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.compute import Compute
 from ckv_jax.pipeline.prefill import DensePrefill
 from ckv_jax.reorder import REORDER_AFTER
@@ -42,28 +46,18 @@ class Lab:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.config: ModelConfig = SHAPES[setting.model]
-        self.work = Synthetic(
-            vocab_size=self.config.vocab_size,
-            prefix_tokens=setting.prefix_tokens,
-            suffix_tokens=setting.suffix_tokens,
-            seed=setting.seed,
-        )
+        model, fingerprint, self.work = _model_and_work(setting)
+        self.config: ModelConfig = model.config
         self._stack = ExitStack()
         if setting.folder is not None:
             setting.folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="ckv-bench-", dir=setting.folder))
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        model = structured_model(self.config, dtype=setting.dtype, seed=setting.seed)
         self.store = ChunkStore.open(self.folder / "store", config=StoreConfig(direct_io=True))
         self._compute = Compute(model)
         self._prefill = DensePrefill(self._compute, block=512)
         base = EngineConfig(
             system="recompute", dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
-        )
-        fingerprint = Fingerprint(
-            {"weights": f"structured, seed {setting.seed}", "config": setting.model}
-            | {"dtype": setting.dtype, "tokenizer": "", "rope": ""}
         )
         self.base = self._stack.enter_context(Engine(model, None, self.store, fingerprint, base))
         self._prefixes: dict[tuple[int, str], Prefix] = {}
@@ -85,7 +79,7 @@ class Lab:
         """Bytes of one prefix's KV."""
         row = self.config.num_kv_heads * self.config.head_dim
         size = 4 if self.setting.dtype == "float32" else 2
-        return 2 * self.config.num_layers * self.setting.prefix_tokens * row * size
+        return 2 * self.config.num_layers * self.work.prefix_tokens * row * size
 
     def engine(
         self,
@@ -161,7 +155,8 @@ class Lab:
             engine.settle()
         if index == 0:
             prefix = self.prefix(index, engine)
-            engine.warmup(prefix, max_suffix=self.setting.suffix_tokens, budgets=budgets)
+            longest = max(len(self.work.suffix(question)) for question in range(32))
+            engine.warmup(prefix, max_suffix=longest, budgets=budgets)
         for budget in budgets:
             self.ask(engine, index, 11_000, budget)
 
@@ -173,3 +168,34 @@ class Lab:
             head_dim=self.config.head_dim,
             dtype=self.setting.dtype,
         )
+
+
+def _model_and_work(setting: Setting) -> tuple[Qwen2, Fingerprint, Synthetic | FewShot]:
+    """Structured weights and random tokens, or a checkpoint and a task."""
+    if setting.checkpoint is None:
+        if setting.task is not None:
+            raise ValueError(f"got task={setting.task!r} without a checkpoint to answer it")
+        config = SHAPES[setting.model]
+        work = Synthetic(
+            vocab_size=config.vocab_size,
+            prefix_tokens=setting.prefix_tokens,
+            suffix_tokens=setting.suffix_tokens,
+            seed=setting.seed,
+        )
+        # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
+        made = {"weights": f"structured, seed {setting.seed}", "config": setting.model}
+        fingerprint = Fingerprint(made | {"dtype": setting.dtype, "tokenizer": "", "rope": ""})
+        return structured_model(config, dtype=setting.dtype, seed=setting.seed), fingerprint, work
+    if setting.task is None or setting.train is None or setting.test is None:
+        raise ValueError("got a checkpoint, expected --task, --train and --test with it")
+    model = load_pretrained(setting.checkpoint, dtype=setting.dtype)
+    tasks = FewShot(
+        load_tokenizer(setting.checkpoint).encode,
+        task=setting.task,
+        train=setting.train,
+        test=setting.test,
+        shots=setting.shots,
+        prefixes=setting.prefixes,
+        seed=setting.seed,
+    )
+    return model, model_fingerprint(setting.checkpoint, model.config, dtype=setting.dtype), tasks

@@ -47,7 +47,7 @@ def validate(lab: Lab, taken: Sequence[Taken]) -> list[Json]:
     """Simulated against measured time to first token."""
     rows = []
     for part in taken:
-        cold = part.row() | {"tokens_in_prefix": lab.setting.prefix_tokens}
+        cold = part.row() | {"tokens_in_prefix": lab.work.prefix_tokens}
         name = part.system.name
         with lab.engine(part.system) as engine:
             here = hardware(lab, engine)

@@ -7,7 +7,7 @@ of `{"text": ..., "label": ...}` lines, put into the few-shot templates of the p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,39 @@ class Synthetic:
         """Tokens int32 [S] of one question; each asks for a topic of its own."""
         rng = np.random.default_rng((self.seed, 2, index))
         return topic_tokens(rng, self.suffix_tokens, self.vocab_size)
+
+
+class FewShot:
+    """The papers' setting: few-shot prefixes from one JSONL file, questions from another.
+
+    The same interface as `Synthetic`, over a real tokenizer.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], np.ndarray],
+        *,
+        task: str,
+        train: Path,
+        test: Path,
+        shots: int,
+        prefixes: int,
+        seed: int = 42,
+    ) -> None:
+        texts = few_shot(task, read_examples(train), shots=shots, prefixes=prefixes, seed=seed)
+        self._prefixes = [encode(text) for text in texts]
+        self._questions = [encode(question(task, example)) for example in read_examples(test)]
+        if not self._questions:
+            raise ValueError(f"got no examples in {test}, expected at least one")
+        self.prefix_tokens = max(len(tokens) for tokens in self._prefixes)
+
+    def prefix(self, index: int) -> np.ndarray:
+        """Tokens int32 [T] of one prefix."""
+        return self._prefixes[index]
+
+    def suffix(self, index: int) -> np.ndarray:
+        """Tokens int32 [S] of one question; they repeat after the last."""
+        return self._questions[index % len(self._questions)]
 
 
 def normal_choice(rng: np.random.Generator, n: int, count: int) -> np.ndarray:

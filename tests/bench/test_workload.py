@@ -11,6 +11,7 @@ from bench.structured import TOPICS
 from bench.workload import (
     TEMPLATES,
     Example,
+    FewShot,
     Synthetic,
     few_shot,
     normal_choice,
@@ -70,3 +71,21 @@ def test_few_shot_prefixes_hold_every_label(task: str) -> None:
 def test_an_unknown_task_is_refused() -> None:
     with pytest.raises(ValueError, match="sst2"):
         few_shot("mnli", [Example(text="a", label="b")], shots=1, prefixes=1)
+
+
+def test_a_task_from_files_has_the_interface_of_synthetic_tokens(tmp_path: Path) -> None:
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    lines = [f'{{"text": "text {i}", "label": "{"ab"[i % 2]}"}}' for i in range(8)]
+    train.write_text("\n".join(lines))
+    test.write_text("\n".join(lines[:3]))
+
+    def encode(text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    work = FewShot(encode, task="trec", train=train, test=test, shots=4, prefixes=3)
+    assert work.prefix_tokens == max(len(work.prefix(i)) for i in range(3))
+    np.testing.assert_array_equal(work.suffix(0), work.suffix(3))
+    assert bytes(work.suffix(1).astype(np.uint8)).decode() == "Question: text 1\nType:"
+    test.write_text("")
+    with pytest.raises(ValueError, match="no examples"):
+        FewShot(encode, task="trec", train=train, test=test, shots=4, prefixes=3)
