@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.pipeline.compute import Compute
 from ckv_jax.pipeline.executor import Executor
+from ckv_jax.pipeline.key_buffers import KeyBuffers
 from ckv_jax.pipeline.kv_rows import KvRows
-from ckv_jax.pipeline.layer_compute import LayerCompute
 from ckv_jax.pipeline.layerwise import LayerwiseExecutor
 from ckv_jax.pipeline.memory import Memory
 from ckv_jax.pipeline.plan import Plan
@@ -38,6 +38,7 @@ class Parts:
     rows: KvRows
     prefetcher: Prefetcher
     probe_threads: ThreadPoolExecutor
+    key_buffers: KeyBuffers
 
     @classmethod
     def build(
@@ -62,7 +63,7 @@ class Parts:
             executor = Executor(compute, memory, plan, system)
         else:
             note = reorderer.note if reorderer is not None else None
-            executor = LayerwiseExecutor(compute, LayerCompute(compute), memory, system, note)
+            executor = LayerwiseExecutor(compute, compute.layerwise, memory, system, note)
         return cls(
             store=store,
             system=system,
@@ -76,6 +77,7 @@ class Parts:
             rows=KvRows(compute),
             prefetcher=Prefetcher(config.io_threads, config.prefetch_host_bytes),
             probe_threads=ThreadPoolExecutor(2, "ckv-probe"),
+            key_buffers=KeyBuffers(),
         )
 
     def current(self, prefix: Prefix) -> Prefix:

@@ -101,6 +101,7 @@ class SparseSession:
             plan=parts.plan,
             system=parts.system,
             threads=parts.probe_threads,
+            buffers=parts.key_buffers,
             recovery=recovery,
             trace=trace,
         )

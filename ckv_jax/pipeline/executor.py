@@ -109,7 +109,6 @@ class Executor:
                 guess, _, _ = self._choose(
                     view, batch, hidden, start, period + 1, probes, batch.limits
                 )
-            probes.ahead(period + 1)
             began = time.perf_counter_ns()
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
@@ -117,19 +116,22 @@ class Executor:
             chosen = np.asarray(ids)
             trace.add("select", "host", ready, time.perf_counter_ns(), period=period)
             union = np.unique(chosen[chosen >= 0])
-            self._record(view, period, chosen, np.asarray(attention))
             self._submit(source, period, union)
+            probes.used(period)
+            probes.ahead(period + 1)  # behind the packs, which are needed sooner
             for step in self._plan.period_steps(period):
                 hidden, context = self._step(view, source, step, chosen, union, hidden, start)
                 contexts.append(context)
-                if step.selects and guess is not None and self._inter(period):
+                if not step.selects:
+                    continue
+                if guess is not None and self._inter(period):
                     self._speculate(source, period + 1, np.asarray(guess))
+                # Bookkeeping, while the device computes.
+                self._record(view, period, chosen, np.asarray(attention))
+                real = int((batch.lengths > 0).sum())
+                trace.count_chunks(selected=int((chosen >= 0).sum()), total=real * view.num_chunks)
             view.last_selection[period] = union
             masses.append(mass)
-            rows = batch.lengths > 0
-            trace.count_chunks(
-                selected=int((chosen >= 0).sum()), total=int(rows.sum()) * view.num_chunks
-            )
             selections.append(chosen)
         began = time.perf_counter_ns()
         logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))

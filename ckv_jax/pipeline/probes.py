@@ -11,6 +11,7 @@ import numpy as np
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.pipeline.buckets import pad_rows
+from ckv_jax.pipeline.key_buffers import KeyBuffers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.recovery import Recovery
 from ckv_jax.pipeline.view import PrefixView, Views
@@ -31,6 +32,7 @@ class Probes:
         plan: Plan,
         system: SystemConfig,
         threads: ThreadPoolExecutor,
+        buffers: KeyBuffers,
         recovery: Recovery,
         trace: Trace,
     ) -> None:
@@ -38,6 +40,8 @@ class Probes:
         self._reader = reader
         self._plan = plan
         self._threads = threads
+        self._buffers = buffers
+        self._held: dict[int, np.ndarray] = {}  # period -> keys that a selection may be reading
         self._recovery = recovery
         self._trace = trace
         self._reads: dict[int, Future[np.ndarray | None]] = {}
@@ -66,17 +70,28 @@ class Probes:
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), period=period)
         if keys is None:
             return self._recomputed(layer)
+        self._held[period] = keys
         return Keys(jax.device_put(keys))
 
+    def used(self, period: int) -> None:
+        """Says that the selection of `period` is known, so that its keys may be overwritten."""
+        keys = self._held.pop(period, None)
+        if keys is not None:
+            self._buffers.give_back(keys)
+
     def cancel(self) -> None:
-        """Drops reads that have not begun."""
+        """Drops reads that have not begun, waits for the others."""
         for read in self._reads.values():
-            read.cancel()
+            if not read.cancel() and (keys := read.result()) is not None:
+                self._buffers.give_back(keys)
+        self._reads.clear()
 
     def _read(self, layer: int) -> np.ndarray | None:
         layout = self._view.prefix.layout
         tokens = self._view.prefix.num_tokens
-        keys = np.empty((self._tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
+        keys = self._buffers.take(
+            (self._tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype
+        )
         keys[tokens:] = 0
         start = time.perf_counter_ns()
         try:
