@@ -65,7 +65,13 @@ def test_nothing_stored_is_a_recompute(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_small_budget_reads_less_and_says_what_it_covers(tmp_path: Path, system: str) -> None:
-    with small_engine(tmp_path, system=system, device_cache_bytes=0, host_cache_bytes=0) as engine:
+    with small_engine(
+        tmp_path,
+        system=system,
+        overrides={"prefetch": "intra"},
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+    ) as engine:
         prefix = engine.ingest(tokens(640))
         full, tenth = (
             engine.reprefill([Request(prefix=prefix, suffix=tokens(8, 1), budget=budget)])[0]
