@@ -69,8 +69,8 @@ def _show(terminal: Terminal, report: Report) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    names = ["budget", "first token", "speed-up", "from SSD", "read", "mass", "KL", "agrees"]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    names = ["budget", "TTFT ms", "speed-up", "SSD MiB", "read", "mass", "KL", "agrees"]
     for name in [*names, *(["right"] if report.trained else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     recompute = report.recompute_ttft_ms
@@ -78,17 +78,17 @@ def _show(terminal: Terminal, report: Report) -> None:
         chunks = row["chunks"]
         table.add_row(
             f"{row['budget']:.0%}",
-            f"{row['ttft_ms']:,.1f} ms",
+            f"{row['ttft_ms']:,.1f}",
             f"{recompute / row['ttft_ms']:,.1f}x",
-            byte_size(row["bytes"]["ssd"]),
+            f"{row['bytes']['ssd'] / 2**20:,.1f}",
             f"{chunks['selected'] / chunks['total']:.1%}" if chunks["total"] else "-",
-            f"{row['attention_mass']:.1%}",
+            f"{row['attention_mass']:.0%}",
             f"{row['kl_to_recompute']:.0e}",
             f"{row['top1_agrees']:.0%}",
             *([f"{row['accuracy']:.0%}"] if report.trained else []),
         )
     table.add_section()
-    table.add_row("recompute", f"{recompute:,.1f} ms", "1.0x", *["-"] * (len(table.columns) - 3))
+    table.add_row("recompute", f"{recompute:,.1f}", "1.0x", *["-"] * (len(table.columns) - 3))
     terminal.out.print(table)
     terminal.say(
         f"{report.prefix_tokens:,} tokens, {byte_size(report.store_bytes)} on disk; "
@@ -96,8 +96,9 @@ def _show(terminal: Terminal, report: Report) -> None:
         "medians after a warm-up; the KV is read from disk each time."
     )
     terminal.say(
-        "mass: share of the probe's attention on what was read. KL, agrees: next-token "
-        "distribution (nats) and first token against recompute."
+        "TTFT: time to first token. mass: share of the probe's attention on what was read. "
+        "KL, agrees: next-token distribution (nats) and first token against recompute."
+        + (" right: right answers." if report.trained else "")
     )
     if not report.trained:
         terminal.say("With random weights attention is flat, so mass follows the budget.")
