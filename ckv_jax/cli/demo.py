@@ -66,10 +66,9 @@ def demo(
 
 
 def _show(terminal: Terminal, report: Report) -> None:
-    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
     names = ["budget", "TTFT ms", "speed-up", "SSD MiB", "read", "mass", "KL", "agrees"]
     for name in [*names, *(["right"] if report.trained else [])]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -81,7 +80,7 @@ def _show(terminal: Terminal, report: Report) -> None:
             f"{row['ttft_ms']:,.1f}",
             f"{recompute / row['ttft_ms']:,.1f}x",
             f"{row['bytes']['ssd'] / 2**20:,.1f}",
-            f"{chunks['selected'] / chunks['total']:.1%}" if chunks["total"] else "-",
+            f"{chunks['selected'] / chunks['total']:.0%}" if chunks["total"] else "-",
             f"{row['attention_mass']:.0%}",
             f"{row['kl_to_recompute']:.0e}",
             f"{row['top1_agrees']:.0%}",
@@ -90,6 +89,7 @@ def _show(terminal: Terminal, report: Report) -> None:
     table.add_section()
     table.add_row("recompute", f"{recompute:,.1f}", "1.0x", *["-"] * (len(table.columns) - 3))
     terminal.out.print(table)
+    terminal.out.print()
     terminal.say(
         f"{report.prefix_tokens:,} tokens, {byte_size(report.store_bytes)} on disk; "
         f"{report.questions} question{'s' if report.questions > 1 else ''} a row. Times are "
