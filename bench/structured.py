@@ -39,9 +39,9 @@ class Structure:
     """Size of a feature beside the embedding's noise of 1 a dimension."""
     sharpness: float = 3.0
     """Standard deviation of a query's logits over the prefix."""
-    turn: float = 0.18
+    turn: float = 0.2
     """Radians by which a layer's weights turn against the layer before."""
-    head_spread: float = 0.85
+    head_spread: float = 0.55
     """Weight of each head's own taste, against 1 of the layer's."""
     topic_spread: float = 0.9
     """Weight of the request's topic, against 1 of the layer's."""

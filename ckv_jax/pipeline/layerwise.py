@@ -160,6 +160,7 @@ class LayerSchedule:
         if self._system.selector == "impress":
             choice = self._by_probe(layer, qkv)
             counts, agreed = self._fetch(layer, choice)
+            self._probes.used(layer)
             self._trace.count("layers_agreed" if agreed else "layers_fell_back", 1)
         else:
             agreed = False

@@ -49,7 +49,11 @@ def test_tiny_runs_all_stages_and_resumes(
     assert set(speedup["ckv"]["0.25"]) == set(RIVALS)
     assert "ratio" in capsys.readouterr().out
 
-    monkeypatch.setattr(gpu_qualify, "first_tokens", None)  # would fail if it ran again
+    def again(*_: object) -> None:
+        raise AssertionError("a finished stage ran again")
+
+    for stage in ("copies", "disk_bandwidth", "kernel_rows", "first_tokens"):
+        monkeypatch.setattr(gpu_qualify, stage, again)
     gpu_qualify.main()
     assert capsys.readouterr().out.count("done before") == len(results)
     assert (tmp_path / "report.txt").is_file()

@@ -69,6 +69,27 @@ def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
         assert layers * (CHUNKS + 1) <= packs <= 2 * layers * CHUNKS
 
 
+def test_a_warm_engine_compiles_nothing(served: tuple[Engine, Prefix]) -> None:
+    engine, prefix = served
+    engine.warmup(prefix, max_suffix=16, budgets=[0.1, 0.3])
+    before = engine.executables()
+    for seed, (budget, length) in enumerate([(0.1, 3), (0.3, 16), (0.09, 9)]):
+        ask(engine, prefix, budget, tokens(length, 20 + seed))
+    assert engine.executables() == before
+
+
+def test_batch_equals_one_by_one(served: tuple[Engine, Prefix]) -> None:
+    engine, prefix = served
+    requests = [
+        Request(prefix=prefix, suffix=tokens(3 + i, 30 + i), budget=(0.05, 0.2)[i]) for i in (0, 1)
+    ]
+    together = engine.reprefill(requests)
+    for request, batched in zip(requests, together, strict=True):
+        (alone,) = engine.reprefill([request])
+        assert scale_error(batched.logits, alone.logits) < 1e-4
+        assert batched.trace.attention_mass == pytest.approx(alone.trace.attention_mass, abs=1e-4)
+
+
 def test_an_unreadable_store_costs_time_and_no_accuracy(
     served: tuple[Engine, Prefix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
