@@ -12,14 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from bench.common import SHAPES, Setting
 from bench.structured import structured_model
 from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
 from ckv_jax.identity import model_fingerprint
+from ckv_jax.ingest import read_kv
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import load_tokenizer
@@ -34,6 +33,9 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import system_named
 
+BASE = "contiguous-kv"
+"""The system whose layout a prefix is first stored in."""
+
 WARM_UP = REORDER_AFTER + 2
 """Requests before anything is measured: compiles, loads digests, and lets IMPRESS reorder."""
 
@@ -44,22 +46,29 @@ class Lab:
     A prefix is computed once and written in every layout that is asked for.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, like: Lab | None = None) -> None:
+        """`like`: another lab whose model, and what is compiled for it, serve here as well."""
         self.setting = setting
-        model, fingerprint, self.work = _model_and_work(setting)
-        self.config: ModelConfig = model.config
         self._stack = ExitStack()
         if setting.folder is not None:
             setting.folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="ckv-bench-", dir=setting.folder))
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.store = ChunkStore.open(self.folder / "store", config=StoreConfig(direct_io=True))
-        self._compute = Compute(model)
-        self._prefill = DensePrefill(self._compute, block=512)
-        base = EngineConfig(
-            system="recompute", dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
-        )
-        self.base = self._stack.enter_context(Engine(model, None, self.store, fingerprint, base))
+        self._stack.callback(self.store.close)
+        if like is None:
+            model, fingerprint, self.work = _model_and_work(setting)
+            config = EngineConfig(
+                system=BASE, dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
+            )
+            self._recover = DensePrefill(Compute(model), block=config.prefill_block)
+            self.base = Engine(model, None, self.store, fingerprint, config)
+        else:
+            self.work = _synthetic(setting)
+            self._recover = like._recover
+            self.base = like.base.variant(like.base.config, store=self.store)
+        self._stack.callback(self.base.close)
+        self.config: ModelConfig = self.base.model_config
         self._prefixes: dict[tuple[int, str], Prefix] = {}
         self.prefill_s: list[float] = []
 
@@ -106,18 +115,19 @@ class Lab:
         if not missing:
             return
         tokens = self.work.prefix(index)
-        start = time.perf_counter()
-        blocks = [np.asarray(block.kv)[:, :, : block.length] for block in self._prefill.run(tokens)]
-        self.prefill_s.append(time.perf_counter() - start)
+        base = (index, self.base.layout.hex)
+        if base not in self._prefixes:
+            start = time.perf_counter()
+            self._prefixes[base] = self.base.ingest(tokens)
+            self.prefill_s.append(time.perf_counter() - start)
+        kv = read_kv(self.store, self._prefixes[base], self._recover)
         for layout in missing:
-            with self.store.writer(
-                fingerprint=self.base.fingerprint, layout=layout, tokens=tokens
-            ) as writer:
-                first = 0
-                for block in blocks:
-                    writer.write(first, block.view(layout.numpy_dtype))
-                    first += block.shape[2]
-                self._prefixes[index, layout.hex] = writer.commit()
+            if (index, layout.hex) not in self._prefixes:
+                with self.store.writer(
+                    fingerprint=self.base.fingerprint, layout=layout, tokens=tokens
+                ) as writer:
+                    writer.write(0, kv)
+                    self._prefixes[index, layout.hex] = writer.commit()
 
     def prefix(self, index: int, engine: Engine) -> Prefix:
         """Prefix `index` in the layout of `engine`, stored if it is not yet."""
@@ -175,13 +185,7 @@ def _model_and_work(setting: Setting) -> tuple[Qwen2, Fingerprint, Synthetic | F
     if setting.checkpoint is None:
         if setting.task is not None:
             raise ValueError(f"got task={setting.task!r} without a checkpoint to answer it")
-        config = SHAPES[setting.model]
-        work = Synthetic(
-            vocab_size=config.vocab_size,
-            prefix_tokens=setting.prefix_tokens,
-            suffix_tokens=setting.suffix_tokens,
-            seed=setting.seed,
-        )
+        config, work = SHAPES[setting.model], _synthetic(setting)
         # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
         made = {"weights": f"structured, seed {setting.seed}", "config": setting.model}
         fingerprint = Fingerprint(made | {"dtype": setting.dtype, "tokenizer": "", "rope": ""})
@@ -199,3 +203,12 @@ def _model_and_work(setting: Setting) -> tuple[Qwen2, Fingerprint, Synthetic | F
         seed=setting.seed,
     )
     return model, model_fingerprint(setting.checkpoint, model.config, dtype=setting.dtype), tasks
+
+
+def _synthetic(setting: Setting) -> Synthetic:
+    return Synthetic(
+        vocab_size=SHAPES[setting.model].vocab_size,
+        prefix_tokens=setting.prefix_tokens,
+        suffix_tokens=setting.suffix_tokens,
+        seed=setting.seed,
+    )

@@ -60,15 +60,15 @@ def sweep(lab: Lab, parameter: str, found: dict[str, SystemConfig]) -> list[Json
     return rows
 
 
-def prefix_lengths(setting: Setting, lengths: Sequence[int]) -> list[Json]:
+def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
     """Figure 16(a), IMPRESS and ours by turns."""
     rows = []
     for length in lengths:
-        with Lab(dataclasses.replace(setting, prefix_tokens=length)) as lab:
-            systems = {
-                (name, str(length)): system_named(name) for name in ("impress", *setting.systems)
-            }
-            for taken in take_turns(lab, systems):
+        setting = dataclasses.replace(lab.setting, prefix_tokens=length)
+        names = ("impress", *setting.systems)
+        with Lab(setting, like=lab) as other:
+            systems = {(name, str(length)): system_named(name) for name in names}
+            for taken in take_turns(other, systems):
                 row = taken.row()
                 found = {"parameter": "prefix_tokens", "value": length}
                 keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
@@ -104,8 +104,8 @@ def main() -> None:
             rows += sweep(lab, "chunk_tokens", chunk_sizes(system))
             rows += sweep(lab, "period", periods(system))
             rows += sweep(lab, "subperiod", subperiods(system))
-    lengths = args.lengths if args.lengths is not None else QUICK_LENGTHS if args.quick else LENGTHS
-    rows += prefix_lengths(setting, lengths)
+        lengths = QUICK_LENGTHS if args.quick else LENGTHS
+        rows += prefix_lengths(lab, lengths if args.lengths is None else args.lengths)
     cells = [
         [row["parameter"], row["value"], row["system"], row["budget"], row["ttft_ms"]["mean"],
          row["ttft_ms"]["p95"], row["ssd_bytes"] / 1e6, row.get("attention_mass", "")]

@@ -152,14 +152,16 @@ def main() -> None:
     with Lab(setting) as lab, Disk(lab.folder) as disk:
         rows = cold(lab, disk, ablate=not args.no_ablation)
         prefill = lab.prefill_s
+        prefixes = args.warm_prefixes
+        if prefixes is None:
+            prefixes = 6 if args.quick else 24
+        if prefixes:
+            tokens = args.warm_tokens or (1008 if args.quick else setting.prefix_tokens)
+            smaller = dataclasses.replace(setting, prefixes=prefixes, prefix_tokens=tokens)
+            names = [name for name in setting.systems if name != "recompute"]
+            with Lab(smaller, like=lab) as other:
+                rows += warm(other, disk, names, requests=(4 if args.quick else 10) * prefixes)
         bandwidth = disk.found
-    prefixes = args.warm_prefixes if args.warm_prefixes is not None else (6 if args.quick else 24)
-    if prefixes:
-        tokens = args.warm_tokens or (1008 if args.quick else setting.prefix_tokens)
-        warm_setting = dataclasses.replace(setting, prefixes=prefixes, prefix_tokens=tokens)
-        names = [name for name in setting.systems if name != "recompute"]
-        with Lab(warm_setting) as lab, Disk(lab.folder) as disk:
-            rows += warm(lab, disk, names, requests=(4 if args.quick else 10) * prefixes)
     print(show(rows))
     body = {
         "rows": rows,
