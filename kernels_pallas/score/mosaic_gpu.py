@@ -88,7 +88,9 @@ def score(
     lse = top + jnp.log(jnp.where(total > 0, total, 1.0))
     lse = jnp.where((total > 0) & valid[:, None], lse, jnp.inf)  # such a row's weights are 0
     sums = _stream(rows, plan, limit, lse, probe.shape[0], splits, blocks, interpret)[0]
-    return chunk_sums(sums[..., :tokens], chunk_tokens)
+    fresh = probe.shape[0] - (steps - 1) * blocks.keys  # of the last block, at its end
+    parts = [sums[..., :-1, :].reshape(*sums.shape[:3], -1), sums[..., -1, blocks.keys - fresh :]]
+    return chunk_sums(jnp.concatenate(parts, axis=-1)[..., :tokens], chunk_tokens)
 
 
 def _stream(
@@ -102,16 +104,18 @@ def _stream(
     interpret: Any,
 ) -> tuple[Array, ...]:
     """Without lse: maxima and sums of exponentials, [B, K, splits, rows] both. With lse
-    [B, K, rows]: every key's sum of weights over the rows of a tile, [B, K, tiles, T].
+    [B, K, rows]: every key's sum of weights over the rows of a tile, [B, K, tiles, steps, keys].
     """
     batch, kv_heads, num_rows, dim = rows.shape
     keys, tiles = blocks.keys, num_rows // _ROWS
-    share = pl.cdiv(pl.cdiv(tokens, keys), splits)
+    steps = pl.cdiv(tokens, keys)
+    share = pl.cdiv(steps, splits)
     operands = (rows, num_tokens, *plan.operands) + (() if lse is None else (lse,))
     shape = (batch, kv_heads, splits, num_rows)
     out_type: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
     if lse is not None:
-        out_type = (jax.ShapeDtypeStruct((batch, kv_heads, tiles, tokens), jnp.float32),)
+        shape = (batch, kv_heads, tiles, steps, keys)
+        out_type = (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
     def kernel(*refs: Any) -> None:
         inputs, rest = refs[: len(operands)], refs[len(operands) :]
@@ -124,7 +128,7 @@ def _stream(
         tile = pl.ds(tile_index * _ROWS, _ROWS)
         split = lax.axis_index("split")
         begin = split * share
-        end = jnp.minimum(begin + share, pl.cdiv(tokens, keys))
+        end = jnp.minimum(begin + share, steps)
         limit = limit_ref[0]
 
         def first_key(step: Array) -> Array:
@@ -179,7 +183,7 @@ def _stream(
         def sums(step: Array, carry: None) -> None:
             x = logits(step)
             p = jnp.exp(x - lax.broadcast_in_dim(lse_smem[...], x.shape, (0,)))
-            out_refs[0][b, head, tile_index, pl.ds(first_key(step), keys)] = jnp.sum(p, axis=0)
+            out_refs[0][b, head, tile_index, step] = jnp.sum(p, axis=0)
 
         if lse is not None:
             lax.fori_loop(begin, end, sums, None)

@@ -16,14 +16,16 @@ _INTERPRETS_WGMMA = jax.__version_info__ >= (0, 11)
 
 
 def _interpreter(implementation: str) -> Any:
-    """Its buffers start as NaN (or the largest integers), so that what is not written shows."""
+    """Buffers start as NaN (or the largest integers), so that what is not written shows, and two
+    accesses that nothing orders are an error.
+    """
     if implementation == "tpu":
-        return pltpu.InterpretParams()
+        return pltpu.InterpretParams(detect_races=True)
     if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
+        return plgpu.InterpretGPUParams(detect_races=True)
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    return InterpretGPUParams()
+    return InterpretGPUParams(detect_races=True)
 
 
 @pytest.fixture(params=["reference", "tpu", "mosaic_gpu"])
