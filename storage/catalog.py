@@ -168,9 +168,9 @@ class Catalog:
 
     def usage(self) -> int:
         """Bytes of all segments and reservations."""
-        query = (
-            "SELECT (SELECT total(bytes) FROM segments) + (SELECT total(bytes) FROM reservations)"
-        )
+        sane = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"
+        parts = (f"SELECT total(bytes) FROM {t} WHERE {sane}" for t in ("segments", "reservations"))
+        query = "SELECT " + " + ".join(f"({part})" for part in parts)
         return int(self._db.read(query, ())[0][0])
 
     def reserve(self, name: str, num_bytes: int) -> None:

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,12 @@ class LocalFiles:
         return LocalHold(fd)
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
-        folder = self._folder(segment_id)
-        parents = {folder.parent, folder, *(folder / Path(name).parent for name in sizes)}
+        folder = str(self._folder(segment_id))
+        parents = {os.path.dirname(folder), folder}
+        parents.update(f"{folder}/{os.path.dirname(name)}" for name in sizes)
         if not all(_is(stat.S_ISDIR, p) for p in parents):
             return set(sizes)
-        return {n for n, size in sizes.items() if not _is(stat.S_ISREG, folder / n, size)}
+        return {n for n, size in sizes.items() if not _is(stat.S_ISREG, f"{folder}/{n}", size)}
 
     def workspace(self) -> LocalWorkspace:
         self.make()
@@ -230,9 +231,9 @@ class LocalFiles:
         """Nothing is kept open."""
 
 
-def _is(kind: Any, path: Path, size: int | None = None) -> bool:
+def _is(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
     try:
         found = os.lstat(path)
     except OSError:
         return False
-    return bool(kind(found.st_mode)) and size in (None, found.st_size)
+    return kind(found.st_mode) and size in (None, found.st_size)

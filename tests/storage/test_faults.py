@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from bench.fault_kinds import corruption, disk, processes
 from bench.fault_kinds.tally import CONFIG, LAYOUT, Served, Tally, make_store, prompts, serve
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, SegmentDamaged, StoreError, StoreFull, segment
+from ckv_jax.storage import ChunkStore, SegmentDamaged, StoreError, StoreFull, segment, verify_store
 from ckv_jax.storage.manifest import Manifest
 
 
@@ -152,6 +152,27 @@ def test_bodies_that_are_no_manifest(pristine: Path, body: bytes) -> None:
     with ChunkStore.open(pristine, config=CONFIG) as store:
         assert serve(store) == Served(False, 0)
         assert store.prefixes() == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "symlink", "endless", "huge"])
+def test_manifests_that_are_no_plain_files(pristine: Path, tmp_path: Path, kind: str) -> None:
+    for i, path in enumerate((pristine / "segments").glob("*/*/manifest.json")):
+        away = path.rename(tmp_path / str(i))
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "huge":
+            path.touch()
+            os.truncate(path, 1 << 40)  # a hole
+        else:
+            path.symlink_to(away if kind == "symlink" else "/dev/zero")
+    start = time.monotonic()
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert serve(store) == Served(False, 0)
+        assert verify_store(store, repair=True).segments == 0
+        assert verify_store(store).ok
+    assert time.monotonic() - start < 10
 
 
 _MANIFEST: list[tuple[bytes, str]] = []
