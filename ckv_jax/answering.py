@@ -37,7 +37,7 @@ class Answering(ABC):
         """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
         handles = self._intake().submit(_some(requests))
         try:
-            return [result_of(handle) for handle in handles]
+            return [result_of(handle, settled=True) for handle in handles]
         except BaseException:
             for handle in handles:
                 handle.cancel()

@@ -120,15 +120,10 @@ class Generating:
         self._drop_lapsed()
         self._accept(logits)
 
-    @property
-    def handles(self) -> list[Handle]:
-        """Those that have no outcome yet."""
-        return [row.handle for row in self._rows if row is not None]
-
     def step(self) -> bool:
         """One more token for every row; False once there is nothing left to do."""
         self._drop_lapsed()
-        if not self.handles:
+        if not any(self._rows):
             return False
         self._compact()
         live = np.array([row is not None for row in self._rows])
@@ -141,7 +136,7 @@ class Generating:
                 row.finish(self._decoder.kv(index, row.placed.prefix.num_tokens))
                 self._rows[index] = None
         self._accept(logits)
-        return bool(self.handles)
+        return any(self._rows)
 
     def close(self) -> None:
         """Gives the packs and the reader back. Idempotent."""

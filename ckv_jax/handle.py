@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ class Handle:
         self._future: Future[Outcome] = Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
         self._cancelled = False
+        self._settled = threading.Event()
         self._wake: Callable[[], None] = lambda: None
 
     def result(self, timeout: float | None = None) -> Outcome:
@@ -48,6 +50,12 @@ class Handle:
         this library or the machine, not of the request.
         """
         return self._future.result(timeout)
+
+    def settled_result(self) -> Outcome:
+        """The same once what the request held (packs, pins, readers) has been given back."""
+        outcome = self._future.result()
+        self._settled.wait()
+        return outcome
 
     def cancel(self) -> None:
         """Gives the request up: it ends as `Cancelled`, a running generation with what it has.
@@ -104,12 +112,22 @@ class Handle:
         self._future.set_result(outcome)
 
     def fail(self, error: CkvError | ValueError) -> None:
-        """The request's own fault: an outcome with an `error`."""
-        trace = Trace()
-        trace.end()
-        kind = Result if self.sampled is None else Generation
-        self.finish(kind(request=self.request, trace=trace, queued_ms=self.queued_ms, error=error))
+        """The request's own fault: an outcome with an `error`, unless there is one already."""
+        if not self.done():
+            trace = Trace()
+            trace.end()
+            kind = Result if self.sampled is None else Generation
+            self.finish(
+                kind(request=self.request, trace=trace, queued_ms=self.queued_ms, error=error)
+            )
+        self.settle()
 
     def crash(self, error: BaseException) -> None:
         """A fault that is not the request's: whoever waits gets it raised."""
-        self._future.set_exception(error)
+        if not self.done():
+            self._future.set_exception(error)
+        self.settle()
+
+    def settle(self) -> None:
+        """The request holds nothing any more."""
+        self._settled.set()

@@ -22,11 +22,6 @@ from ckv_jax.storage.errors import StoreError
 class Running(Protocol):
     """A batch that goes on after its first tokens."""
 
-    @property
-    def handles(self) -> Sequence[Handle]:
-        """Those without an outcome yet."""
-        ...
-
     def step(self) -> bool:
         """A little progress; False once all is over."""
         ...
@@ -81,7 +76,7 @@ class Scheduler:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._waiting: deque[Handle] = deque()
-        self._running: dict[Running, int] = {}  # -> bytes it holds
+        self._running: dict[Running, list[Handle]] = {}
         self._full = False  # nothing new fits until something running ends
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -154,7 +149,8 @@ class Scheduler:
         """The request that has waited longest and others that go with it; empty if none fits."""
         if not self._waiting or self._full:
             return []
-        room = self._max_bytes - sum(self._running.values())
+        held = sum(self._runner.bytes_needed(handles) for handles in self._running.values())
+        room = self._max_bytes - held
         first = self._waiting[0]
         if self._running and self._runner.bytes_needed([first]) > room:
             return []
@@ -186,23 +182,27 @@ class Scheduler:
         except StoreError as error:
             kept = [handle for handle in batch if self._attempt(handle)]
             for handle in batch:
-                if handle not in kept and not handle.done():
+                if handle not in kept:
                     handle.fail(error)
             self._requeue(kept)
         except (CkvError, ValueError) as error:
             self._start_apart(batch, error)
         except Exception as error:  # the thread has no caller: who waits gets it raised
-            self._crash(batch, error)
+            _crash(batch, error)
         else:
             if work is not None:
-                self._running[work] = self._runner.bytes_needed(batch)
+                self._running[work] = batch
+            else:
+                _settle(batch)
 
     def _start_apart(self, batch: list[Handle], error: CkvError | ValueError) -> None:
         if len(batch) == 1:
             batch[0].fail(error)
             return
         for handle in batch:
-            if not handle.done():
+            if handle.done():
+                handle.settle()
+            else:
                 self._start([handle])
 
     def _attempt(self, handle: Handle) -> bool:
@@ -220,28 +220,26 @@ class Scheduler:
             for handle in self._retire(work):
                 handle.fail(error)
         except Exception as error:  # as above
-            self._crash(self._retire(work), error)
+            _crash(self._retire(work), error)
         else:
             if not more:
                 self._retire(work)
 
     def _retire(self, work: Running) -> list[Handle]:
         """Closes a batch; returns the handles that are left without an outcome."""
-        handles = [handle for handle in work.handles if not handle.done()]
-        del self._running[work]
+        batch = self._running.pop(work)
         self._full = False
-        with self._lock:
-            work.close()
-        return handles
+        try:
+            with self._lock:
+                work.close()
+        except Exception as error:  # as above
+            _crash(batch, error)
+        _settle([handle for handle in batch if handle.done()])
+        return [handle for handle in batch if not handle.done()]
 
     def _requeue(self, batch: Sequence[Handle]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(batch))
-
-    def _crash(self, batch: Sequence[Handle], error: Exception) -> None:
-        for handle in batch:
-            if not handle.done():
-                handle.crash(error)
 
     def _end(self) -> None:
         error = EngineClosed("the engine was closed before this request's turn")
@@ -252,3 +250,13 @@ class Scheduler:
             self._waiting.clear()
         for handle in left:
             handle.fail(error)
+
+
+def _settle(batch: Sequence[Handle]) -> None:
+    for handle in batch:
+        handle.settle()
+
+
+def _crash(batch: Sequence[Handle], error: Exception) -> None:
+    for handle in batch:
+        handle.crash(error)

@@ -17,16 +17,16 @@ Item = TokenEvent | Handle
 """What a running generation puts into a stream's queue: a token, and itself at the end."""
 
 
-def result_of(handle: Handle) -> Result:
+def result_of(handle: Handle, *, settled: bool = False) -> Result:
     """The outcome of a handle that is not sampled; waits for it."""
-    outcome = handle.result()
+    outcome = handle.settled_result() if settled else handle.result()
     assert isinstance(outcome, Result)
     return outcome
 
 
-def generation_of(handle: Handle) -> Generation:
+def generation_of(handle: Handle, *, settled: bool = False) -> Generation:
     """The outcome of a sampled handle; waits for it."""
-    outcome = handle.result()
+    outcome = handle.settled_result() if settled else handle.result()
     assert isinstance(outcome, Generation)
     return outcome
 
@@ -88,7 +88,7 @@ class TokenStream:
 
     def results(self) -> list[Generation]:
         """The generations, in order of the requests; waits for them."""
-        return [generation_of(handle) for handle in self._handles]
+        return [generation_of(handle, settled=True) for handle in self._handles]
 
     def cancel(self, index: int | None = None) -> None:
         """Ends one request, or all of them, with what there is."""

@@ -1,0 +1,246 @@
+"""Decode on a real store: what transformers says, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_support import TIGHT, scale_error, tokens
+from engine_tiny import TINY, tiny_engine
+
+from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
+from ckv_jax.errors import CkvError, DeadlineExceeded
+from ckv_jax.generation import Generation
+from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.weights import load_pretrained
+from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.storage.prefix import Prefix
+
+SUFFIX = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in HF format whose texts do not repeat themselves."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=TINY.vocab_size,
+        hidden_size=TINY.hidden_size,
+        intermediate_size=TINY.intermediate_size,
+        num_hidden_layers=TINY.num_layers,
+        num_attention_heads=TINY.num_heads,
+        num_key_value_heads=TINY.num_kv_heads,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with tiny_engine(tmp_path_factory.mktemp("unused")) as small:
+        config = dataclasses.replace(small.config, max_batch=2)
+    model = load_pretrained(checkpoint, dtype="float32")
+    store = ChunkStore.open(tmp_path_factory.mktemp("store"))
+    with Engine(model, None, store, random_fingerprint(model), config) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prefix(engine: Engine) -> Prefix:
+    return engine.ingest(tokens(140))
+
+
+def one(engine: Engine, request: Request, **sampling: object) -> Generation:
+    (generation,) = engine.generate(request, SamplingParams(**sampling)).results()
+    return generation
+
+
+def test_greedy_equals_transformers(engine: Engine, prefix: Prefix, checkpoint: Path) -> None:
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+    got = one(engine, request, max_tokens=64)
+    model = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = torch.tensor([[*prefix.tokens.tolist(), *SUFFIX]])
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=64
+    )
+    assert got.token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+    assert len(set(got.token_ids.tolist())) > 8
+    assert got.finish_reason == "length"
+    assert got.decode_ms > 0 and got.trace.ttft_ms > 0
+
+
+def test_without_a_stored_prefix_it_goes_on_from_a_dense_prefill(
+    engine: Engine, prefix: Prefix
+) -> None:
+    expected = one(engine, Request(prefix=prefix, suffix=SUFFIX, budget=1.0), max_tokens=20)
+    unstored = engine.variant(dataclasses.replace(engine.config, salt="other"))
+    with unstored:
+        got = one(unstored, Request(prefix=prefix.tokens.tolist(), suffix=SUFFIX), max_tokens=20)
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_a_batch_decodes_what_each_would_alone(engine: Engine, prefix: Prefix) -> None:
+    requests = [
+        Request(prefix=prefix, suffix=tokens(3 + 9 * i, i).tolist(), budget=(0.2, 0.6)[i % 2])
+        for i in range(2)
+    ]
+    sampling = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, top_k=20, seed=7),
+    ]
+    together = engine.generate(requests, sampling, reselect_every=5).results()
+    for request, params, got in zip(requests, sampling, together, strict=True):
+        (alone,) = engine.generate(request, params, reselect_every=5).results()
+        assert got.request is request
+        assert got.token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_seeds_decide_what_is_sampled(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=0.2)
+    first, again, other = (
+        one(engine, request, max_tokens=8, temperature=1.5, seed=seed).token_ids.tolist()
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_stop_tokens_end_it(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+    free = one(engine, request, max_tokens=20).token_ids.tolist()
+    stop = free[6]
+    got = one(engine, request, max_tokens=20, stop_token_ids=(stop,))
+    assert got.token_ids.tolist() == free[: free.index(stop) + 1]
+    assert got.finish_reason == "stop"
+
+
+def test_tokens_come_one_by_one(engine: Engine, prefix: Prefix) -> None:
+    requests = [Request(prefix=prefix, suffix=[i], id=str(i)) for i in range(2)]
+    with engine.generate(requests, SamplingParams(max_tokens=5)) as stream:
+        events = list(stream)
+    for index, generation in enumerate(stream.results()):
+        mine = [event for event in events if event.index == index]
+        assert [event.token_id for event in mine[:-1]] == generation.token_ids.tolist()
+        assert mine[-1].generation is generation
+        assert {event.request.id for event in mine} == {str(index)}
+
+
+def test_a_running_text_can_be_cancelled(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX)
+    stream = engine.generate(request, SamplingParams(max_tokens=1500))
+    seen = [event.token_id for event in itertools.islice(stream, 3)]
+    stream.cancel()
+    (generation,) = stream.results()
+    assert generation.finish_reason == "cancelled"
+    assert generation.token_ids.tolist()[:3] == seen
+    assert len(generation.token_ids) < 1500
+
+
+def test_a_deadline_ends_a_text_with_what_there_is(engine: Engine, prefix: Prefix) -> None:
+    one(engine, Request(prefix=prefix, suffix=SUFFIX), max_tokens=2)  # compiles
+    late = one(engine, Request(prefix=prefix, suffix=SUFFIX, deadline_s=0.3), max_tokens=1500)
+    if late.error is None:  # a slow machine may not even get to the first token
+        assert late.finish_reason == "deadline"
+        assert 0 < len(late.token_ids) < 1500
+    assert isinstance(late.error, (DeadlineExceeded, type(None)))
+
+
+def test_reselection_changes_nothing_where_all_is_selected(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+    sampling = SamplingParams(max_tokens=24)
+    (plain,) = engine.generate(request, sampling).results()
+    (again,) = engine.generate(request, sampling, reselect_every=3).results()
+    assert again.token_ids.tolist() == plain.token_ids.tolist()
+
+
+def test_reselection_follows_the_text(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=0.2)
+    sampling = SamplingParams(max_tokens=24)
+    (plain,) = engine.generate(request, sampling).results()
+    (moved,) = engine.generate(request, sampling, reselect_every=2).results()
+    assert moved.token_ids.tolist() != plain.token_ids.tolist()
+    assert moved.token_ids.tolist()[:2] == plain.token_ids.tolist()[:2]
+
+
+@pytest.mark.parametrize("length", [140, 128, 7])
+def test_turns_are_appended_and_never_computed_again(engine: Engine, length: int) -> None:
+    history = engine.ingest(tokens(length, length))
+    for turn in range(3):
+        request = Request(prefix=history, suffix=[turn, 5], budget=1.0)
+        (said,) = engine.generate(request, SamplingParams(max_tokens=9), keep_kv=True).results()
+        before, history = history, engine.append(said)
+        assert history.tokens.tolist() == [
+            *before.tokens.tolist(), turn, 5, *said.token_ids.tolist(),
+        ]  # fmt: skip
+    assert len(history.spans) > 1 or length < 16
+    request = Request(prefix=history, suffix=[9], budget=1.0)
+    (result,) = engine.reprefill([request])
+    assert scale_error(result.logits, engine.recompute(request).logits) < TIGHT
+    assert engine.append(said) == history
+    assert engine.ingest(history.tokens) == history
+
+
+def test_only_kept_kv_can_be_appended(engine: Engine, prefix: Prefix) -> None:
+    with pytest.raises(ValueError, match="keep_kv=True"):
+        engine.append(one(engine, Request(prefix=prefix, suffix=SUFFIX), max_tokens=1))
+
+
+def test_texts_that_cannot_fit_are_refused_alone(engine: Engine, prefix: Prefix) -> None:
+    requests = [Request(prefix=prefix, suffix=SUFFIX), Request(prefix="nowhere", suffix=SUFFIX)]
+    sampling = [SamplingParams(max_tokens=4000), SamplingParams()]
+    long, unknown = engine.generate(requests, sampling).results()
+    assert isinstance(long.error, ContextOverflow) and "4000 new" in str(long.error)
+    assert isinstance(unknown.error, CkvError)
+    with pytest.raises(ContextOverflow):
+        _ = long.text
+
+
+def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
+    memory = engine._parts.memory
+    config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=2**14)
+    with engine.variant(config) as small:
+        memory = small._parts.memory
+        requests = [Request(prefix=prefix, suffix=tokens(4, i).tolist()) for i in range(6)]
+        small.generate(requests, SamplingParams(max_tokens=20), reselect_every=3).results()
+        small.reprefill([Request(prefix=prefix, suffix=[1])])
+        tiers = memory.tiers
+        assert tiers.free_slots == memory.pool.slots - tiers.device_pages
+        assert not tiers._table.pins.any()
+        assert small._scheduler.running == small._scheduler.waiting == 0
+
+
+def test_an_event_loop_streams_the_same(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX)
+
+    async def ask() -> tuple[list[int], list[int]]:
+        stream = engine.agenerate(request, SamplingParams(max_tokens=5))
+        seen = [event.token_id async for event in stream if event.token_id is not None]
+        (generation,) = await stream.results()
+        return seen, generation.token_ids.tolist()
+
+    seen, all_tokens = asyncio.run(ask())
+    assert seen == all_tokens == one(engine, request, max_tokens=5).token_ids.tolist()
+
+
+def test_rivals_serve_first_tokens_only(engine: Engine, prefix: Prefix) -> None:
+    with engine.variant(EngineConfig(system="as-lru", dtype="float32")) as rival:
+        stored = rival.ingest(prefix.tokens[:32])
+        assert isinstance(one(rival, Request(prefix=stored, suffix=SUFFIX)).error, ValueError)
