@@ -8,30 +8,55 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckv_jax.config import EngineConfig, SystemConfig
     from ckv_jax.engine import Engine
-    from ckv_jax.errors import CheckpointError, CkvError, ContextOverflow, UnsupportedModel
+    from ckv_jax.errors import (
+        Cancelled,
+        CheckpointError,
+        CkvError,
+        ContextOverflow,
+        DeadlineExceeded,
+        EngineClosed,
+        UnsupportedModel,
+    )
+    from ckv_jax.generation import Generation, TokenEvent
+    from ckv_jax.handle import Handle
+    from ckv_jax.model.sampling import SamplingParams
     from ckv_jax.request import Request, Result
 
 _HOME = {
+    "Cancelled": "errors",
     "CheckpointError": "errors",
     "CkvError": "errors",
     "ContextOverflow": "errors",
+    "DeadlineExceeded": "errors",
     "Engine": "engine",
+    "EngineClosed": "errors",
     "EngineConfig": "config",
+    "Generation": "generation",
+    "Handle": "handle",
     "Request": "request",
     "Result": "request",
+    "SamplingParams": "model.sampling",
     "SystemConfig": "config",
+    "TokenEvent": "generation",
     "UnsupportedModel": "errors",
 }
 
 __all__ = [
+    "Cancelled",
     "CheckpointError",
     "CkvError",
     "ContextOverflow",
+    "DeadlineExceeded",
     "Engine",
+    "EngineClosed",
     "EngineConfig",
+    "Generation",
+    "Handle",
     "Request",
     "Result",
+    "SamplingParams",
     "SystemConfig",
+    "TokenEvent",
     "UnsupportedModel",
 ]
 

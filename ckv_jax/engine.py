@@ -166,6 +166,18 @@ class Engine(Answering):
         """Token ids int32 [n] of a text; ids are checked and passed through."""
         return self._placement.encode(text)
 
+    def chat(self, messages: str | Sequence[dict[str, str]]) -> str:
+        """Messages as text for the model to go on from, by the tokenizer's own template.
+
+        A string is one message of the user's. Raises `ValueError` for messages that the template
+        refuses, `CheckpointError` if there is no template.
+        """
+        if self.tokenizer is None:
+            raise ValueError("got messages, expected token ids: this engine has no tokenizer")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.tokenizer.apply_chat(messages)
+
     def ingest(
         self, text: str | Sequence[int] | np.ndarray, *, progress: Progress | None = None
     ) -> Prefix:

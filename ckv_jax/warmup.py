@@ -30,9 +30,10 @@ def warm(
     They count as use of the prefix's most attended chunks, as any request does.
     """
     parts.memory.warm(prefix.num_chunks)
+    units = prefix.num_chunks if parts.system.chunked else prefix.num_tokens
     for batch in _powers(1, batch_bucket(max_batch)):
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
-            for budget in _distinct(budgets, prefix.num_chunks):
+            for budget in _distinct(budgets, units):
                 request = Request(prefix=prefix, suffix=[0])
                 tokens = np.zeros(min(suffix, max_suffix), np.int32)
                 placed = Placed(request=request, prefix=prefix, suffix=tokens, budget=budget)
@@ -69,6 +70,6 @@ def _powers(first: int, last: int) -> Iterator[int]:
         first *= 2
 
 
-def _distinct(budgets: Sequence[float], chunks: int) -> list[float]:
-    """One budget for each number of selected chunks."""
-    return list({selected_chunks(budget, chunks): budget for budget in budgets}.values())
+def _distinct(budgets: Sequence[float], units: int) -> list[float]:
+    """One budget for each number of chunks (or tokens) that they select."""
+    return list({selected_chunks(budget, units): budget for budget in budgets}.values())
