@@ -21,6 +21,8 @@ PAGES = (
     "docs/quickstart",
     "docs/concepts",
     "docs/operations",
+    "docs/storage",
+    "docs/kernels",
     "CONTRIBUTING",
     "CHANGELOG",
 )

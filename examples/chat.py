@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckv_jax import Engine, EngineConfig, Request
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.demo import demo_checkpoint
-from ckv_jax.model.sampling import SamplingParams
 
 TURN = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 

@@ -20,6 +20,7 @@ __all__ = ["app", "main"]
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that PyTorch is missing is no news
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }

@@ -90,8 +90,8 @@ def ask(
         engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:
         check_prefix(engine, stored)
-        if chat and engine.tokenizer is not None:
-            question = engine.tokenizer.apply_chat([{"role": "user", "content": question}])
+        if chat:
+            question = engine.chat(question)
         request = Request(prefix=stored, suffix=question)
         if warm_up:
             with terminal.status("compiling"):
