@@ -24,8 +24,8 @@ JOB_PACKS = 16
 SECONDS = 1.0
 
 
-def hardware(lab: Lab, engine: Engine) -> Hardware:
-    """This machine as `engine`'s reads and writes see it."""
+def hardware(lab: Lab, engine: Engine, cold: Json) -> Hardware:
+    """This machine as `engine`'s reads and writes see it; `cold` is a row of its requests."""
     threads = engine.config.io_threads
     prefix = lab.prefix(0, engine)
     with lab.store.reader(prefix) as reader:
@@ -42,6 +42,7 @@ def hardware(lab: Lab, engine: Engine) -> Hardware:
         probe_bandwidth=probe,
         threads=threads,
         link_bandwidth=_link(engine),
+        job_overhead=cold["stage_ms"] / 1e3 / max(1.0, cold["copies"]),
         call_overhead=0.0,  # part of the recorded compute times
         sync_overhead=0.0,
         contention=contention,

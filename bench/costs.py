@@ -36,6 +36,7 @@ PRESETS = MappingProxyType(
                 probe_bandwidth=7.45e9,
                 threads=16,
                 link_bandwidth=25e9,
+                job_overhead=60e-6,
                 call_overhead=120e-6,
                 sync_overhead=150e-6,
             ),

@@ -39,12 +39,17 @@ class Sample:
     fell_back: int
     """Layers in which IMPRESS loaded all keys."""
     attention_mass: float
+    jobs: int
+    """Reads that the engine took packs from."""
+    stage_ms: float
+    """Engine thread's time to start their copies to the device."""
 
     @classmethod
     def of(cls, elapsed_ms: float, result: Result, layout: Layout, *, chunked: bool) -> Sample:
         """From a result over a prefix of `layout`. `chunked`: whole chunks take part."""
         trace = result.trace
         reads = [span.args["bytes"] for span in trace.spans if span.name == "pack_read"]
+        copies = [s.end_ns - s.start_ns for s in trace.spans if s.name == "stage"]
         packs, waste = sum(reads), trace.bytes["waste"]
         token = layout.num_kv_heads * layout.head_dim * layout.numpy_dtype.itemsize
         needed = packs - waste
@@ -62,6 +67,8 @@ class Sample:
             coverage=trace.coverage,
             fell_back=trace.counters.get("layers_fell_back", 0),
             attention_mass=trace.attention_mass,
+            jobs=len(copies),
+            stage_ms=sum(copies) / 1e6,
         )
 
     @property
@@ -147,4 +154,6 @@ def row_of(
         "read_amplification_with_waste": total("pack_bytes") / needed if needed else 1.0,
         "layers_fell_back": mean("fell_back"),
         "attention_mass": mean("attention_mass"),
+        "copies": mean("jobs"),
+        "stage_ms": mean("stage_ms"),
     }

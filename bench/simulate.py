@@ -50,7 +50,7 @@ def validate(lab: Lab, taken: Sequence[Taken]) -> list[Json]:
         cold = part.row() | {"tokens_in_prefix": lab.work.prefix_tokens}
         name = part.system.name
         with lab.engine(part.system) as engine:
-            here = hardware(lab, engine)
+            here = hardware(lab, engine, cold)
             recorded = script(engine, cold, resident(lab, name, part.budget))
         outcome = Simulation(recorded, here).run()
         mean = cold["ttft_ms"]["p50"]

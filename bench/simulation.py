@@ -30,7 +30,9 @@ class Hardware:
     """The same for sequential reads."""
     threads: int
     link_bandwidth: float
-    """Host to device."""
+    """Host to device; copies run beside the device's computing."""
+    job_overhead: float
+    """Engine thread, for each job that arrives: bookkeeping, and starting its copy."""
     call_overhead: float
     """Engine thread, for each jitted call: dispatch, tables, bookkeeping."""
     sync_overhead: float
@@ -91,7 +93,8 @@ class Machine:
         self.hardware = hardware
         self.threads = simpy.PriorityResource(env, hardware.threads)
         self._disk = simpy.PriorityResource(env, 1)
-        self._device = simpy.Resource(env, 1)
+        self._link = simpy.Resource(env, 1)
+        self._last: simpy.Process | None = None  # call on the device
         self._reading = 0
         self._computing = 0
         self._changed = env.event()
@@ -106,11 +109,22 @@ class Machine:
                 yield turn
                 yield from self._share("_reading", "_computing", size / rate)
 
-    def compute(self, seconds: float) -> Process:
-        """One call on the device, after those before it."""
-        with self._device.request() as turn:
+    def copy(self, size: int) -> Process:
+        """One copy to the device."""
+        with self._link.request() as turn:
             yield turn
-            yield from self._share("_computing", "_reading", seconds)
+            yield self.env.timeout(size / self.hardware.link_bandwidth)
+
+    def call(self, seconds: float, after: simpy.Process | None) -> simpy.Process:
+        """One call on the device: after those before it, and after the copies it reads."""
+        self._last = self.env.process(self._compute(seconds, self._last, after))
+        return self._last
+
+    def _compute(self, seconds: float, *before: simpy.Process | None) -> Process:
+        for process in before:
+            if process is not None and process.is_alive:
+                yield process
+        yield from self._share("_computing", "_reading", seconds)
 
     def _share(self, mine: str, other: str, seconds: float) -> Process:
         """Works for `seconds` of undisturbed time, slower while the other kind is going on."""
@@ -148,6 +162,7 @@ class Simulation:
         self._hardware = hardware
         self._reads: dict[tuple[str, int], list[simpy.Process]] = {}
         self._outcome = Outcome()
+        self._copied: simpy.Process | None = None
 
     def run(self) -> Outcome:
         """Simulates until the first token."""
@@ -222,7 +237,7 @@ class Simulation:
         yield self._call(self._script.head_s)
 
     def _call(self, seconds: float) -> simpy.Process:
-        return self._env.process(self._machine.compute(seconds))
+        return self._machine.call(seconds, self._copied)
 
     def _start(self, kind: str, index: int) -> None:
         """Submits a stage's reads of one kind, cut into jobs, once."""
@@ -252,6 +267,8 @@ class Simulation:
         self._outcome.waits["probe" if kind == "probe" else "pack"] += self._env.now - start
 
     def _stage(self, size: int) -> Process:
-        """What arrived goes to the device before the call that reads it."""
-        if size:
-            yield self._env.timeout(size / self._hardware.link_bandwidth)
+        """What arrived goes to the device before the next call."""
+        jobs = -(-size // (self._script.pack_bytes * self._script.packs_per_job))
+        if jobs:
+            yield self._env.timeout(jobs * self._hardware.job_overhead)
+            self._copied = self._env.process(self._machine.copy(size))

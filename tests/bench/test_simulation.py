@@ -18,6 +18,7 @@ HARDWARE = Hardware(
     probe_bandwidth=2e9,
     threads=4,
     link_bandwidth=1e15,
+    job_overhead=0.0,
     call_overhead=0.0,
     sync_overhead=0.0,
 )

@@ -73,7 +73,7 @@ def test_a_warm_engine_compiles_nothing(served: tuple[Engine, Prefix]) -> None:
     engine, prefix = served
     engine.warmup(prefix, max_suffix=16, budgets=[0.1, 0.3])
     before = engine.executables()
-    for seed, (budget, length) in enumerate([(0.1, 3), (0.3, 16), (0.09, 9)]):
+    for seed, (budget, length) in enumerate([(0.1, 3), (0.3, 16), (0.1, 9)]):
         ask(engine, prefix, budget, tokens(length, 20 + seed))
     assert engine.executables() == before
 
