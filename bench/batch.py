@@ -1,0 +1,208 @@
+"""Many requests at once: throughput, time to first token and bytes read, by batch size.
+
+    python -m bench.batch --quick --json OUT
+
+`same-prefix`: questions of one topic over one prefix, computed together; `overlap` is the mean
+share of a question's selection that another one of the batch has too. `mixed`: questions of all
+topics and of different lengths over all prefixes, with all budgets. Every load is asked for in one
+`Engine.reprefill` call, again and again; nothing is cached from one call to the next but the
+digest. Times are from the call to each answer.
+
+`ssd_bytes` is what one call reads in all; `ssd_kv_bytes` leaves out what was speculated in vain.
+`union_bytes` is what the selections of the same questions, asked alone, come to without repeats.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.common import Json, Setting, finish, parser, save_plot, setting_of, summary, table
+from bench.lab import Lab
+from bench.structured import TOPICS
+from ckv_jax import Engine, Request, Result
+from ckv_jax.pipeline.plan import Plan
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+QUICK = Setting(repeats=3, systems=("ckv",))
+FULL = Setting(repeats=20, prefixes=4, systems=("ckv", "contiguous-kv"))
+
+Selection = dict[int, set[int]]
+"""Period -> chunk ids."""
+
+
+def same_prefix(lab: Lab, engine: Engine, batch: int) -> list[Request]:
+    """Questions of one topic over prefix 0, all with the first budget."""
+    topic = lab.work.suffix(0)[0] % TOPICS
+    alike = (
+        question for question in itertools.count() if lab.work.suffix(question)[0] % TOPICS == topic
+    )
+    budget = lab.setting.budgets[0]
+    return [lab.request(engine, 0, question, budget) for question in itertools.islice(alike, batch)]
+
+
+def mixed(lab: Lab, engine: Engine, batch: int) -> list[Request]:
+    """Questions of any topic, in halves and wholes, over all prefixes with all budgets."""
+    requests = []
+    for question in range(batch):
+        prefix = lab.prefix(question % lab.setting.prefixes, engine)
+        suffix = lab.work.suffix(question)[: lab.setting.suffix_tokens >> question % 2]
+        budget = lab.setting.budgets[question // 2 % len(lab.setting.budgets)]
+        requests.append(Request(prefix=prefix, suffix=suffix.tolist(), budget=budget))
+    return requests
+
+
+LOADS = {"same-prefix": same_prefix, "mixed": mixed}
+
+
+def measure(engine: Engine, requests: Sequence[Request], repeats: int) -> Json:
+    """Figures of one call with all `requests`, over `repeats` calls."""
+    engine.reprefill(requests)  # compiles, and loads the digests
+    seconds, ttft_ms, read, wasted = [], [], [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        results = engine.reprefill(requests)
+        seconds.append(time.perf_counter() - start)
+        for result in results:
+            result.raise_for_error()
+        ttft_ms += [result.queued_ms + result.trace.ttft_ms for result in results]
+        read.append(_of_batches(results, "ssd"))
+        wasted.append(_of_batches(results, "waste"))
+    return {
+        "batch": len(requests),
+        "requests_s": len(requests) / statistics.median(seconds),
+        "ttft_ms": summary(ttft_ms),
+        "ssd_bytes": statistics.fmean(read),
+        "ssd_kv_bytes": statistics.fmean(read) - statistics.fmean(wasted),
+    }
+
+
+def _of_batches(results: Sequence[Result], source: str) -> int:
+    """Bytes over the batches that a call was cut into; those of one batch share the counter."""
+    batches = {id(result.trace.bytes): result.trace.bytes for result in results}
+    return sum(counted[source] for counted in batches.values())
+
+
+def selections(engine: Engine, requests: Sequence[Request]) -> list[Selection]:
+    """What each request selects when it is asked alone."""
+    found = []
+    for request in requests:
+        (result,) = engine.reprefill([request])
+        result.raise_for_error()
+        chosen = engine.last_selection(engine.store.prefix(request.prefix.id))  # type: ignore[union-attr]
+        found.append({period: set(ids.tolist()) for period, ids in enumerate(chosen)})
+    return found
+
+
+def shared(engine: Engine, requests: Sequence[Request]) -> Json:
+    """How much the selections of requests over one prefix have in common."""
+    chosen = selections(engine, requests)
+    plan = Plan.of(engine.model_config.num_layers, engine.system)
+    union = sum(
+        len(set().union(*(one[period] for one in chosen))) * len(plan.groups(period))
+        for period in range(plan.periods)
+    )
+    pairs = [
+        len(a[period] & b[period]) / len(a[period])
+        for a, b in itertools.permutations(chosen, 2)
+        for period in a
+    ]
+    return {
+        "union_bytes": union * engine.layout.pack_bytes,
+        "overlap": float(np.mean(pairs)) if pairs else 1.0,
+    }
+
+
+def run(lab: Lab, system: str, batches: Sequence[int]) -> list[Json]:
+    """The rows of one system."""
+    rows = []
+    with lab.engine(system) as engine:
+        for load, make in LOADS.items():
+            for batch in batches:
+                requests = make(lab, engine, batch)
+                row = {"system": system, "load": load}
+                row |= measure(engine, requests, lab.setting.repeats)
+                if load == "same-prefix":
+                    row |= shared(engine, requests)
+                rows.append(row)
+                print(f"{system} {load} {batch}: {row['requests_s']:.1f} requests/s", flush=True)
+    return rows
+
+
+def bars(rows: Sequence[Json]) -> Json:
+    """What batch 8 on one prefix is held to, by system; None where there are no such rows."""
+    found: Json = {}
+    for system in dict.fromkeys(row["system"] for row in rows):
+        mine = {
+            row["batch"]: row
+            for row in rows
+            if row["system"] == system and row["load"] == "same-prefix"
+        }
+        if {1, 8} <= mine.keys():
+            one, eight = mine[1], mine[8]
+            found[system] = {
+                "requests_s_ratio": eight["requests_s"] / one["requests_s"],
+                "ssd_bytes_ratio": eight["ssd_bytes"] / one["ssd_bytes"],
+                "overlap": eight["overlap"],
+                "never_more_than_the_union": all(
+                    row["ssd_kv_bytes"] <= row["union_bytes"] for row in mine.values()
+                ),
+            }
+    return found
+
+
+def show(rows: Sequence[Json]) -> str:
+    """The rows as a table."""
+    header = ("system", "load", "batch", "req/s", "TTFT mean", "p95", "SSD MB", "union", "overlap")
+    cells = [
+        [
+            row["system"], row["load"], row["batch"], row["requests_s"], row["ttft_ms"]["mean"],
+            row["ttft_ms"]["p95"], row["ssd_bytes"] / 1e6,
+            row["union_bytes"] / 1e6 if "union_bytes" in row else "", row.get("overlap", ""),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table(cells, header)
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Requests a second by batch size, one line a system and load."""
+    axis = figure.subplots()
+    for key in dict.fromkeys((row["system"], row["load"]) for row in rows):
+        mine = [row for row in rows if (row["system"], row["load"]) == key]
+        axis.plot(
+            [row["batch"] for row in mine],
+            [row["requests_s"] for row in mine],
+            "o-",
+            label=", ".join(key),
+        )
+    axis.set(xlabel="requests at once", ylabel="requests/s", xscale="log", yscale="log")
+    axis.set_xticks(sorted({row["batch"] for row in rows}))
+    axis.get_xaxis().set_major_formatter("{x:.0f}")
+    axis.legend()
+
+
+def main() -> None:
+    """The command."""
+    p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--batches", type=int, nargs="+", help="batch sizes (default: 1 to 32)")
+    args = p.parse_args()
+    setting = setting_of(args)
+    with Lab(setting) as lab:
+        for index in range(setting.prefixes):
+            lab.ingest(index, setting.systems)
+        rows = [
+            row for system in setting.systems for row in run(lab, system, args.batches or BATCHES)
+        ]
+    print(show(rows))
+    finish(args, setting, {"rows": rows, "bars": bars(rows)})
+    save_plot(args.plot, lambda figure: draw(figure, rows), size=(6, 4))
+
+
+if __name__ == "__main__":
+    main()
