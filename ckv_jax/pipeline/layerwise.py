@@ -57,6 +57,7 @@ class LayerwiseExecutor:
         self._memory = memory
         self._system = system
         self._note = note
+        self._prepared: set[tuple[int, ...]] = set()  # shapes whose fallback is compiled
 
     def executables(self) -> int:
         """How many programs of its own have been compiled so far."""
@@ -74,6 +75,9 @@ class LayerwiseExecutor:
         )
         hidden = self._compute.embed(batch.tokens)
         schedule.begin()
+        if self._system.selector == "impress" and schedule.shape not in self._prepared:
+            schedule.prepare_fallback(hidden)
+            self._prepared.add(schedule.shape)
         for layer in range(self._compute.num_layers):
             if self._system.selector == "all":
                 hidden = schedule.attend_all(layer, hidden)
@@ -139,6 +143,16 @@ class LayerSchedule:
         for layer in range(self._ahead):
             self._read_ahead(layer)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a scoring call is compiled for."""
+        return (*self._batch.tokens.shape, self._view.probe_chunks, self._budget)
+
+    def prepare_fallback(self, hidden: Array) -> None:
+        """Compiles scoring by all keys, which a later layer or request may need unexpectedly."""
+        nowhere = np.full(self._view.probe_chunks, -1, np.int32)
+        self._choose_by_keys(self._layers.project(0, hidden, self._start), nowhere)
+
     def attend_all(self, layer: int, hidden: Array) -> Array:
         """A layer over the whole prefix (AttentionStore)."""
         self._read_ahead(layer + self._ahead)
@@ -201,11 +215,13 @@ class LayerSchedule:
         if self._system.selector == "h2o":
             self._read_ahead(layer + self._ahead)
         table = self._collect(group, self._all, stage="probe_io")
-        choice = self._layers.choose_by_keys(
+        return self._choose_by_keys(qkv, table), table
+
+    def _choose_by_keys(self, qkv: Qkv, table: np.ndarray) -> Choice:
+        return self._layers.choose_by_keys(
             qkv, self._batch.lengths, self._memory.pool.pages, table, self._start,
             self._batch.limits, n=self._budget,
         )  # fmt: skip
-        return choice, table
 
     def _fetch(self, layer: int, choice: Choice) -> tuple[np.ndarray, bool]:
         """Important tokens by chunk int [M], and whether the scoring heads agreed: the one sync."""
