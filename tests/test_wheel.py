@@ -57,6 +57,8 @@ def test_the_wheel_installs_under_one_import_root(tmp_path: Path) -> None:
         assert expected <= set(names), expected - set(names)
     assert "ckv_jax/py.typed" in names
     assert "ckv_jax/data/handbook.txt" in names
+    reference = ROOT / "ckv_jax" / "data" / "reference"
+    assert {f"ckv_jax/data/reference/{file.name}" for file in reference.glob("*")} <= set(names)
 
     venv = tmp_path / "venv"
     run([sys.executable, "-m", "venv", "--without-pip", venv])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
 from ckv_jax.cli.store_tools import open_store
+
+if TYPE_CHECKING:
+    from ckv_jax.engine import Engine
+    from ckv_jax.generation import Generation
+    from ckv_jax.request import Request, Result
 
 __all__ = ["ask"]
 
@@ -72,7 +77,6 @@ def ask(
         from ckv_jax.cli.serving import check_prefix, find_prefix, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
-        from ckv_jax.model.sampling import SamplingParams
         from ckv_jax.request import Request
 
         share = EngineConfig().budget if budget is None else check_budget(budget)
@@ -95,24 +99,40 @@ def ask(
         request = Request(prefix=stored, suffix=question)
         if warm_up:
             with terminal.status("compiling"):
-                tokens = min(2, max_tokens)
-                engine.generate(request, SamplingParams(max_tokens=tokens)).results()
-        with engine.generate(request, SamplingParams(max_tokens=max_tokens)) as stream:
-            for event in stream:
-                if not json:
-                    terminal.out.out(event.text, end="")
-            (generation,) = stream.results()
-        answer = answer_json(generation, engine, stored, model=checkpoint.name)
+                _answer(engine, request, min(2, max_tokens))
+        outcome = _answer(engine, request, max_tokens, None if json else terminal)
+        answer = answer_json(outcome, engine, stored, model=checkpoint.name)
     if trace is not None:
         from ckv_jax.trace import write_perfetto
 
-        write_perfetto(trace, [generation.trace])
+        write_perfetto(trace, [outcome.trace])
     if json:
         terminal.json(answer)
     else:
         terminal.out.print("\n")
-        generation.trace.breakdown_bar(terminal.out)
+        outcome.trace.breakdown_bar(terminal.out)
         _say_what_was_read(terminal, answer)
+
+
+def _answer(
+    engine: Engine, request: Request, max_tokens: int, terminal: Terminal | None = None
+) -> Result | Generation:
+    """The first token, or a text; shown as it comes where there is a terminal."""
+    from ckv_jax.model.sampling import SamplingParams
+
+    if max_tokens == 1:  # the only thing that the rival systems do
+        (result,) = engine.reprefill([request])
+        result.raise_for_error()
+        if terminal is not None:
+            terminal.out.out(result.text, end="")
+        return result
+    with engine.generate(request, SamplingParams(max_tokens=max_tokens)) as stream:
+        for event in stream:
+            if terminal is not None:
+                terminal.out.out(event.text, end="")
+        (generation,) = stream.results()
+    generation.raise_for_error()
+    return generation
 
 
 def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:

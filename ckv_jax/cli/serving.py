@@ -11,7 +11,8 @@ from ckv_jax.cli.jobs import Job
 from ckv_jax.cli.output import one_line
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
-from ckv_jax.request import Request
+from ckv_jax.generation import Generation
+from ckv_jax.request import Request, Result
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
@@ -46,6 +47,8 @@ def check_prefix(engine: Engine, prefix: Prefix) -> Prefix:
     where another system laid it out; both say what differs.
     """
     prefix.fingerprint.require(engine.fingerprint)
+    if engine.system.selector == "none":
+        return prefix  # only its tokens are used
     stored, asked = asdict(prefix.layout), asdict(engine.layout)
     differ = [field for field in asked if stored[field] != asked[field]]
     if differ:
@@ -77,15 +80,27 @@ class Answerer:
                 yield job, one_line(error)
         if not ready:
             return
-        stream = self._engine.generate(
-            [request for _, request in ready], [job.sampling for job, _ in ready]
-        )
-        for (job, _), generation in zip(ready, stream.results(), strict=True):
-            prefix = self._prefixes[job.prefix]
+        for several in (False, True):
+            part = [(job, request) for job, request in ready if _several(job) == several]
+            yield from zip([job for job, _ in part], self._outcomes(part, several), strict=True)
+
+    def _outcomes(
+        self, part: Sequence[tuple[Job, Request]], several: bool
+    ) -> Iterator[dict[str, Any] | str]:
+        if not part:
+            return
+        requests = [request for _, request in part]
+        found: Sequence[Result | Generation]
+        if several:
+            found = self._engine.generate(requests, [job.sampling for job, _ in part]).results()
+        else:
+            found = self._engine.reprefill(requests)
+        for index, outcome in enumerate(found):
+            prefix = self._prefixes[part[index][0].prefix]
             try:
-                yield job, answer_json(generation, self._engine, prefix, model=self._model)
+                yield answer_json(outcome, self._engine, prefix, model=self._model)
             except (CkvError, ValueError) as error:
-                yield job, one_line(error)
+                yield one_line(error)
 
     def _request(self, job: Job) -> Request:
         if job.prefix not in self._prefixes:
@@ -95,3 +110,8 @@ class Answerer:
         return Request(
             prefix=self._prefixes[job.prefix], suffix=job.question, budget=job.budget, id=job.id
         )
+
+
+def _several(job: Job) -> bool:
+    """Whether more is wanted than the likeliest first token, the one thing that rivals give."""
+    return job.sampling.max_tokens > 1 or job.sampling.temperature > 0
