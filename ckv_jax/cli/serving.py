@@ -90,11 +90,11 @@ class Answerer:
         if not part:
             return
         requests = [request for _, request in part]
-        found: Sequence[Result | Generation]
+        found: list[Result | Generation] = []
         if several:
-            found = self._engine.generate(requests, [job.sampling for job, _ in part]).results()
+            found += self._engine.generate(requests, [job.sampling for job, _ in part]).results()
         else:
-            found = self._engine.reprefill(requests)
+            found += self._engine.reprefill(requests)
         for index, outcome in enumerate(found):
             prefix = self._prefixes[part[index][0].prefix]
             try:
