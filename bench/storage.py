@@ -5,8 +5,8 @@
 Needs fio. Writes {"reads": [{"share", "fio_mb_s", "store_mb_s", "ratio"}], "write": {"fio_mb_s",
 "store_mb_s", "ratio"}, "first_pack_ms", "open_10k_s", "lookup_ms", "rebuild_10k_s"}.
 
-Reads are random packs of 128 KiB of a 5,008-token prefix shaped like Qwen2.5-7B's, checked, past the
-page cache, 32 in flight; fio reads the same files in blocks of the same size, at the same depth.
+Reads are random packs of 128 KiB of a 5,008-token prefix shaped like Qwen2.5-7B's, checked, past
+the page cache, 32 in flight; fio reads the same files in blocks of that size, at the same depth.
 Each figure is the median of pairs of runs that alternate, so that a busy disk is busy for both.
 """
 
@@ -43,7 +43,7 @@ TEXTS, PARTS, PART = 2000, 5, 1008  # 10,000 segments: 2,000 texts of 5 segments
 
 
 def write_prefix(folder: Path, block: np.ndarray) -> tuple[Prefix, float]:
-    """Store one prefix; returns it and the seconds from the first block to the published segment."""
+    """Store one prefix; returns it, and the seconds from first block to published segment."""
     tokens = some_tokens(TOKENS)
     with ChunkStore.open(folder) as store:
         start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class ArrayWriter:
-    """The shard files of one array, open for writing; one thread at a time.
+    """The shard files of one array, open for writing; entries may be put by several threads.
 
     With `direct`, entries of whole pages that lie at the start of a page of memory go past the page
     cache; everything else goes through it.
@@ -25,6 +26,7 @@ class ArrayWriter:
     def __init__(self, folder: Path, spec: ArraySpec, *, direct: bool) -> None:
         self._spec = spec
         self._direct: list[int] = []
+        self._refused = False
         self._fds: list[int] = []
         (folder / spec.name).mkdir(mode=0o700)
         write_file(folder / spec.name / "zarr.json", spec.encoded())
@@ -40,10 +42,16 @@ class ArrayWriter:
         """Write contiguous `data` at byte `offset` of an entry, counted over all shards."""
         shard, slot = divmod(entry, self._spec.shard_entries)
         start = slot * self._spec.entry_bytes + offset
-        past = self._direct and not (
-            start % _PAGE or data.nbytes % _PAGE or data.ctypes.data % _PAGE
-        )
-        _write_all((self._direct if past else self._fds)[shard], data, start)
+        whole = not (start % _PAGE or data.nbytes % _PAGE or data.ctypes.data % _PAGE)
+        if self._direct and whole and not self._refused:
+            try:
+                _write_all(self._direct[shard], data, start)
+                return
+            except OSError as e:
+                if e.errno != errno.EINVAL:
+                    raise
+                self._refused = True  # other alignment than a page's: through the page cache
+        _write_all(self._fds[shard], data, start)
 
     def get(self, entry: int, out: np.ndarray) -> None:
         """Read back what `put` wrote at an entry into contiguous `out`."""

@@ -14,6 +14,7 @@ import numpy as np
 from ckv_jax.storage.layout import Layout
 
 _MISSING = np.uint64(2**64 - 1)
+_DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
 
     packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values.
     probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
-    digest uint8 [L, X]: one record of params, scales and codes a layer.
+    digest uint8 [L, X]: one record of params, scales and codes a layer, X padded to whole pieces.
     """
     chunks = layout.num_chunks(tokens)
     heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
@@ -158,13 +159,15 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
         )
     if layout.digest != "none":
         record = sum(layout.digest_record(tokens))
+        piece = min(record, _DIGEST_PIECE)
+        pieces = -(-record // piece)
         specs["digest"] = ArraySpec(
             name="digest",
             data_type="uint8",
-            shape=(layout.num_layers, record),
-            shard=(layout.num_layers, record),
-            inner=(1, record),
-            entries=layout.num_layers,
+            shape=(layout.num_layers, pieces * piece),
+            shard=(layout.num_layers, pieces * piece),
+            inner=(1, piece),
+            entries=layout.num_layers * pieces,
             kv=1,
             attributes={"kind": layout.digest, "record": list(layout.digest_record(tokens))},
         )

@@ -24,6 +24,7 @@ class Bounds:
         self._config = config
         self._counts = counts
         self._lock = threading.Lock()
+        self._used_lock = threading.Lock()
         self._used: dict[str, float] = {}
         self._touched = time.monotonic()
 
@@ -84,13 +85,15 @@ class Bounds:
     def touch(self, ids: Iterable[str]) -> None:
         """Note that segments are being read."""
         now = time.time()
-        self._used.update((id_, now) for id_ in ids)
+        with self._used_lock:
+            self._used.update((id_, now) for id_ in ids)
         if time.monotonic() - self._touched > _TOUCH_S:
             self.flush()
 
     def flush(self) -> None:
         """Bring the times of use to the catalog."""
-        used, self._used = self._used, {}
-        self._touched = time.monotonic()
+        with self._used_lock:
+            used, self._used = self._used, {}
+            self._touched = time.monotonic()
         if used:
             self._index.catalog.touch(used)

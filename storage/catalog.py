@@ -92,23 +92,32 @@ class Catalog:
 
         self._db.write(work)
 
-    def reconcile(self, workspaces: set[str]) -> None:
-        """Add segments that were published behind our back, drop those that are gone."""
+    def reconcile(self, workspaces: Callable[[], set[str]]) -> None:
+        """Add segments that were published behind our back, drop those that are gone.
+
+        Reservations are dropped, too, unless their workspaces exist.
+        """
         known = set(self._db.read("SELECT id FROM segments", ()))
         there = self._present()
         gone = [id_ for (id_,) in known if id_ not in there]
         fresh = [_row(d) for d in self._describe(there - {id_ for (id_,) in known})]
         held = {str(name) for (name,) in self._db.read("SELECT name FROM reservations", ())}
-        if gone or fresh or held - workspaces:
+        dead = held - workspaces() if held else set()  # asked last: a writer reserves after that
+        if gone or fresh or dead:
 
             def work(db: sqlite3.Connection) -> None:
                 db.executemany(_ADD, fresh)
                 for table in ("segments", "quarantine", "scores"):
                     db.executemany(f"DELETE FROM {table} WHERE id = ?", [(g,) for g in gone])
-                names = [(name,) for name in held - workspaces]
+                names = [(name,) for name in dead]
                 db.executemany("DELETE FROM reservations WHERE name = ?", names)
 
             self._db.write(work)
+
+    @property
+    def refused(self) -> int:
+        """Changes to the index that the disk refused; the next open makes up for them."""
+        return self._db.refused
 
     @property
     def rebuilds(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from ckv_jax.storage import chain
 from ckv_jax.storage.bounds import Bounds
 from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.deadline import Gate
 from ckv_jax.storage.errors import StoreClosed, StoreError
 from ckv_jax.storage.files import Workspace
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -41,6 +42,7 @@ class ChunkStore:
         self._closed = False
         self._counts = Counters()
         self._counts.add("swept", self.files.sweep())
+        self.gate = Gate()
         self._segments = OpenSegments()
         self._digests = DigestPool(config.digest_bytes)
         self.index = Index(self.files, self._counts)
@@ -238,6 +240,7 @@ class ChunkStore:
             prefix,
             segments,
             deadline_s=self.config.deadline_s,
+            gate=self.gate,
             report=self.index.report,
             release=self._segments.release,
             digests=self._digest,
@@ -299,6 +302,7 @@ class ChunkStore:
         """Counters since `open`: hits, misses, bad_packs, gone, quarantined, evicted, swept, …"""
         found = {name: self._counts[name] for name in _COUNTERS}
         found["rebuilds"] = self.index.catalog.rebuilds
+        found["refused_writes"] = self.index.catalog.refused
         found["digest_pool_bytes"] = self._digests.bytes
         return found
 

@@ -9,17 +9,11 @@ may span them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import tensorstore as ts
 
-from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
-from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment import Deadline, Segment
-
-_PIECE_BYTES = 32 << 20  # of records that are read before they are unpacked
+from ckv_jax.storage.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,64 +75,3 @@ def as_float32(bits: np.ndarray, layout: Layout) -> np.ndarray:
     if not np.isfinite(values).all():
         values = np.nan_to_num(values, nan=0.0, posinf=1e30, neginf=-1e30)
     return values
-
-
-def read_digest(
-    prefix: Prefix,
-    runs: list[tuple[Span, Segment | None, int, int]],
-    deadline: Deadline,
-    report: Callable[[Segment | None, int, str], None],
-) -> DigestData | None:
-    """Read and check the digests of `runs` (span, segment, first token, end token); None if bad."""
-    layout, tokens = prefix.layout, prefix.num_tokens
-    shape = (layout.num_layers, tokens, layout.num_kv_heads)
-    codes = np.empty((*shape, layout.digest_codes), np.uint8)
-    scale = np.empty(shape if layout.digest != "pq" else (layout.num_layers, 0, 0), np.float32)
-    params = np.empty((layout.num_layers, layout.digest_params), np.float32)
-    for span, segment, start, end in runs:
-        if segment is None:
-            report(None, 0, "digest")
-            return None
-        sizes = layout.digest_record(len(segment.manifest.tokens))
-        skip = span.first_chunk * layout.chunk_tokens
-        step = max(1, _PIECE_BYTES // sum(sizes))
-        for first in range(0, layout.num_layers, step):
-            layers = range(first, min(first + step, layout.num_layers))
-            records = np.empty((len(layers), sum(sizes)), np.uint8)
-            if not _read_records(segment, layers, records, deadline):
-                report(segment, 0, f"digest of layers {layers.start} to {layers.stop - 1}")
-                return None
-            for layer, record in zip(layers, records, strict=True):
-                head, middle, tail = np.split(record, np.cumsum(sizes)[:2])
-                if start and not np.array_equal(params[layer], head.view(np.float32)):
-                    return None  # not made to be scored together
-                params[layer] = head.view(np.float32)
-                if len(middle):
-                    values = middle.view(np.float32).reshape(-1, shape[2])
-                    scale[layer, start:end] = values[skip : skip + end - start]
-                part = tail.reshape(-1, shape[2], layout.digest_codes)
-                codes[layer, start:end] = part[skip : skip + end - start]
-    arrays: dict[str, np.ndarray] = {"codes": codes}
-    if layout.digest == "int8":
-        arrays["codes"] = codes.view(np.int8)
-    if layout.digest == "pq":
-        books = (shape[2], layout.digest_codes, PQ_CODES, PQ_DIM)
-        arrays["codebooks"] = params.reshape(shape[0], *books)
-    else:
-        arrays["scale"] = scale
-    for array in arrays.values():
-        array.flags.writeable = False
-    return DigestData(layout.digest, arrays)
-
-
-def _read_records(segment: Segment, layers: range, records: np.ndarray, deadline: Deadline) -> bool:
-    for _ in range(2):  # once more before the segment is given up
-        with ts.Batch() as batch:
-            reads = [
-                deadline.watch(segment.begin_digest(layer, record, batch))
-                for layer, record in zip(layers, records, strict=True)
-            ]
-        arrived = [deadline.wait(read, "reading a digest") for read in reads]
-        if all(arrived) and all(map(segment.digest_good, layers, records)):
-            return True
-    return False

@@ -30,6 +30,7 @@ class DigestWriter:
         self._array = array
         self._params = params
         self._sizes = self._layout.digest_record(len(draft.tokens))
+        self._pieces = draft.arrays["digest"].entries // self._layout.num_layers
         seed = checks.seed(draft.segment_id, "digest")
         empty = np.zeros(0, np.uint8)
         empty.flags.writeable = False
@@ -90,7 +91,7 @@ class DigestWriter:
     def _append(self, layer: int, part: int, offset: int, data: np.ndarray) -> None:
         """Write bytes of a layer's record, in order within the part, and extend its checksum."""
         start = sum(self._sizes[:part])
-        self._array.put(layer, data, start + offset)
+        self._array.put(layer * self._pieces, data, start + offset)
         table = self._draft.digest_crc
         view = checks.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
         table[layer, part] = google_crc32c.extend(int(table[layer, part]), view)

@@ -54,7 +54,7 @@ class Index:
 
     def refresh(self) -> None:
         """Bring the catalog in line with what is there."""
-        self.catalog.reconcile(self._files.workspaces())
+        self.catalog.reconcile(self._files.workspaces)
 
     # -- finding ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ _PROBES = ("keys", "heads", "none")
 _DIGESTS = ("none", "int8", "int4", "pq")
 _PROBE_HEADS = 3  # IMPRESS §4.1: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
+_MAX_PACK = 1 << 30
 PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
 PQ_CODES = 256
 
@@ -80,6 +82,8 @@ class Layout:
             raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
         if self.digest not in _DIGESTS:
             raise ValueError(f"digest: got {self.digest!r}, expected one of {_DIGESTS}")
+        if self.pack_bytes > _MAX_PACK:
+            raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
         if self.digest == "pq" and self.head_dim % PQ_DIM:
@@ -112,7 +116,7 @@ class Layout:
     @cached_property
     def pack_bytes(self) -> int:
         """Bytes of one pack."""
-        return int(np.prod(self.pack_shape)) * self.disk_dtype.itemsize
+        return math.prod(self.pack_shape) * self.disk_dtype.itemsize
 
     def group_layers(self, group: int) -> range:
         """The layers in `group`; the last group may hold fewer than `pack_layers`."""

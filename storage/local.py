@@ -83,10 +83,11 @@ class LocalFiles:
 
     def segment_ids(self) -> set[str]:
         found: set[str] = set()
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.root / "segments") as fans:
+        with contextlib.suppress(OSError), os.scandir(self.root / "segments") as fans:
             for fan in fans:
                 if len(fan.name) == 2 and fan.is_dir(follow_symlinks=False):
-                    found.update(n for n in os.listdir(fan.path) if n.startswith(fan.name))
+                    with contextlib.suppress(OSError):
+                        found.update(n for n in os.listdir(fan.path) if n.startswith(fan.name))
         return {n for n in found if manifests.is_id(n)}
 
     def stamp(self, segment_id: str) -> object:

@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from ckv_jax.storage import manifest as manifests
 from ckv_jax.storage.errors import SegmentDamaged, StoreError
-from ckv_jax.storage.segment import READ_ERRORS
+from ckv_jax.storage.read_errors import READ_ERRORS
 from ckv_jax.storage.workspace import segment_folder
 
 _ROOT = Path()

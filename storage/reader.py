@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckv_jax.storage.digest import DigestData, read_digest
+from ckv_jax.storage.deadline import Deadline, Gate
+from ckv_jax.storage.digest import DigestData
+from ckv_jax.storage.digest_reader import Run, read_digest
 from ckv_jax.storage.errors import StoreClosed
-from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment import Deadline, Segment
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment import Segment
 
-# A large read goes in pieces, the next ones in flight while one is checked. TensorStore holds about
-# as much as is in flight beside the caller's buffer.
+# A large read goes in pieces, the next ones in flight while one is checked.
 _PIECE_BYTES = 8 << 20
 _PIECES = 2
 
@@ -37,6 +38,7 @@ class PrefixReader:
         segments: list[Segment | None],
         *,
         deadline_s: float,
+        gate: Gate,
         report: Report,
         release: Callable[[list[Segment | None]], None],
         digests: Callable[[Prefix, Callable[[], DigestData | None]], DigestData | None],
@@ -44,6 +46,7 @@ class PrefixReader:
         self.prefix = prefix
         self._segments = segments
         self._deadline_s = deadline_s
+        self._gate = gate
         self._report = report
         self._release = release
         self._digests = digests
@@ -82,7 +85,7 @@ class PrefixReader:
                 f"chunks: got ids in [{chunks.min()}, {chunks.max()}], "
                 f"expected [0, {self.prefix.num_chunks})"
             )
-        deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
+        deadline = self._deadline(deadline_s)
         data = out.view(layout.disk_dtype)
         good = np.zeros(len(chunks), bool)
         size = max(1, _PIECE_BYTES // layout.pack_bytes)
@@ -103,13 +106,13 @@ class PrefixReader:
     ) -> list[_Read]:
         """Start reading `chunks` into `data` [n, *pack], one batch of reads for every span."""
         reads: list[_Read] = []
+        deadline.admit(data.nbytes, "waiting to read packs")
         with ts.Batch() as batch:
             for segment, rows, local in self._split(chunks):
                 target = data[rows] if isinstance(rows, slice) else ts.array(data).oindex[rows]
-                future = segment and deadline.watch(
-                    segment.begin_packs(group, local, target, batch)
-                )
+                future = segment and segment.begin_packs(group, local, target, batch)
                 reads.append((segment, rows, local, future))
+        deadline.watch([read[3] for read in reads], data.nbytes)
         return reads
 
     def _finish(
@@ -141,7 +144,9 @@ class PrefixReader:
             segment, local = self._locate(int(chunks[row]))
             ids = np.array([local])
             part = data[row : row + 1]
-            future = segment and deadline.watch(segment.begin_packs(group, ids, part, None))
+            deadline.admit(part.nbytes, "waiting to read a pack again")
+            future = segment and segment.begin_packs(group, ids, part, None)
+            deadline.watch([future], part.nbytes)
             again.append((row, segment, ids, future))
         for row, segment, ids, future in again:
             arrived = deadline.wait(future, "reading a pack again")
@@ -184,19 +189,13 @@ class PrefixReader:
         row = layout.probe_layers.index(layer)
         self._check(out, (self.prefix.num_tokens, layout.probe_heads, layout.head_dim))
         data = out.view(layout.disk_dtype)
-        deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
-        reads = []
-        with ts.Batch() as batch:
-            for span, segment, start, end in self._token_runs():
-                # A span that starts inside its segment is read, and checked, from the start.
-                skip = span.first_chunk * layout.chunk_tokens
-                shape = (skip + end - start, *data.shape[1:])
-                part = np.empty(shape, data.dtype) if skip else data[start:end]
-                future = segment and deadline.watch(segment.begin_probe(row, part, batch))
-                reads.append((segment, start, skip, part, future))
-        for segment, start, skip, part, future in reads:
-            arrived = deadline.wait(future, f"reading the probe of layer {layer}")
-            whole = segment.probe_good(row, part) if segment and arrived else 0
+        deadline = self._deadline(deadline_s)
+        for span, segment, start, end in self._token_runs():
+            # A span that starts inside its segment is read, and checked, from the start.
+            skip = span.first_chunk * layout.chunk_tokens
+            shape = (skip + end - start, *data.shape[1:])
+            part = np.empty(shape, data.dtype) if skip else data[start:end]
+            whole = self._read_probe_part(segment, row, part, deadline) if segment else 0
             good = max(0, whole - skip)
             if skip:
                 data[start : start + good] = part[skip : skip + good]
@@ -206,7 +205,26 @@ class PrefixReader:
                 return start + good
         return self.prefix.num_tokens
 
-    def _token_runs(self) -> list[tuple[Span, Segment | None, int, int]]:
+    def _read_probe_part(
+        self, segment: Segment, row: int, part: np.ndarray, deadline: Deadline
+    ) -> int:
+        """Read the first tokens of a segment's probe layer into `part`; how many are good."""
+        block = segment.manifest.arrays["probe"].inner[1]
+        step = max(1, _PIECE_BYTES // (block * part[0].nbytes)) * block
+        begun = []
+        for at in range(0, len(part), step):
+            piece = part[at : at + step]
+            deadline.admit(piece.nbytes, "waiting to read a probe")
+            future = segment.begin_probe(row, at, piece, None)
+            deadline.watch([future], piece.nbytes)
+            begun.append((at, future))
+        arrived = len(part)
+        for at, future in begun:
+            if not deadline.wait(future, "reading a probe"):
+                arrived = min(arrived, at)
+        return segment.probe_good(row, part[:arrived])
+
+    def _token_runs(self) -> list[Run]:
         """(span, segment, first token, end token) of every span, in tokens of the prefix."""
         size, total = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
         bounds = np.minimum(self._starts * size, total).tolist()
@@ -223,7 +241,7 @@ class PrefixReader:
         self._open()
         if self.prefix.layout.digest == "none" or not self.prefix.spans:
             return None
-        deadline = Deadline(self._deadline_s if deadline_s is None else deadline_s)
+        deadline = self._deadline(deadline_s)
         runs = self._token_runs()
         return self._digests(
             self.prefix, lambda: read_digest(self.prefix, runs, deadline, self._report)
@@ -240,6 +258,9 @@ class PrefixReader:
         return order
 
     # -- life ------------------------------------------------------------------------------------
+
+    def _deadline(self, seconds: float | None) -> Deadline:
+        return Deadline(self._deadline_s if seconds is None else seconds, self._gate)
 
     def _open(self) -> None:
         if self._closed:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage import checks
-from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.files import Files
 from ckv_jax.storage.manifest import Manifest
+from ckv_jax.storage.read_errors import READ_ERRORS
 
-READ_ERRORS = (ValueError, OSError, RuntimeError, KeyError, IndexError, NotImplementedError)
-"""What TensorStore raises for damaged, short, missing or unreadable data."""
-
-
+_NOTHING = np.zeros(0, np.uint8)
+_NOTHING.flags.writeable = False
+_OPEN_S = 10.0  # for asking an object store where a bucket is; a folder is not asked at all
 _PARAMS_S = 60.0  # for a few kilobytes a layer
 
 
@@ -40,8 +40,12 @@ class Segment:
         self._context = context
         self._files = files
         self._seeds = {kind: checks.seed(self.id, kind) for kind in manifest.arrays}
-        self._opening = {kind: self._open(kind) for kind in manifest.arrays}
         self._views: dict[tuple[str, int], Any] = {}
+        try:
+            self._opening = {kind: self._open(kind) for kind in manifest.arrays}
+        except READ_ERRORS as e:
+            self._hold.release()
+            raise SegmentDamaged(f"segment {self.id}: cannot be opened: {e}") from e
 
     def _open(self, kind: str) -> Any:
         spec = {
@@ -56,7 +60,7 @@ class Segment:
         """The array of one group or layer: packs [M, *pack], probe [T, K', D], digest [X]."""
         view = self._views.get((kind, row))
         if view is None:
-            array = self._opening[kind].result()
+            array = self._opening[kind].result(timeout=_OPEN_S)
             layout = self._layout
             if kind != "packs":
                 view = array[row]
@@ -70,10 +74,18 @@ class Segment:
             self._views[kind, row] = view
         return view
 
-    def _present(self, kind: str, row: int) -> bool:
+    def _begin(
+        self, kind: str, row: int, target: Any, part: Callable[[Any], Any], batch: Any
+    ) -> Any:
+        """Start reading a part of a view into `target`; None when it cannot be there."""
         spec = self.manifest.arrays[kind]
         shard = row // self._layout.shard_groups if kind == "packs" else 0
-        return not self.missing or spec.file(shard) not in self.missing
+        if spec.file(shard) in self.missing:
+            return None
+        try:
+            return target.write(part(self._view(kind, row)), batch=batch)
+        except READ_ERRORS:
+            return None
 
     # -- packs -----------------------------------------------------------------------------------
 
@@ -82,10 +94,8 @@ class Segment:
 
         Returns a future, or None when the data is known to be missing.
         """
-        if not self._present("packs", group):
-            return None
         target = out if isinstance(out, ts.TensorStore) else ts.array(out)
-        return target.write(self._view("packs", group).oindex[chunks], batch=batch)
+        return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
 
     def packs_good(self, group: int, chunks: np.ndarray, data: np.ndarray) -> np.ndarray:
         """bool [n]: whether `data` [n, *pack] holds exactly these packs."""
@@ -95,11 +105,10 @@ class Segment:
 
     # -- probe -----------------------------------------------------------------------------------
 
-    def begin_probe(self, row: int, out: np.ndarray, batch: Any) -> Any:
-        """Start reading the first tokens of a probe layer into `out` [t, K', D] of disk_dtype."""
-        if not self._present("probe", row):
-            return None
-        return ts.array(out).write(self._view("probe", row)[: len(out)], batch=batch)
+    def begin_probe(self, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
+        """Start reading tokens of a probe layer, from `at` on, into `out` [t, K', D]."""
+        end = at + len(out)
+        return self._begin("probe", row, ts.array(out), lambda view: view[at:end], batch)
 
     def probe_good(self, row: int, data: np.ndarray) -> int:
         """Leading tokens of `data` [t, K', D] that are as written; t is whole chunks or all."""
@@ -114,88 +123,40 @@ class Segment:
 
     # -- digest ----------------------------------------------------------------------------------
 
-    def begin_digest(self, layer: int, out: np.ndarray, batch: Any) -> Any:
-        """Start reading one layer's record into `out` uint8 [X]."""
-        if not self._present("digest", layer):
-            return None
-        return ts.array(out).write(self._view("digest", layer), batch=batch)
+    def begin_digest(self, layer: int, at: int, out: np.ndarray, batch: Any) -> Any:
+        """Start reading bytes of a layer's record, from `at` on, into `out` uint8 [n]."""
+        end = at + len(out)
+        return self._begin("digest", layer, ts.array(out), lambda view: view[at:end], batch)
 
-    def digest_good(self, layer: int, data: np.ndarray) -> bool:
-        """Whether `data` uint8 [X] is the layer's record."""
-        start, expected = 0, self.manifest.digest_crc[layer]
-        sizes = self._layout.digest_record(len(self.manifest.tokens))
-        view = checks.as_bytes(data[None])[0]
-        for part, size in enumerate(sizes):
-            piece = view[start : start + size]
-            if checks.checksum(self._seeds["digest"], layer, part, piece) != expected[part]:
-                return False
-            start += size
-        return True
+    def digest_start(self, layer: int, part: int) -> int:
+        """The checksum, before any bytes, of a part of a layer's record: params, scale, codes."""
+        return checks.checksum(self._seeds["digest"], layer, part, _NOTHING)
 
     def digest_params(self) -> np.ndarray | None:
         """float32 [L, digest_params] of this segment, for one that continues it; None if bad."""
         layout = self._layout
         if layout.digest == "none":
             return None
-        sizes = layout.digest_record(len(self.manifest.tokens))
+        size = layout.digest_record(len(self.manifest.tokens))[0]
         spec = self.manifest.arrays["digest"]
-        params = np.empty((layout.num_layers, sizes[0]), np.uint8)
-        deadline = Deadline(_PARAMS_S)
+        record = spec.entries // layout.num_layers * spec.entry_bytes
+        params = np.empty((layout.num_layers, size), np.uint8)
+        place = self._files.kvstore(self.id, "digest")
+        name = spec.file(0).removeprefix("digest/")
         try:
-            store = ts.KvStore.open(
-                self._files.kvstore(self.id, "digest"), context=self._context
-            ).result(timeout=_PARAMS_S)
-            reads = [
-                deadline.watch(
-                    store.read(Path(spec.file(0)).name, byte_range=slice(start, start + sizes[0]))
-                )
-                for start in range(0, layout.num_layers * spec.entry_bytes, spec.entry_bytes)
-            ]
+            store = ts.KvStore.open(place, context=self._context).result(timeout=_OPEN_S)
+            starts = range(0, layout.num_layers * record, record)
+            reads = [store.read(name, byte_range=slice(at, at + size)) for at in starts]
             for layer, read in enumerate(reads):
-                if not deadline.wait(read, "reading a digest"):
+                data = read.result(timeout=_PARAMS_S).value
+                params[layer] = np.frombuffer(data, np.uint8)
+                crc = google_crc32c.extend(self.digest_start(layer, 0), data)
+                if crc != self.manifest.digest_crc[layer, 0]:
                     return None
-                params[layer] = np.frombuffer(read.result().value, np.uint8)
         except READ_ERRORS:
             return None
-        for layer, row in enumerate(params):
-            crc = checks.checksum(self._seeds["digest"], layer, 0, checks.as_bytes(row[None])[0])
-            if crc != self.manifest.digest_crc[layer, 0]:
-                return None
         return params.view(np.float32)
 
     def close(self) -> None:
         """Let other processes remove the segment; may be called twice."""
         self._hold.release()
-
-
-class Deadline:
-    """The time a set of reads may take together."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-        self._futures: list[Any] = []
-
-    def watch(self, future: Any) -> Any:
-        """Take a read's future (or None) into the set."""
-        if future is not None:
-            self._futures.append(future)
-        return future
-
-    def wait(self, future: Any, what: str) -> bool:
-        """Wait for one read; False when it failed or was None.
-
-        Raises:
-          ReadTimeout: when time is up. Nothing is cancelled: a cancelled read would report itself
-            done while it can still write into the buffer.
-        """
-        if future is None:
-            return False
-        try:
-            future.result(timeout=max(0.0, self._end - time.monotonic()))
-        except TimeoutError:
-            futures = tuple(self._futures)
-            raise ReadTimeout(what, self.seconds, lambda: all(f.done() for f in futures)) from None
-        except READ_ERRORS:
-            return False
-        return True

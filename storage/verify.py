@@ -138,6 +138,7 @@ def _check(
         whole,
         [segment],
         deadline_s=store.config.deadline_s,
+        gate=store.gate,
         report=note,
         release=lambda _: segment.close(),
         digests=lambda _, load: load(),

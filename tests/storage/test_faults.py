@@ -21,7 +21,16 @@ from hypothesis import strategies as st
 from bench.fault_kinds import corruption, disk, processes
 from bench.fault_kinds.tally import CONFIG, LAYOUT, Served, Tally, make_store, prompts, serve
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, SegmentDamaged, StoreError, StoreFull, segment, verify_store
+from ckv_jax.storage import (
+    ChunkStore,
+    ReadTimeout,
+    SegmentDamaged,
+    StoreError,
+    StoreFull,
+    segment,
+    verify_store,
+)
+from ckv_jax.storage.deadline import MAX_IN_FLIGHT
 from ckv_jax.storage.manifest import Manifest
 
 
@@ -313,3 +322,17 @@ def test_the_bulk_run_reports_no_fault_that_got_through(tmp_path: Path) -> None:
     subprocess.run([*command, str(out)], check=True, cwd=root, timeout=200)
     found = json.loads(out.read_text())
     assert found["total"]["injected"] == found["total"]["caught"] + found["total"]["harmless"] == 14
+
+
+def test_a_gate_that_is_shut_is_a_timeout(pristine: Path) -> None:
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        found = store.longest_prefix(prompts()[0], fingerprint=FINGERPRINT, layout=LAYOUT)
+        out = np.empty((2, *LAYOUT.pack_shape), LAYOUT.numpy_dtype)
+        with store.reader(found) as reader:
+            assert store.gate.enter(MAX_IN_FLIGHT, 1)
+            with pytest.raises(ReadTimeout, match="waiting to read packs") as error:
+                reader.read_packs(0, np.arange(2), out, deadline_s=0.05)
+            assert error.value.settled()
+            store.gate.leave(MAX_IN_FLIGHT)
+            assert reader.read_packs(0, np.arange(2), out).all()
+        assert store.gate.bytes == 0

@@ -247,6 +247,7 @@ def test_zarr_python_reads_our_arrays_bit_for_bit(
 
 _MEASURE = """
 import sys, numpy as np
+from concurrent.futures import ThreadPoolExecutor
 from ckv_jax.storage import ChunkStore
 def status(name):
     line = next(x for x in open('/proc/self/status') if x.startswith(name))
@@ -255,11 +256,15 @@ with ChunkStore.open(sys.argv[1]) as store:
     (prefix,) = store.prefixes()
     layout = prefix.layout
     with store.reader(prefix) as reader:
-        out = np.ones((prefix.num_chunks, *layout.pack_shape), layout.numpy_dtype)
+        shape = (layout.groups, prefix.num_chunks, *layout.pack_shape)
+        out = np.ones(shape, layout.numpy_dtype)
         keys = np.ones((prefix.num_tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
+        threads = ThreadPoolExecutor(8)
         before = status('VmRSS')
-        for group in range(layout.groups):
-            assert reader.read_packs(group, np.arange(prefix.num_chunks), out).all()
+        def read(group):
+            return reader.read_packs(group, np.arange(prefix.num_chunks), out[group]).all()
+        for _ in range(3):
+            assert all(threads.map(read, range(layout.groups)))
         for layer in layout.probe_layers:
             assert reader.read_probe(layer, keys) == prefix.num_tokens
         digest = reader.read_digest()
@@ -268,14 +273,14 @@ with ChunkStore.open(sys.argv[1]) as store:
 
 
 def test_reading_holds_little_besides_the_buffers(folder: Path) -> None:
-    layout = Layout(num_layers=4, num_kv_heads=8, head_dim=128, digest="int8")
-    tokens = some_tokens(4096)
-    kv = np.zeros((4, 2, 512, 8, 128), layout.numpy_dtype)
+    layout = Layout(num_layers=16, num_kv_heads=2, head_dim=128, pack_layers=2, digest="int8")
+    tokens = some_tokens(8192)
+    kv = np.zeros((16, 2, 512, 2, 128), layout.numpy_dtype)
     with (
         ChunkStore.open(folder) as store,
         store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer,
     ):
-        for start in range(0, 4096, 512):
+        for start in range(0, 8192, 512):
             writer.write(start, kv)
         writer.commit()
     done = subprocess.run(

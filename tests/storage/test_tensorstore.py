@@ -1,0 +1,66 @@
+"""What the store's safety rests on in TensorStore: an error is the last that is heard of a read."""
+
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+import tensorstore as ts
+
+ENTRIES, SIZE = 200, 1 << 16
+
+
+@pytest.mark.parametrize("concurrency", [1, 32])
+def test_a_read_that_failed_no_longer_writes(tmp_path: Path, concurrency: int) -> None:
+    """One bad entry among many, with checks by the library itself, so that it fails in the middle.
+
+    If this ever fails, a buffer that was given back after an error could be written to later.
+    """
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    sharding = {
+        "chunk_shape": [1, SIZE],
+        "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        "index_codecs": [little, {"name": "crc32c"}],
+    }
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [ENTRIES, SIZE],
+        "data_type": "uint8",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [ENTRIES, SIZE]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "attributes": {},
+    }
+    rows = np.random.default_rng(0).integers(1, 255, (ENTRIES, SIZE), dtype=np.uint8)
+    with (tmp_path / "c.0.0").open("wb") as file:
+        for i, row in enumerate(rows):
+            crc = google_crc32c.value(row.tobytes()) ^ (i in (3, 60))
+            file.write(row.tobytes() + struct.pack("<I", crc))
+        index = [(i * (SIZE + 4), SIZE + 4) for i in range(ENTRIES)]
+        data = np.array(index, "<u8").tobytes()
+        file.write(data + struct.pack("<I", google_crc32c.value(data)))
+    context = ts.Context(
+        {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": concurrency}}
+    )
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{tmp_path}/"},
+        "metadata": metadata,
+        "assume_metadata": True,
+    }
+    array = ts.open(spec, context=context).result()
+    for _ in range(5):
+        out = np.zeros((ENTRIES, SIZE), np.uint8)
+        with ts.Batch() as batch:
+            future = ts.array(out).write(array.oindex[np.arange(ENTRIES)], batch=batch)
+        with pytest.raises(ValueError, match="DATA_LOSS"):
+            future.result()
+        before = out.copy()
+        time.sleep(0.1)
+        np.testing.assert_array_equal(out, before)
