@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -65,9 +66,15 @@ def ingest(
         f"        {prefix.num_tokens:,} tokens in {seconds:.1f} s; "
         f"the store now holds {byte_size(stored)}"
     )
-    terminal.say(
-        f'try     ckv ask {checkpoint} "your question" --store {store} --prefix {prefix.id[:8]}'
-    )
+    command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
+    command += ["--prefix", prefix.id[:8]]
+    for option, value, default in (
+        ("--system", system, "ckv"),
+        ("--dtype", dtype, "bfloat16"),
+        ("--salt", salt, ""),
+    ):
+        command += [option, value] if value != default else []
+    terminal.say(f"try     {shlex.join(command)}", wrap=False)
 
 
 def read_text(source: str) -> str:

@@ -64,9 +64,12 @@ class Terminal:
         sys.stdout.write(json_line(value))
         sys.stdout.flush()
 
-    def say(self, text: str) -> None:
-        """A line for people: stdout, or stderr where stdout carries JSON."""
-        (self.err if self.as_json else self.out).print(text, markup=False)
+    def say(self, text: str, *, wrap: bool = True) -> None:
+        """A line for people: stdout, or stderr where stdout carries JSON.
+
+        `wrap=False` leaves breaking it to the terminal, so that it can be copied whole.
+        """
+        (self.err if self.as_json else self.out).print(text, markup=False, soft_wrap=not wrap)
 
     def warn(self, text: str) -> None:
         """A line about something that went wrong without ending the command."""
