@@ -89,7 +89,10 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
             points = [r for r in mine if r["system"] == system]
             xs, ys = [r["value"] for r in points], [r["ttft_ms"]["mean"] for r in points]
             axis.plot(xs, ys, "o-", label=system)
+        values = sorted({row["value"] for row in mine})
         axis.set(xlabel=name, ylabel="TTFT, ms", xscale="log", ylim=(0, None))
+        axis.set_xticks(values, labels=[str(value) for value in values])
+        axis.minorticks_off()
         axis.legend()
 
 
