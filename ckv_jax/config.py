@@ -48,6 +48,9 @@ class SystemConfig:
     digest: Literal["none", "int8", "int4", "pq"] = "none"
     prefetch: Prefetch = "inter"
     speculate: Speculate = "previous"
+    overfetch: float = 1.0
+    """Chunks that lookahead speculates for each one that will be selected: a near miss that was
+    read costs its bytes, one that was not costs a read's latency."""
     policy: PolicyName = "attention"
     score_window: int | None = None
     """Only the last so many suffix queries score the probe; None: all of them."""
@@ -72,6 +75,8 @@ class SystemConfig:
             raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
         if self.speculate == "lookahead" and self.probe != "digest":
             raise ValueError("got speculate='lookahead' without a resident digest")
+        if self.overfetch < 1:
+            raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
         if self.score_window is not None and self.score_window < 1:
             raise ValueError(f"got score_window={self.score_window}, expected at least 1")
 

@@ -66,6 +66,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 probe="digest",
                 digest="int8",
                 speculate="lookahead",
+                overfetch=1.25,
                 policy="attention",
             ),
         )

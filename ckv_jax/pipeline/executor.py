@@ -25,6 +25,11 @@ from ckv_jax.pipeline.view import PrefixView
 from ckv_jax.trace import Trace
 
 
+RECURRENCE = 0.5
+"""Share of the last request's first selection that must have come again for it to be read ahead:
+below it, what is read in vain delays the selection's own packs by more than is won."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Suffixes over one prefix, padded to buckets."""
@@ -106,9 +111,8 @@ class Executor:
                 view, batch, hidden, start, period, probes, batch.limits
             )
             if self._system.speculate == "lookahead" and self._inter(period):
-                guess, _, _ = self._choose(
-                    view, batch, hidden, start, period + 1, probes, batch.limits
-                )
+                more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
+                guess, _, _ = self._choose(view, batch, hidden, start, period + 1, probes, more)
             began = time.perf_counter_ns()
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
@@ -130,7 +134,7 @@ class Executor:
                 self._record(view, period, chosen, np.asarray(attention))
                 real = int((batch.lengths > 0).sum())
                 trace.count_chunks(selected=int((chosen >= 0).sum()), total=real * view.num_chunks)
-            view.last_selection[period] = union
+            self._remember(view, period, union)
             masses.append(mass)
             selections.append(chosen)
         began = time.perf_counter_ns()
@@ -191,8 +195,15 @@ class Executor:
             source.speculate(group, chunks)
 
     def _speculate_first(self, view: PrefixView, source: PackSource) -> None:
-        if self._system.prefetch == "inter" and 0 in view.last_selection:
+        """Reads what the request before selected first, where requests are alike."""
+        if self._system.prefetch == "inter" and view.recurrence >= RECURRENCE:
             self._speculate(source, 0, view.last_selection[0])
+
+    def _remember(self, view: PrefixView, period: int, union: np.ndarray) -> None:
+        before = view.last_selection.get(period)
+        if period == 0 and before is not None:
+            view.recurrence = len(np.intersect1d(before, union)) / max(1, len(before))
+        view.last_selection[period] = union
 
     def _step(
         self, view: PrefixView, source: PackSource, step: Step, chosen: np.ndarray,

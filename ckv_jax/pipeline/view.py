@@ -29,6 +29,8 @@ class PrefixView:
     """int32 [M]: valid tokens of each chunk."""
     last_selection: dict[int, np.ndarray] = field(default_factory=dict)
     """Period -> chunk ids of the request before, to speculate the first period."""
+    recurrence: float = 0.0
+    """Share of the first period's last selection that the request after it selected again."""
     digest: list[Probe] | None = None
     """One probe a layer, on the device, padded to `probe_chunks`."""
 
