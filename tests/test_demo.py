@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from ckv_jax.data.handbook import QUESTION, handbook, night_log
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.demo import BUDGETS, Demo, kl_divergence
+from ckv_jax.errors import CheckpointError
 from ckv_jax.model.tokenizer import load_tokenizer
 
 
@@ -53,3 +55,18 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     whole = report["rows"][-1]
     assert whole["kl_to_recompute"] < 1e-3
     assert whole["top1_agrees"] == 1
+
+
+@pytest.mark.slow
+def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
+    try:
+        made = Demo.trained_on_ledgers()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    assert len(made.questions) == 50
+    made = replace(made, questions=made.questions[:4], compared=2)
+    report = made.run(tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0)).to_json()
+    assert report["trained"]
+    for row in report["rows"]:
+        assert 0 <= row["accuracy"] <= 1
+    assert report["rows"][-1]["top1_agrees"] == 1
