@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ import numpy as np
 from ckv_jax.answering import Answering
 from ckv_jax.append import append
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
+from ckv_jax.fair_lock import FairLock
 from ckv_jax.generation import Generation
 from ckv_jax.handle import Handle
 from ckv_jax.identity import model_fingerprint
@@ -129,7 +129,7 @@ class Engine(Answering):
         self._server = Server(
             self._parts, self._placement, self.layout, tokenizer, model.eos_token_ids
         )
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._scheduler = Scheduler(
             self._server,
             lock=self._lock,

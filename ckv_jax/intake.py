@@ -49,8 +49,8 @@ class Intake:
         try:
             if request.id is not None and request.id in self._ids:
                 raise ValueError(f"got id {request.id!r} twice, expected one request of each id")
-            new_tokens = sampled.params.max_tokens if sampled is not None else 0
-            handle.placed = self._placement.place(request, new_tokens=new_tokens)
+            sampling = sampled.params if sampled is not None else None
+            handle.placed = self._placement.place(request, sampling)
         except (CkvError, ValueError) as error:
             handle.fail(error)
         if request.id is not None:

@@ -9,6 +9,7 @@ import numpy as np
 from ckv_jax.config import EngineConfig
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Placed, Request
 from ckv_jax.storage.chunk_store import ChunkStore
@@ -53,13 +54,16 @@ class Placement:
             )
         return tokens.astype(np.int32)
 
-    def place(self, request: Request, *, new_tokens: int = 0) -> Placed:
+    def place(self, request: Request, sampling: SamplingParams | None = None) -> Placed:
         """The stored prefix of a request, and the tokens to compute after it.
 
-        Raises `ValueError` for tokens that are none, `ContextOverflow` if prefix, suffix and
-        `new_tokens` do not fit the model, and a `StoreError` for a prefix that is not stored or
-        is another model's.
+        Raises `ValueError` for tokens that are none and stop strings that nobody could find,
+        `ContextOverflow` if prefix, suffix and new tokens do not fit the model, and a
+        `StoreError` for a prefix that is not stored or is another model's.
         """
+        if sampling is not None and sampling.stop and self._tokenizer is None:
+            raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
+        new_tokens = sampling.max_tokens if sampling is not None else 0
         suffix = self.encode(request.suffix)
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")

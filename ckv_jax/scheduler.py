@@ -66,7 +66,7 @@ class Scheduler:
         self,
         runner: Runner,
         *,
-        lock: AbstractContextManager[bool],
+        lock: AbstractContextManager[bool, None],
         max_batch: int,
         max_bytes: int,
     ) -> None:

@@ -213,6 +213,12 @@ def test_texts_that_cannot_fit_are_refused_alone(engine: Engine, prefix: Prefix)
         _ = long.text
 
 
+def test_stop_strings_need_a_tokenizer(engine: Engine, prefix: Prefix) -> None:
+    generation = one(engine, Request(prefix=prefix, suffix=SUFFIX), stop=("\n",))
+    with pytest.raises(ValueError, match="no tokenizer"):
+        generation.raise_for_error()
+
+
 def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
     memory = engine._parts.memory
     config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=2**14)

@@ -10,6 +10,7 @@ import pytest
 
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
+from ckv_jax.fair_lock import FairLock
 from ckv_jax.handle import Handle
 from ckv_jax.request import Request, Result
 from ckv_jax.scheduler import Scheduler
@@ -81,7 +82,7 @@ class Desk:
     def __init__(self, *, max_batch: int = 8, max_bytes: int = 100) -> None:
         self.notes = Notes()
         self.scheduler = Scheduler(
-            self.notes, lock=threading.RLock(), max_batch=max_batch, max_bytes=max_bytes
+            self.notes, lock=FairLock(), max_batch=max_batch, max_bytes=max_bytes
         )
         self.handles: dict[str, Handle] = {}
         self.ask("-")
@@ -201,6 +202,28 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert desk.run() == ["a3"]
     assert isinstance(desk.error("a1"), Cancelled)
     assert isinstance(desk.error("a2"), DeadlineExceeded)
+
+
+def test_the_engine_lock_goes_to_who_waits() -> None:
+    lock, stop, had = FairLock(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                had.set()
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert had.wait(SECONDS)
+    start = time.perf_counter()
+    for _ in range(20):
+        with lock:
+            pass
+    waited = time.perf_counter() - start
+    stop.set()
+    thread.join()
+    assert waited < SECONDS / 10
 
 
 def test_close_fails_what_waits_and_stops_the_thread() -> None:

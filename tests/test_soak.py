@@ -1,0 +1,72 @@
+"""Ten thousand requests of every kind, given up and late ones too: nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_support import tokens
+from engine_tiny import tiny_engine
+
+from ckv_jax import Engine, Handle, Request, SamplingParams
+from ckv_jax.storage.prefix import Prefix
+
+REQUESTS = 10_000
+WARM = 2_000
+"""Requests until every shape is compiled and every cache is full."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with tiny_engine(
+        tmp_path, max_batch=4, device_cache_bytes=2**14, host_cache_bytes=2**14
+    ) as engine:
+        prefixes = [engine.ingest(tokens(n, n)) for n in (140, 130)]
+        threads = memory = programs = 0
+        process = psutil.Process()
+        for served in range(0, REQUESTS, 20):
+            one_round(engine, prefixes, rng)
+            if served == WARM:
+                gc.collect()
+                threads, memory = threading.active_count(), process.memory_info().rss
+                programs = engine.executables()
+        gc.collect()
+        assert threading.active_count() <= threads
+        assert process.memory_info().rss - memory < 32 * 2**20
+        assert engine.executables() == programs
+        assert_idle(engine)
+
+
+def one_round(engine: Engine, prefixes: list[Prefix], rng: random.Random) -> None:
+    """Twenty requests, waited for."""
+    handles: list[Handle] = []
+    for number in range(20):
+        kind = rng.random()
+        request = Request(
+            prefix=rng.choice(prefixes) if kind < 0.95 else "nowhere",
+            suffix=[rng.randrange(128) for _ in range(rng.randint(1, 16))],
+            budget=rng.choice([0.2, 0.6]),
+            deadline_s=rng.choice([None, None, 60.0, 1e-6, 0.01]),
+            id=str(number),
+        )
+        sampling = SamplingParams(max_tokens=rng.randint(1, 6)) if kind < 0.1 else None
+        handles.append(engine.submit(request, sampling))
+        if rng.random() < 0.1:
+            rng.choice(handles).cancel()
+    for handle in handles:
+        handle.settled_result()
+
+
+def assert_idle(engine: Engine) -> None:
+    parts = engine._parts
+    tiers = parts.memory.tiers
+    assert tiers.free_slots == parts.memory.pool.slots - tiers.device_pages
+    assert not tiers._table.pins.any()
+    assert parts.prefetcher.stats.buffer_bytes == parts.prefetcher.stats.overflow_bytes == 0
+    assert engine._scheduler.waiting == engine._scheduler.running == 0
