@@ -1,4 +1,4 @@
-"""What an engine is told: `SystemConfig` (which algorithm) and `EngineConfig` (how much of what)."""
+"""What an engine is told: `SystemConfig` (which algorithm) and `EngineConfig` (how much)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from ckv_jax.pipeline.source import PackSource
 from ckv_jax.pipeline.view import PrefixView
 from ckv_jax.trace import Trace
 
-
 RECURRENCE = 0.5
 """Share of the last request's first selection that must have come again for it to be read ahead:
 below it, what is read in vain delays the selection's own packs by more than is won."""
