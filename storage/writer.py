@@ -6,7 +6,7 @@ import errno
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 import numpy as np
@@ -26,7 +26,7 @@ from ckv_jax.storage.workspace import write_file
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
 _DISK_THREADS = 4  # writes in flight
-_BLOCKS_AHEAD = 2  # packed blocks that may wait for the disk
+_BLOCKS_AHEAD = 3  # packed blocks that may wait for the disk
 
 
 class SegmentWriter:
@@ -52,22 +52,26 @@ class SegmentWriter:
         self._release = release
         self._written = 0
         self._closed = False
-        self._step = max(1, _BLOCK_BYTES // (draft.layout.groups * draft.layout.pack_bytes))
+        layout = draft.layout
+        row = layout.probe_heads * layout.head_dim * layout.disk_dtype.itemsize
+        self._probe_bytes = len(layout.probe_layers) * layout.chunk_tokens * row  # of one chunk
+        self._chunk_bytes = layout.groups * layout.pack_bytes
+        self._step = max(1, _BLOCK_BYTES // self._chunk_bytes)
         self._memory: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         for _ in range(_BLOCKS_AHEAD):
             self._memory.put(None)  # made when it is first needed
-        self._jobs: list[Future[None]] = []
+        self._blocks: list[Future[None]] = []  # checksums taken
+        self._jobs: list[Future[None]] = []  # written
         self._arrays: dict[str, ArrayWriter] = {}
         self._seeds = {kind: checks.seed(draft.segment_id, kind) for kind in draft.arrays}
         self._digest: DigestWriter | None = None
-        size = draft.layout.probe_heads * draft.layout.head_dim * draft.layout.disk_dtype.itemsize
-        self._scratch = aligned(self._step * draft.layout.chunk_tokens * size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-write")
         self._disk = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="ckv-disk")
+        self._settler = ThreadPoolExecutor(1, thread_name_prefix="ckv-settle")
         try:
             for name, spec in draft.arrays.items():
                 self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
-            if draft.layout.digest != "none":
+            if layout.digest != "none":
                 self._digest = DigestWriter(draft, self._arrays["digest"], params)
         except OSError as e:
             self.close()
@@ -117,44 +121,58 @@ class SegmentWriter:
         layout, memory = self.layout, self._memory.get()
         if memory is None:
             chunks = min(self._step, self._draft.chunks)
-            memory = aligned(chunks * layout.groups * layout.pack_bytes)
+            memory = aligned(chunks * (self._chunk_bytes + self._probe_bytes))
         packs = pack(kv.view(layout.disk_dtype), layout, memory)
         first_chunk = first_token // layout.chunk_tokens
-        job = self._thread.submit(self._store, first_chunk, packs, kv.shape[2])
-        job.add_done_callback(lambda _: self._memory.put(memory))
-        self._jobs.append(job)
+        self._blocks.append(
+            self._thread.submit(self._store, first_chunk, packs, kv.shape[2], memory)
+        )
 
-    def _store(self, first: int, packs: np.ndarray, tokens: int) -> None:
-        """Write a block's packs [groups, n, *pack], its probe keys and its digest."""
+    def _store(self, first: int, packs: np.ndarray, tokens: int, memory: np.ndarray) -> None:
+        """Send a block, packs [groups, n, *pack], to the disk, and take its checksums meanwhile."""
         layout, draft = self.layout, self._draft
-        columns = range(first, first + packs.shape[1])
-        array = self._arrays["packs"]
-        puts = [
-            self._disk.submit(array.put, group * draft.chunks + first, data)
-            for group, data in enumerate(packs)
-        ]
-        for group, data in enumerate(packs):  # while the disk is busy
-            crcs = checks.checksums(self._seeds["packs"], group, columns, data)
-            draft.pack_crc[group, columns.start : columns.stop] = crcs
-        for row, layer in enumerate(layout.probe_layers):
-            self._store_probe(row, block_keys(packs, layer, layout)[:tokens], columns)
-        if self._digest is not None:
-            self._digest.add(first * layout.chunk_tokens, packs, tokens)
-        for put in puts:
-            put.result()
+        chunks = range(first, first + packs.shape[1])
+        writes: list[Future[None]] = []
+        try:
+            put = self._arrays["packs"].put
+            for group, data in enumerate(packs):
+                writes.append(self._disk.submit(put, group * draft.chunks + first, data))
+            if layout.probe_layers:
+                writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
+            for group, data in enumerate(packs):
+                crcs = checks.checksums(self._seeds["packs"], group, chunks, data)
+                draft.pack_crc[group, chunks.start : chunks.stop] = crcs
+            if self._digest is not None:
+                self._digest.add(first * layout.chunk_tokens, packs, tokens)
+        finally:
+            self._jobs.append(self._settler.submit(self._settle, writes, memory))
 
-    def _store_probe(self, row: int, keys: np.ndarray, chunks: range) -> None:
-        """Write a block of keys [t, K, D] of one probe layer."""
-        spec, size = self._draft.arrays["probe"], self.layout.chunk_tokens
-        keys = keys[:, : self.layout.probe_heads]
-        memory = self._scratch[: keys.size * keys.itemsize].view(keys.dtype).reshape(keys.shape)
-        memory[...] = keys
-        first_entry = spec.shape[1] // spec.inner[1] * row
-        self._arrays["probe"].put(first_entry, memory, chunks.start * size * memory[0].nbytes)
-        for i, chunk in enumerate(chunks):
-            part = checks.as_bytes(memory[i * size : (i + 1) * size].reshape(1, -1))[0]
-            crc = checks.checksum(self._seeds["probe"], row, chunk, part)
-            self._draft.probe_crc[row, chunk] = crc
+    def _settle(self, writes: list[Future[None]], memory: np.ndarray) -> None:
+        """Give a block's memory back once it is written; raises what went wrong."""
+        wait(writes)
+        self._memory.put(memory)
+        for write in writes:
+            write.result()
+
+    def _store_probe(
+        self, first: int, packs: np.ndarray, tokens: int, memory: np.ndarray
+    ) -> list[Future[None]]:
+        """Send a block's probe keys to the disk, by way of `memory`; returns the writes."""
+        layout, spec, writes = self.layout, self._draft.arrays["probe"], []
+        entries = spec.shape[1] // spec.inner[1]  # of one layer
+        for row, layer in enumerate(layout.probe_layers):
+            keys = block_keys(packs, layer, layout)[:tokens, : layout.probe_heads]
+            kept = memory[: keys.size * keys.itemsize].view(keys.dtype).reshape(keys.shape)
+            kept[...] = keys
+            memory = memory[kept.nbytes :]
+            offset = first * layout.chunk_tokens * kept[0].nbytes
+            put = self._arrays["probe"].put
+            writes.append(self._disk.submit(put, entries * row, kept, offset))
+            for chunk, start in enumerate(range(0, tokens, layout.chunk_tokens), first):
+                part = checks.as_bytes(kept[start : start + layout.chunk_tokens].reshape(1, -1))[0]
+                crc = checks.checksum(self._seeds["probe"], row, chunk, part)
+                self._draft.probe_crc[row, chunk] = crc
+        return writes
 
     # -- commit ----------------------------------------------------------------------------------
 
@@ -174,7 +192,8 @@ class SegmentWriter:
             self.close()
 
     def _finish(self) -> None:
-        self._raise_failed()
+        for job in (*self._blocks, *self._jobs):  # every block has its job by now
+            job.result()
         if self._digest is not None:
             self._digest.finish(self._arrays["packs"])
         for array in self._arrays.values():
@@ -184,12 +203,9 @@ class SegmentWriter:
         write_file(self._workspace.path / manifests.FILE, data)
 
     def _raise_failed(self) -> None:
-        for job in self._jobs:
+        for job in (*self._blocks, *self._jobs):
             if job.done() and (error := job.exception()) is not None:
-                if isinstance(error, OSError):
-                    raise as_store_error(error) from error
-                raise error
-        self._jobs = [job for job in self._jobs if not job.done()]
+                raise as_store_error(error) if isinstance(error, OSError) else error
 
     def _check_open(self) -> None:
         if self._closed:
@@ -203,7 +219,8 @@ class SegmentWriter:
             return
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._disk.shutdown(wait=True, cancel_futures=True)
+        self._disk.shutdown(wait=True)
+        self._settler.shutdown(wait=True)
         for array in self._arrays.values():
             array.close()
         self._workspace.discard()
