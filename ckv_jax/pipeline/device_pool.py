@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.compute import storage_dtype
+from ckv_jax.pipeline.compute import compiled, storage_dtype
 
 
 class DevicePool:
@@ -43,7 +43,7 @@ class DevicePool:
 
     def executables(self) -> int:
         """How many programs have been compiled so far."""
-        return self._write._cache_size() + self._read._cache_size()
+        return compiled(self._write, self._read)
 
     def write(self, rows: np.ndarray, slots: np.ndarray) -> Array:
         """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
@@ -56,6 +56,7 @@ class DevicePool:
         fresh = self._transfer(rows.view(self._dtype))
         nowhere = self.slots + np.arange(len(slots))  # distinct, as the scatter is promised
         where = np.where(slots < 0, nowhere, slots).astype(np.int32)
+        marker: Array
         self._pages, marker = self._write(self._pages, fresh, where)
         return marker
 
@@ -74,7 +75,8 @@ class DevicePool:
         if self._pinned is None:
             return rows  # the call itself takes it, at a quarter of `device_put`'s overhead
         # Pageable copies reach a tenth of the bus.
-        return jax.device_put(jax.device_put(rows, self._pinned), self._device)
+        fresh: Array = jax.device_put(jax.device_put(rows, self._pinned), self._device)
+        return fresh
 
 
 def _write(pages: Array, fresh: Array, slots: Array) -> tuple[Array, Array]:

@@ -141,8 +141,8 @@ class Executor:
         token_ids = np.asarray(token)
         trace.add("compute", "compute", began, time.perf_counter_ns(), period=period)
         attention_mass = np.stack([np.asarray(mass) for mass in masses])
-        real = attention_mass[:, batch.lengths > 0]
-        trace.period_attention_mass.extend(real.mean(axis=1).tolist())
+        held = attention_mass[:, batch.lengths > 0]
+        trace.period_attention_mass.extend(held.mean(axis=1).tolist())
         return FirstToken(
             logits=logits,
             token_ids=token_ids,

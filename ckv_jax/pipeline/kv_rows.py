@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.compute import Compute, compiled
 
 LEAST_ROWS = 64
 
@@ -47,7 +47,7 @@ class KvRows:
 
     def executables(self) -> int:
         """How many programs have been compiled so far."""
-        return sum(call._cache_size() for call in (self._resize, self._take, self._read))
+        return compiled(self._resize, self._take, self._read)
 
 
 def _resize(kv: LayerKv, *, rows: int, dtype: jnp.dtype) -> LayerKv:
@@ -56,7 +56,8 @@ def _resize(kv: LayerKv, *, rows: int, dtype: jnp.dtype) -> LayerKv:
             x = jax.lax.bitcast_convert_type(x, dtype)
         return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))
 
-    return jax.tree.map(one, kv)
+    resized: LayerKv = jax.tree.map(one, kv)
+    return resized
 
 
 def _take(tree: Any, batch_rows: Array) -> Any:
@@ -65,6 +66,7 @@ def _take(tree: Any, batch_rows: Array) -> Any:
 
 def _read(kv: LayerKv, batch_row: Array) -> Array:
     def row(x: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(x, batch_row, axis=0, keepdims=False)
+        kept: Array = jax.lax.dynamic_index_in_dim(x, batch_row, axis=0, keepdims=False)
+        return kept
 
     return jnp.stack([jnp.stack([row(keys), row(values)]) for keys, values in kv])

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.model.qwen2 import Layer
-from ckv_jax.pipeline.compute import Compute, LayerState
+from ckv_jax.pipeline.compute import Compute, LayerState, compiled
 from ckv_jax.selection.h2o import column_sums
 from ckv_jax.selection.impress import mean_jaccard, probe_sets, votes
 from ckv_jax.selection.top_k import chunk_counts, share_held, top_tokens
@@ -32,9 +32,9 @@ class Choice(NamedTuple):
     """Stored positions, ascending, -1 where there is none."""
     counts: Int32[Array, "B M"]
     """Important tokens in each chunk."""
-    mass: Float32[Array, B]
+    mass: Float32[Array, " B"]
     """Share of the scoring heads' attention to the prefix that the tokens hold."""
-    similarity: Float32[Array, B]
+    similarity: Float32[Array, " B"]
     """Mean Jaccard index of the probe heads' sets; 1 where all heads score together."""
     importance: Float32[Array, " T"]
     """Attention that each token got, summed over the batch, for reordering."""
@@ -54,10 +54,9 @@ class LayerCompute:
 
     def executables(self) -> int:
         """How many programs have been compiled so far; constant once warm."""
-        calls = (
-            self._project, self._by_keys, self._by_probe, self._attend_tokens, self._attend_all,
-        )  # fmt: skip
-        return sum(call._cache_size() for call in calls)
+        return compiled(
+            self._project, self._by_keys, self._by_probe, self._attend_tokens, self._attend_all
+        )
 
     def project(
         self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, ""]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.compute import Compute, compiled
 
 STEP_LAYERS = 4
 
@@ -91,7 +91,7 @@ class DensePrefill:
 
     def executables(self) -> int:
         """How many programs of its own have been compiled so far."""
-        return self._join._cache_size()
+        return compiled(self._join)
 
     def _buffers(self, rows: int, before: np.ndarray | None) -> Buffers:
         dtype = self._compute.kv_dtype

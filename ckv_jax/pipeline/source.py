@@ -206,9 +206,7 @@ class PackSource:
         self._trace.count_bytes("host", moved)
         self._own(state, chunks, slots)
 
-    def _take_job(
-        self, state: _Group, job: ReadJob, needed: set[int], stage: str
-    ) -> list[int]:
+    def _take_job(self, state: _Group, job: ReadJob, needed: set[int], stage: str) -> list[int]:
         """Writes a job's needed packs into slots; returns the chunks that could not be read."""
         start = time.perf_counter_ns()
         result = job.result()
@@ -268,7 +266,7 @@ class PackSource:
         """Gives back read buffers whose write is done."""
         waiting = []
         for marker, job in self._writes:
-            if marker.is_ready():
+            if marker.is_ready():  # type: ignore[attr-defined]
                 job.release()
             else:
                 waiting.append((marker, job))

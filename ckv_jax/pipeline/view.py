@@ -52,7 +52,8 @@ class PrefixView:
 
     def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """Page numbers (int64) of these chunks of one layer group."""
-        return self.first_page[chunks] + group * self.page_stride[chunks]
+        pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
+        return pages
 
 
 MAX_VIEWS = 1024
@@ -147,7 +148,8 @@ def device_digest(data: DigestData, tokens: int) -> list[Probe]:
     arrays = data.arrays
 
     def codes(layer: int, name: str = "codes") -> jax.Array:
-        return jax.device_put(pad_rows(arrays[name][layer], tokens))
+        padded: jax.Array = jax.device_put(pad_rows(arrays[name][layer], tokens))
+        return padded
 
     layers = range(len(arrays["codes"]))
     match data.kind:

@@ -8,7 +8,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 
-def top_mask(scores: Float32[Array, "B T"], n: int, limits: Int32[Array, B]) -> Bool[Array, "B T"]:
+def top_mask(
+    scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
+) -> Bool[Array, "B T"]:
     """Which tokens are among the `limits[b]` <= n best of their row; of equals the earlier wins.
 
     Tokens that may never win carry -inf.
@@ -22,7 +24,7 @@ def top_mask(scores: Float32[Array, "B T"], n: int, limits: Int32[Array, B]) -> 
 
 
 def top_tokens(
-    scores: Float32[Array, "B T"], n: int, limits: Int32[Array, B]
+    scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Int32[Array, "B n"]:
     """Ids of the `limits[b]` <= n best tokens of each row, ascending, then -1.
 
@@ -37,7 +39,7 @@ def top_tokens(
     return jnp.pad(ids, ((0, 0), (0, n - ids.shape[1])), constant_values=-1)
 
 
-def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, B]:
+def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, " B"]:
     """The share of each row's score (-inf counts for nothing) that the tokens `ids` hold."""
     scores = jnp.where(scores > -jnp.inf, scores, 0.0)
     held = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=1)

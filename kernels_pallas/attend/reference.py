@@ -47,10 +47,11 @@ def attend(
         values = jnp.concatenate([values, jnp.where(seen[:, None, None], v_new, 0)], axis=0)
         return _by_query_blocks(q, keys, values, valid, q_start, logits_bytes)
 
-    rows = (q, k_table, v_table, lengths, k_new, v_new, q_start)
-    rows += () if token_mask is None else (token_mask,)
+    rows: tuple[Array, ...] = (q, k_table, v_table, lengths, k_new, v_new, q_start)
+    rows = rows if token_mask is None else (*rows, token_mask)
     if q.shape[0] > 1:
-        return lax.map(one, rows)
+        outs, lses = lax.map(one, rows)
+        return outs, lses
     out, lse = one(tuple(row[0] for row in rows))
     return out[None], lse[None]
 
