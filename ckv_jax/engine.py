@@ -124,6 +124,7 @@ class Engine(Answering):
             store=store,
             fingerprint=fingerprint,
             layout=self.layout,
+            system=self.system,
             config=config,
         )
         self._server = Server(
@@ -177,6 +178,10 @@ class Engine(Answering):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.tokenizer.apply_chat(messages)
+
+    def check_prefix(self, prefix: Prefix) -> None:
+        """Refuses a prefix of another model, tenant or layout; the error says what differs."""
+        self._placement.check_prefix(prefix)
 
     def ingest(
         self, text: str | Sequence[int] | np.ndarray, *, progress: Progress | None = None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
-from ckv_jax.config import EngineConfig
+from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Placed, Request
 from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -29,6 +31,7 @@ class Placement:
         store: ChunkStore,
         fingerprint: Fingerprint,
         layout: Layout,
+        system: SystemConfig,
         config: EngineConfig,
     ) -> None:
         self._model = model
@@ -36,6 +39,7 @@ class Placement:
         self._store = store
         self._fingerprint = fingerprint
         self._layout = layout
+        self._system = system
         self._config = config
 
     def encode(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
@@ -71,11 +75,11 @@ class Placement:
             prefix = self._store.prefix(request.prefix, fingerprint=self._fingerprint)
         elif isinstance(request.prefix, Prefix):
             prefix = request.prefix
-            prefix.fingerprint.require(self._fingerprint)
         else:
             tokens = self.encode(request.prefix)
             prefix = self.longest(tokens)
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
+        self.check_prefix(prefix)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         return Placed(
             request=request,
@@ -100,6 +104,24 @@ class Placement:
         return self._store.longest_prefix(
             tokens, fingerprint=self._fingerprint, layout=self._layout, salt=self._config.salt
         )
+
+    def check_prefix(self, prefix: Prefix) -> None:
+        """Refuses a prefix that is not this engine's to use; says what differs.
+
+        Raises `FingerprintMismatch` where another model, tokenizer or dtype made it,
+        `PrefixNotFound` where it is another tenant's, `ValueError` where another system laid it
+        out; a system that computes everything uses its tokens alone.
+        """
+        prefix.fingerprint.require(self._fingerprint)
+        if prefix.salt != self._config.salt:
+            raise PrefixNotFound(prefix.id)
+        if self._system.selector == "none" or not prefix.num_tokens:
+            return
+        stored, asked = asdict(prefix.layout), asdict(self._layout)
+        differ = [field for field in asked if stored[field] != asked[field]]
+        if differ:
+            fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
+            raise ValueError(f"the prefix was stored by another system; these differ: {fields}")
 
     def check_context(self, prefix: int, suffix: int, new_tokens: int = 0) -> None:
         """Raises `ContextOverflow` unless so many tokens fit the model's context together."""

@@ -137,16 +137,20 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
             engine.ingest("text")
         with pytest.raises(ValueError, match="empty suffix"):
             Request(prefix=prefix, suffix=[])
-        with pytest.raises(ValueError, match="budget=1.5"):
+        with pytest.raises(ValueError, match=r"budget=1\.5"):
             Request(prefix=prefix, suffix=[1], budget=1.5)
         with pytest.raises(ValueError, match="token ids"):
-            engine.reprefill([Request(prefix=prefix, suffix=[SMALL.vocab_size])])[0].token_id
+            engine.reprefill([Request(prefix=prefix, suffix=[SMALL.vocab_size])])[
+                0
+            ].raise_for_error()
         with pytest.raises(ContextOverflow, match="2048"):
             engine.ingest(tokens(3000))
         with pytest.raises(ContextOverflow, match="64 prefix and 2000 suffix"):
             engine.reprefill([Request(prefix=prefix, suffix=tokens(2000))])[0].raise_for_error()
         with pytest.raises(StoreError, match=prefix.id[:8]):
-            engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])[0].logits
+            engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])[
+                0
+            ].raise_for_error()
 
 
 def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
@@ -157,3 +161,12 @@ def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
             other.reprefill([Request(prefix=prefix.id, suffix=[1])])[0].raise_for_error()
         (result,) = other.reprefill([Request(prefix=tokens(64).tolist(), suffix=[1])])
         assert result.trace.bytes["ssd"] == 0
+
+
+def test_another_layout_is_refused_with_the_fields_that_differ(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine, small_engine(tmp_path, system="ckv") as other:
+        prefix = engine.ingest(tokens(64))
+        for asked in (prefix, prefix.id):
+            (result,) = other.reprefill([Request(prefix=asked, suffix=[1])])
+            with pytest.raises(ValueError, match=r"digest \(stored 'none', got 'int8'\)"):
+                result.raise_for_error()

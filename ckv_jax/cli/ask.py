@@ -74,7 +74,7 @@ def ask(
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
         from ckv_jax.answer import answer_json
-        from ckv_jax.cli.serving import check_prefix, find_prefix, kv_bytes
+        from ckv_jax.cli.serving import find_prefix, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
         from ckv_jax.request import Request
@@ -93,7 +93,7 @@ def ask(
         )
         engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:
-        check_prefix(engine, stored)
+        engine.check_prefix(stored)
         if chat:
             question = engine.chat(question)
         request = Request(prefix=stored, suffix=question)

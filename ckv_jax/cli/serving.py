@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ckv_jax.answer import answer_json
@@ -17,7 +16,7 @@ from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["Answerer", "check_prefix", "find_prefix", "kv_bytes"]
+__all__ = ["Answerer", "find_prefix", "kv_bytes"]
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
@@ -37,23 +36,6 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     prefix = store.prefix(name)
     if prefix.salt != salt:
         raise PrefixNotFound(name)
-    return prefix
-
-
-def check_prefix(engine: Engine, prefix: Prefix) -> Prefix:
-    """`prefix`, if it is this engine's to use.
-
-    Raises `FingerprintMismatch` where another model, tokenizer or dtype made it, and `ValueError`
-    where another system laid it out; both say what differs.
-    """
-    prefix.fingerprint.require(engine.fingerprint)
-    if engine.system.selector == "none":
-        return prefix  # only its tokens are used
-    stored, asked = asdict(prefix.layout), asdict(engine.layout)
-    differ = [field for field in asked if stored[field] != asked[field]]
-    if differ:
-        fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
-        raise ValueError(f"the prefix was stored with another --system; these differ: {fields}")
     return prefix
 
 
@@ -106,7 +88,7 @@ class Answerer:
         if job.prefix not in self._prefixes:
             engine = self._engine
             prefix = find_prefix(engine.store, job.prefix, salt=engine.config.salt)
-            self._prefixes[job.prefix] = check_prefix(engine, prefix)
+            self._prefixes[job.prefix] = prefix
         return Request(
             prefix=self._prefixes[job.prefix], suffix=job.question, budget=job.budget, id=job.id
         )
