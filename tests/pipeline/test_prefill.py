@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_support import SMALL, tokens
 
-import jax.numpy as jnp
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.compute import Compute
 from ckv_jax.pipeline.prefill import DensePrefill

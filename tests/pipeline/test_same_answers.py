@@ -6,7 +6,6 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
