@@ -154,9 +154,7 @@ def test_logits_are_bit_identical(
 
 @pytest.mark.parametrize("name", ["contiguous-kv", "ckv"])
 @pytest.mark.parametrize("failing", [0.1, 1.0])
-def test_failed_reads_are_recomputed(
-    engines: dict[str, Engine], name: str, failing: float
-) -> None:
+def test_failed_reads_are_recomputed(engines: dict[str, Engine], name: str, failing: float) -> None:
     plain = engines[name]
     unsteady = UnsteadyStore(plain.store, failing)
     with plain.variant(dataclasses.replace(plain.config, system=name), store=unsteady) as engine:
