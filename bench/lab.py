@@ -157,7 +157,6 @@ class Lab:
     def warm(self, engine: Engine, index: int, budgets: Sequence[float]) -> None:
         """Brings an engine to the state it serves in: compiled, digests loaded, reordered."""
         if engine.system.selector == "none":
-            self.ask(engine, index, 10_000, budgets[0])
             return
         if engine.system.reorder:
             for turn in range(WARM_UP):
@@ -167,8 +166,6 @@ class Lab:
             prefix = self.prefix(index, engine)
             longest = max(len(self.work.suffix(question)) for question in range(32))
             engine.warmup(prefix, max_suffix=longest, budgets=budgets)
-        for budget in budgets:
-            self.ask(engine, index, 11_000, budget)
 
     def _layout(self, system: str | SystemConfig) -> Layout:
         config = system_named(system) if isinstance(system, str) else system

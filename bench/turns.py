@@ -51,13 +51,23 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
         for key, system in systems.items():
             engines[key] = lab.engine(system)
             for index in range(setting.prefixes):
-                lab.warm(engines[key], index, setting.budgets)
+                lab.warm(engines[key], index, budgets_of(system, setting.budgets))
             print(f"warm: {' '.join(key)}", flush=True)
-        for turn in range(setting.repeats):
-            for key, engine in engines.items():
-                if engine.system.selector == "none" and turn >= RECOMPUTE_REPEATS:
-                    continue
-                for budget in budgets_of(engine.system, setting.budgets):
+        for budget in setting.budgets:
+            # One budget after the other: what the request before chose is what speculation
+            # starts from, and that was as much as this one may choose.
+            serving = {
+                key: engine
+                for key, engine in engines.items()
+                if budget in budgets_of(engine.system, setting.budgets)
+            }
+            for engine in serving.values():
+                for index in range(setting.prefixes):
+                    lab.ask(engine, index, 11_001, budget)
+            for turn in range(setting.repeats):
+                for key, engine in serving.items():
+                    if engine.system.selector == "none" and turn >= RECOMPUTE_REPEATS:
+                        continue
                     sample = measured(lab, engine, turn % setting.prefixes, turn, budget)
                     samples.setdefault((*key, budget), []).append(sample)
     finally:
