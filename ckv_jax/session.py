@@ -75,7 +75,7 @@ class SparseSession:
         parts, prefix = self._parts, self._prefix
         trace = Trace()
         reader = self._exit.enter_context(parts.store.reader(prefix))
-        view = parts.views.open(prefix)
+        view = self._exit.enter_context(parts.views.using(prefix))
         order = reader.order if prefix.layout.reordered else None
         recovery = Recovery(prefix, parts.prefill, order)
         units = view.num_chunks if parts.system.chunked else prefix.num_tokens

@@ -116,6 +116,16 @@ def chosen(engine: Engine, request: Request) -> list[np.ndarray]:
     return engine.last_selection(request.prefix)
 
 
+def test_a_small_byte_budget_only_makes_batches_smaller(served: Served) -> None:
+    wishes: list[Wish] = [(i % 2, 4, i, 0.2) for i in range(4)]
+    config = dataclasses.replace(served.engine.config, admit_bytes=1)
+    with served.engine.variant(config) as narrow:
+        results = narrow.reprefill([served.request(wish) for wish in wishes])
+    for wish, result in zip(wishes, results, strict=True):
+        assert scale_error(result.logits, served.alone(wish).logits) < TIGHT
+    assert len({id(result.trace.bytes) for result in results}) == 4
+
+
 def test_each_request_has_its_own_part_of_the_trace(served: Served) -> None:
     few, many = served.engine.reprefill(
         [served.request((0, 3, 0, 0.2)), served.request((0, 3, 1, 1.0))]

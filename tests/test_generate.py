@@ -18,6 +18,7 @@ from ckv_jax.generation import Generation
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained
+from ckv_jax.pipeline import view
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.prefix import Prefix
 
@@ -231,6 +232,45 @@ def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
         assert tiers.free_slots == memory.pool.slots - tiers.device_pages
         assert not tiers._table.pins.any()
         assert small._scheduler.running == small._scheduler.waiting == 0
+
+
+def test_a_running_text_outlives_its_page_tables(
+    engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "MAX_VIEWS", 1)
+    config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=0)
+    request = Request(prefix=prefix, suffix=SUFFIX, budget=0.6)
+    sampling = SamplingParams(max_tokens=40)
+    with engine.variant(config) as small:
+        (alone,) = small.generate(request, sampling, reselect_every=4).results()
+        others = [small.ingest(tokens(140, seed)) for seed in (50, 51)]
+        stream = small.generate(request, sampling, reselect_every=4)
+        next(stream)
+        for other in others * 3:
+            small.reprefill([Request(prefix=other, suffix=[1])])
+        (beside,) = stream.results()
+        (after,) = small.generate(request, sampling, reselect_every=4).results()
+    assert beside.token_ids.tolist() == after.token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_texts_wait_for_each_others_device_slots(engine: Engine, prefix: Prefix) -> None:
+    packs = prefix.num_chunks * engine.layout.groups
+    config = dataclasses.replace(
+        engine.config,
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=(packs + 4) * engine.layout.pack_bytes,
+    )
+    other = engine.ingest(tokens(140, 60))
+    requests = [Request(prefix=p, suffix=SUFFIX, budget=1.0) for p in (prefix, other, prefix)]
+    sampling = SamplingParams(max_tokens=20)
+    with engine.variant(config) as tight:
+        together = tight.generate(requests, sampling).results()
+        first = tight.reprefill([dataclasses.replace(requests[1], deadline_s=60.0)])[0]
+    for request, generation in zip(requests, together, strict=True):
+        (alone,) = engine.generate(request, sampling).results()
+        assert generation.token_ids.tolist() == alone.token_ids.tolist()
+    assert first.token_id == together[1].token_ids[0]
 
 
 def test_an_event_loop_streams_the_same(engine: Engine, prefix: Prefix) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import jax
 import numpy as np
@@ -69,6 +72,18 @@ class Views:
         self._budget = digest_bytes
         self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
         self._views: OrderedDict[str, PrefixView] = OrderedDict()
+        self._in_use: dict[int, PrefixView] = {}  # by a number of their own
+        self._uses = count()
+
+    @contextmanager
+    def using(self, prefix: Prefix) -> Iterator[PrefixView]:
+        """The view of `prefix`, whose pages keep their numbers until the context is left."""
+        view, use = self.open(prefix), next(self._uses)
+        self._in_use[use] = view
+        try:
+            yield view
+        finally:
+            del self._in_use[use]
 
     def open(self, prefix: Prefix) -> PrefixView:
         """The view of `prefix`, made on first use."""
@@ -111,7 +126,8 @@ class Views:
 
     def _forget_unused(self) -> None:
         """Segments of no view leave memory; the store keeps their scores."""
-        used = {span.segment_id for view in self._views.values() for span in view.prefix.spans}
+        views = (*self._views.values(), *self._in_use.values())
+        used = {span.segment_id for view in views for span in view.prefix.spans}
         for segment in [name for name in self._segments if name not in used]:
             self._save(segment)
             base, groups, chunks = self._segments.pop(segment)
