@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 PAGES = (
     "README",
     "docs/quickstart",
+    "docs/requests",
     "docs/concepts",
     "docs/operations",
     "docs/storage",
