@@ -11,7 +11,7 @@ from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.key_buffers import KeyBuffers
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layerwise import LayerwiseExecutor
-from ckv_jax.pipeline.memory import Memory
+from ckv_jax.pipeline.memory import Memory, job_packs
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefetcher import Prefetcher
 from ckv_jax.pipeline.prefill import DensePrefill
@@ -75,7 +75,11 @@ class Parts:
             executor=executor,
             reorderer=reorderer,
             rows=KvRows(compute),
-            prefetcher=Prefetcher(config.io_threads, config.prefetch_host_bytes),
+            prefetcher=Prefetcher(
+                config.io_threads,
+                config.prefetch_host_bytes,
+                max_packs_per_job=job_packs(layout),
+            ),
             probe_threads=ThreadPoolExecutor(2, "ckv-probe"),
             key_buffers=KeyBuffers(),
         )

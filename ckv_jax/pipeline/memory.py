@@ -9,11 +9,17 @@ from ckv_jax.cache.policy import POLICIES
 from ckv_jax.cache.pool import HostPool, slots_for
 from ckv_jax.cache.tiers import Moves, Tiers
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.pipeline.buckets import bucket
 from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.staging import Staging
 from ckv_jax.storage.layout import Layout
 
 STAGING_ROWS = 16
+
+
+def job_packs(layout: Layout) -> int:
+    """Packs in one read at most: 2 MiB of a 7B model's, keys and values together or apart."""
+    return 16 if layout.kv_together else 32
 
 
 class Memory:
@@ -33,10 +39,12 @@ class Memory:
         self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
         self._staging = Staging(STAGING_ROWS, layout.pack_shape, layout.numpy_dtype, self.pool)
         self._copies: list[tuple[Array, np.ndarray]] = []
+        self._job_packs = job_packs(layout)
 
     def warm(self, packs: int) -> None:
         """Compiles the pool's writes, and its reads of up to `packs` packs."""
-        for rows in range(1, STAGING_ROWS + 1):
+        sizes = {bucket(n) for n in range(1, self._job_packs + 1)}
+        for rows in sorted(sizes.union(range(1, STAGING_ROWS + 1))):
             nothing = np.zeros((rows, *self.host.packs.shape[1:]), self.host.packs.dtype)
             self.pool.write(nothing, np.full(rows, -1, np.int32)).block_until_ready()
         size = 1

@@ -121,7 +121,7 @@ class Prefetcher:
         owner: RequestToken,
         trace: Trace | None = None,
     ) -> list[ReadJob]:
-        """Asks for packs of one layer group; one job for every `max_packs_per_job` chunk ids.
+        """Asks for packs of one layer group, in equal jobs of up to `max_packs_per_job` chunk ids.
 
         `reader` must stay usable until its jobs have ended (see `cancel`). Reads are recorded in
         `trace` as "pack_read" in lane "ssd".
@@ -134,19 +134,21 @@ class Prefetcher:
         if chunks.ndim != 1:
             raise ValueError(f"got chunk ids of shape {chunks.shape}, expected one dimension")
         kind = np.dtype(dtype)
+        parts = -(-len(chunks) // self._max_packs)
+        size = -(-len(chunks) // max(1, parts))
         jobs = [
             ReadJob(
                 self,
                 reader,
                 group,
-                chunks[start : start + self._max_packs],
+                chunks[start : start + size],
                 tuple(pack_shape),
                 kind,
                 demanded=demand,
                 owner=owner,
                 trace=trace,
             )
-            for start in range(0, len(chunks), self._max_packs)
+            for start in range(0, len(chunks), max(1, size))
         ]
         with self._lock:
             if self._closed:
