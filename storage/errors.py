@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 
 
@@ -67,3 +68,10 @@ class StoreFull(StoreError):
 
     Nothing half-written is left, and the reserved bytes are free again.
     """
+
+
+def as_store_error(error: OSError) -> StoreError:
+    """`StoreFull` for a full disk or quota, `StoreError` for any other fault of the disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(f"no room on the disk: {error}")
+    return StoreError(f"the disk refused a write: {error}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.storage import manifest as manifests
-from ckv_jax.storage.errors import SegmentDamaged, StoreError
+from ckv_jax.storage.errors import SegmentDamaged, StoreError, as_store_error
 from ckv_jax.storage.workspace import (
     FOLDER,
     LocalHold,
@@ -28,7 +28,7 @@ from ckv_jax.storage.workspace import (
 )
 
 _MARKER = "store.json"
-_OWN = ("segments", "pins", "tmp", "lock", "catalog.sqlite", "store.json")
+_OWN = ("segments", "pins", "tmp", "lock", "catalog.sqlite", "store.json", "lost+found")
 _FORMAT = {"format": "ckv-store", "version": 1}
 
 
@@ -162,7 +162,7 @@ class LocalFiles:
             with store_lock(self.root):
                 return LocalWorkspace(self.root)
         except OSError as e:
-            raise StoreError(f"{self.root}: cannot be written: {e}") from e
+            raise as_store_error(e) from e
 
     def workspaces(self) -> set[str]:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from ckv_jax.storage import checks
 from ckv_jax.storage import manifest as manifests
 from ckv_jax.storage.array_writer import ArrayWriter
 from ckv_jax.storage.digest_writer import DigestWriter
-from ckv_jax.storage.errors import StoreClosed, StoreError, StoreFull
+from ckv_jax.storage.errors import StoreClosed, as_store_error
 from ckv_jax.storage.files import Workspace
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -236,13 +235,6 @@ class SegmentWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def as_store_error(error: OSError) -> StoreError:
-    """`StoreFull` for a full disk or quota, `StoreError` for any other fault of the disk."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull(f"no room on the disk: {error}")
-    return StoreError(f"the disk refused a write: {error}")
 
 
 def draft_manifest(

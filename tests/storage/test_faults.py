@@ -79,14 +79,17 @@ def test_short_reads(pristine: Path) -> None:
     passed(corruption.short_reads(pristine, 4))
 
 
+@pytest.mark.slow
 def test_kill_9(tmp_path: Path) -> None:
     passed(processes.kills(tmp_path / "store", 8), caught=False)
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_prefix(tmp_path: Path) -> None:
     passed(processes.rivals(tmp_path / "store", 3), caught=False)
 
 
+@pytest.mark.slow
 def test_eviction_while_another_process_reads(tmp_path: Path) -> None:
     passed(processes.evictions(tmp_path / "store", 10), caught=False)
 
@@ -95,6 +98,7 @@ def test_a_folder_that_vanishes(pristine: Path) -> None:
     passed(processes.vanished_folders(pristine, 2))
 
 
+@pytest.mark.slow
 def test_a_full_disk() -> None:
     try:
         passed(disk.full_disks(4))

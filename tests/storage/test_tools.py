@@ -272,6 +272,7 @@ with ChunkStore.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.slow
 def test_reading_holds_little_besides_the_buffers(folder: Path) -> None:
     layout = Layout(num_layers=16, num_kv_heads=2, head_dim=128, pack_layers=2, digest="int8")
     tokens = some_tokens(8192)
