@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.coverage_plot import plot_coverage
 from bench.digests import KINDS, bytes_per_token
 from bench.oracle import Oracle, Rule, best
 from bench.selection_study import coverage, interval, quick_rules, rules, study, traces
@@ -77,7 +78,7 @@ def ask(engine: Engine, page: Ledger, budget: float) -> tuple[np.ndarray, float,
     ]
     results = engine.reprefill(requests)
     right = np.array([r.token_id for r in results]) == page.answers
-    batches = {id(r.trace): r.trace for r in results}.values()
+    batches = {id(r.trace.bytes): r.trace for r in results}.values()
     ssd = sum(trace.bytes["ssd"] for trace in batches) / len(requests)
     return right, float(np.mean([r.trace.ttft_ms for r in results])), ssd
 
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two ledgers, under five minutes")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--traces", type=Path, help="write chosen chunk ids here (npz)")
+    parser.add_argument("--plot", type=Path, help="draw the coverage here (png)")
     parser.add_argument("--checkpoint", type=Path, help="default: the reference checkpoint")
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -192,6 +194,8 @@ def main() -> None:
     if not args.skip_study:
         named = quick_rules() if args.quick else rules()
         report["study"] = study(model, named, seeds=seeds, tokens=args.tokens)
+    if args.plot:
+        plot_coverage(report["coverage"], args.plot, budget=0.25)
     if args.traces:
         traces(model, args.traces, seeds=seeds, tokens=args.tokens, named=_TRACED)
     if args.json:

@@ -7,7 +7,7 @@ layer would have chosen had it seen everything (`Oracle.full`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,8 +59,10 @@ class Answers:
 
     logits: np.ndarray  # float32 [Q, V]
     chosen: np.ndarray  # bool [L, Q, M], a chunk any head may see
-    scores: np.ndarray  # float32 [L, Q, M]: what each layer's own query gives the true keys
-    ahead: np.ndarray  # float32 [L, Q, M]: the next group's first query, asked one group early
+    scores: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    """float32 [L, Q, M]: what each layer's own query gives the true keys. Empty unless watched."""
+    ahead: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    """float32 [L, Q, M]: the query of the layer `every` later, asked of this layer's hidden."""
 
 
 class Oracle:
@@ -81,8 +83,8 @@ class Oracle:
             self._probes[kind] = jnp.asarray(compress(np.asarray(self.keys), kind))
         return self._probes[kind]
 
-    def ask(self, rule: Rule) -> Answers:
-        """Every question under a rule."""
+    def ask(self, rule: Rule, *, watch: bool = False) -> Answers:
+        """Every question under a rule; `watch` also gives `scores` and `ahead`."""
         layers, tokens = self.keys.shape[:2]
         if tokens % rule.chunk_tokens:
             raise ValueError(f"got {tokens} tokens, expected a multiple of {rule.chunk_tokens}")
@@ -102,14 +104,15 @@ class Oracle:
             self.page.questions, self.page.lengths, weight, leads, forced, active,
             np.int32(rule.count(tokens)), np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
             each=rule.heads == "each", largest=rule.over == "max",
-            span=rule.every if rule.lookahead else 1,
+            span=rule.every if rule.lookahead else 1, watch=watch,
         )  # fmt: skip
-        logits, chosen, scores, ahead = (np.asarray(x) for x in out)
-        return Answers(logits=logits, chosen=chosen, scores=scores, ahead=ahead)
+        return Answers(
+            **dict(zip(("logits", "chosen", "scores", "ahead"), map(np.asarray, out), strict=False))
+        )
 
     def full(self, chunk_tokens: int = 16) -> Answers:
         """Every question with everything attended to."""
-        return self.ask(Rule(budget=1.0, every=1, chunk_tokens=chunk_tokens))
+        return self.ask(Rule(every=1, chunk_tokens=chunk_tokens), watch=True)
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:
@@ -124,12 +127,12 @@ def _round(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "span"))
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "span", "watch"))
 def _ask(
     params: Params, config: ModelConfig, keys: jax.Array, values: jax.Array, probe: jax.Array,
     questions: jax.Array, lengths: jax.Array, weight: jax.Array, leads: jax.Array,
     forced: jax.Array, active: jax.Array, count: jax.Array, step: jax.Array, *,
-    chunk_tokens: int, each: bool, largest: bool, span: int,
+    chunk_tokens: int, each: bool, largest: bool, span: int, watch: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     total, tokens, kv_heads, dim = keys.shape
     asked, suffix = questions.shape
@@ -154,29 +157,30 @@ def _ask(
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         return rank < count
 
-    def query(states: Any, hidden: jax.Array) -> jax.Array:
-        layer = layer_of(config, states)
+    def query(index: jax.Array, hidden: jax.Array) -> jax.Array:
+        layer = layer_of(config, jax.tree.map(lambda leaf: leaf[index], params["layers"]))
         return layer.attention.query(layer.input_norm(hidden), positions)
+
+    def guess(hidden: jax.Array, index: jax.Array) -> jax.Array:
+        layers = [jnp.minimum(index + offset, total - 1) for offset in range(span)]
+        return sum(shares(query(at, hidden), probe[at], active) for at in layers)
 
     def body(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
         hidden, mask = carry
         state, k, v, lead, index = inputs
         layer = layer_of(config, state)
         q, k_new, v_new = layer.attention.project(layer.input_norm(hidden), positions)
-        true = shares(q, k, jnp.ones_like(active))
-        own = jnp.zeros_like(mask, jnp.float32)
-        for offset in range(span):
-            at = jnp.minimum(index + offset, total - 1)
-            later = jax.tree.map(lambda leaf, at=at: leaf[at], params["layers"])
-            own = own + shares(query(later, hidden), probe[at], active)
-        at = jnp.minimum(index + step, total - 1)
-        later = jax.tree.map(lambda leaf: leaf[at], params["layers"])
-        ahead = shares(query(later, hidden), keys[at], jnp.ones_like(active)).sum(0)
-        mask = jnp.where(lead, choose(own), mask)
+        mask = jax.lax.cond(lead, lambda: choose(guess(hidden, index)), lambda: mask)
+        seen: tuple[jax.Array, ...] = ()
+        if watch:
+            everyone = jnp.ones_like(active)
+            true = shares(q, k, everyone).sum(0)
+            at = jnp.minimum(index + step, total - 1)
+            seen = true, shares(query(at, hidden), keys[at], everyone).sum(0)
         heads = _attend(q, k, v, k_new, v_new, mask, chunk_tokens)
         hidden = hidden + layer.attention.output(heads)
         hidden = hidden + layer.mlp(layer.post_norm(hidden))
-        return (hidden, mask), (mask.any(0), true.sum(0), ahead)
+        return (hidden, mask), (mask.any(0), *seen)
 
     hidden = params["rest"]["embedding"][questions]
     mask = jnp.zeros((kv_heads if each else 1, asked, chunks), bool)

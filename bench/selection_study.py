@@ -135,7 +135,7 @@ def coverage(
     for distance in (1, 2, 4, 8):
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for oracle in oracles:
-            full = oracle.ask(Rule(budget=1.0, every=distance))
+            full = oracle.ask(Rule(every=distance), watch=True)
             count = Rule(budget=budget).count(tokens)
             true = best(full.scores, count)[distance:]
             before = best(full.scores, count)[:-distance]

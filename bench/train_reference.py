@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
     num_heads=4,
     num_kv_heads=4,
     head_dim=32,
-    rope_theta=1e7,
+    rope_theta=3e7,
     max_position_embeddings=8192,
     tie_word_embeddings=True,
     eos_token_ids=(0,),
@@ -57,6 +57,8 @@ class Stage:
     goal: float  # running accuracy of the worst full-weight family that ends the stage
     rate: float = 1e-3
     density: float = 1.0  # most facts, as a multiple of what a test ledger holds
+    light: bool = False  # no gradient through the prefix's hidden states
+    cooling: bool = False  # the rate falls linearly to nothing at the last step
     stretch: bool = False  # let half of the ledgers stand at positions up to 4,096
 
 
@@ -83,7 +85,7 @@ STAGES = (
         batch=1,
         tokens=2048,
         questions=128,
-        steps=60,
+        steps=30,
         goal=0.96,
         rate=5e-4,
         density=2.0,
@@ -93,11 +95,22 @@ STAGES = (
         name="4096",
         batch=1,
         tokens=4096,
-        questions=128,
-        steps=200,
+        questions=96,
+        steps=75,
         goal=0.99,
         rate=4e-4,
-        density=1.5,
+        light=True,
+    ),
+    Stage(
+        name="4096 cooling",
+        batch=1,
+        tokens=4096,
+        questions=128,
+        steps=110,
+        goal=0.99,
+        rate=4e-4,
+        light=True,
+        cooling=True,
     ),
 )
 _COPY_TOKENS = 48
@@ -123,10 +136,12 @@ def copy_loss(params: Params, data: tuple[jax.Array, ...]) -> tuple[jax.Array, j
     return (loss * weights).sum() / total, jnp.stack([right.sum(), total])[:, None]
 
 
-def ledger_loss(params: Params, data: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def ledger_loss(
+    params: Params, data: tuple[jax.Array, ...], light: bool
+) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of the answers, by `_WEIGHTS` over families, and (right, asked) of each."""
     tokens, questions, lengths, answers, families, positions = data
-    logits = answer_logits(params, CONFIG, tokens, questions, lengths, positions)
+    logits = answer_logits(params, CONFIG, tokens, questions, lengths, positions, light=light)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, answers)
     kinds = (families[:, :, None] == np.arange(len(FAMILIES))[None, None]).astype(jnp.float32)
     right = (logits.argmax(-1) == answers).astype(jnp.float32)[:, :, None] * kinds
@@ -136,20 +151,21 @@ def ledger_loss(params: Params, data: tuple[jax.Array, ...]) -> tuple[jax.Array,
     return (each * weights).sum(), jnp.stack([right.sum((0, 1)), asked])
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@partial(jax.jit, donate_argnums=(0, 1), static_argnames="light")
 def train_step(
     params: Params,
     moments: Any,
     rate: jax.Array,
     copy: tuple[jax.Array, ...],
     ledger: tuple[jax.Array, ...] | None,
+    light: bool,
 ) -> tuple[Params, Any, jax.Array, jax.Array]:
     """One Adam step on the copying loss, plus the ledger's where there is one."""
 
     def loss(params: Params) -> tuple[jax.Array, jax.Array]:
         value, counts = copy_loss(params, copy)
         if ledger is not None:
-            value, (more, counts) = 0.3 * value, ledger_loss(params, ledger)
+            value, (more, counts) = 0.3 * value, ledger_loss(params, ledger, light)
             value = value + more
         return value, counts
 
@@ -223,10 +239,11 @@ def _run_stage(run: Run, stage: Stage, seed: int, save_every_s: float) -> None:
     recent, saved, clock = None, time.monotonic(), time.monotonic()
     for into in range(place["into"], stage.steps):
         copy, ledger = next(batches)
-        rate = stage.rate * min(1.0, (into + 1) / 50)
+        rate = stage.rate * min(1.0, (into + 1) / 20)
+        rate *= 1 - into / stage.steps if stage.cooling else 1
         state = run.state
         state["params"], state["moments"], loss, counts = train_step(
-            state["params"], state["moments"], jnp.float32(rate), copy, ledger
+            state["params"], state["moments"], jnp.float32(rate), copy, ledger, stage.light
         )
         step = first + into - place["into"] + 1
         run.advance(step=step, stage=place["stage"], into=into + 1)
