@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the coverage here (png)")
     parser.add_argument("--checkpoint", type=Path, help="default: the reference checkpoint")
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=1024)  # where the checkpoint is good
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
     parser.add_argument("--skip-study", action="store_true")
