@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
+
+import numpy as np
 
 FILE_BYTES = 1 << 30
 DEPTH = 32
@@ -45,11 +48,27 @@ class Disk:
         return {str(size): round(rate / 1e9, 3) for size, rate in sorted(self._found.items())}
 
     def _measure(self, size: int) -> float:
+        if not self._file.exists():
+            self._lay_out()
+        # The better of two: the first may still share the disk with what was written before.
+        return max(self._run(size) for _ in range(2))
+
+    def _lay_out(self) -> None:
+        """Real bytes, on the disk before anything is read: holes and write-back would be timed."""
+        block = np.random.default_rng(0).bytes(min(self._file_bytes, 64 << 20))
+        with self._file.open("wb") as file:
+            for _ in range(max(1, self._file_bytes // len(block))):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _run(self, size: int) -> float:
         assert self._fio is not None
         command = [
             self._fio, "--name=read", f"--filename={self._file}", "--rw=randread", "--direct=1",
-            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={size}", f"--size={self._file_bytes}",
-            f"--runtime={self._seconds}", "--time_based", "--output-format=json",
+            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={size}",
+            f"--size={self._file.stat().st_size}", f"--runtime={self._seconds / 2}",
+            "--time_based", "--output-format=json",
         ]  # fmt: skip
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:

@@ -118,7 +118,7 @@ def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
     def threshold(share: np.ndarray) -> np.ndarray:
         return np.full_like(share, -1.0 if agree else 1.0)
 
-    monkeypatch.setattr("ckv_jax.pipeline.layerwise.similarity_threshold", threshold)
+    monkeypatch.setattr("ckv_jax.pipeline.layer_schedule.similarity_threshold", threshold)
     with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
         result = ask(engine, engine.ingest(tokens(LENGTH)), 0.05)
     counters, keys = result.trace.counters, MODEL.num_layers * LENGTH
