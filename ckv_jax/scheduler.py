@@ -8,6 +8,7 @@ generation gets one token, so neither starves the other.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,9 @@ from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.handle import Handle
 from ckv_jax.storage.errors import StoreError
+
+SWEEP_S = 0.02
+"""How often the whole queue is searched for requests that were cancelled or are late."""
 
 
 class Running(Protocol):
@@ -78,6 +82,7 @@ class Scheduler:
         self._waiting: deque[Handle] = deque()
         self._running: dict[Running, list[Handle]] = {}
         self._full = False  # nothing new fits until something running ends
+        self._next_sweep = 0.0
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -131,17 +136,23 @@ class Scheduler:
                     return
                 lapsed = self._drop_lapsed()
                 batch = self._admit()
-            for handle, error in lapsed:
-                handle.fail(error)
+            for handle in lapsed:
+                _fail_lapsed(handle)
+            batch = [handle for handle in batch if not _fail_lapsed(handle)]
             if batch:
                 self._start(batch)
             for work in list(self._running):
                 self._step(work)
 
-    def _drop_lapsed(self) -> list[tuple[Handle, CkvError]]:
-        lapsed = [(h, error) for h in self._waiting if (error := h.lapsed()) is not None]
+    def _drop_lapsed(self) -> list[Handle]:
+        """Takes out of the queue whom nobody waits for, soon but not between any two tokens."""
+        now = time.monotonic()
+        if now < self._next_sweep:
+            return []
+        self._next_sweep = now + SWEEP_S
+        lapsed = [handle for handle in self._waiting if handle.lapsed() is not None]
         if lapsed:
-            gone = {id(handle) for handle, _ in lapsed}
+            gone = {id(handle) for handle in lapsed}
             self._waiting = deque(h for h in self._waiting if id(h) not in gone)
         return lapsed
 
@@ -250,6 +261,13 @@ class Scheduler:
             self._waiting.clear()
         for handle in left:
             handle.fail(error)
+
+
+def _fail_lapsed(handle: Handle) -> bool:
+    error = handle.lapsed()
+    if error is not None:
+        handle.fail(error)
+    return error is not None
 
 
 def _settle(batch: Sequence[Handle]) -> None:
