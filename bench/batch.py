@@ -29,9 +29,8 @@ from ckv_jax import Engine, Request, Result
 from ckv_jax.pipeline.plan import Plan
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-QUICK = Setting(repeats=3, prefixes=2, systems=("ckv",), suffix_tokens=16)
-FULL = Setting(repeats=20, prefixes=4, systems=("ckv", "contiguous-kv"), suffix_tokens=16)
-"""Questions are short: a CPU is busy with one of 32 tokens, and gains less by taking more."""
+QUICK = Setting(repeats=3, prefixes=2, systems=("ckv",))
+FULL = Setting(repeats=20, prefixes=4, systems=("ckv", "contiguous-kv"))
 
 Selection = dict[int, set[int]]
 """Period -> chunk ids."""
