@@ -17,10 +17,10 @@ if TYPE_CHECKING:
         EngineClosed,
         UnsupportedModel,
     )
-    from ckv_jax.generation import Generation, TokenEvent
-    from ckv_jax.handle import Handle
     from ckv_jax.model.sampling import SamplingParams
     from ckv_jax.request import Request, Result
+    from ckv_jax.serving.generation import Generation, TokenEvent
+    from ckv_jax.serving.handle import Handle
 
 _HOME = {
     "Cancelled": "errors",
@@ -31,13 +31,13 @@ _HOME = {
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
-    "Generation": "generation",
-    "Handle": "handle",
+    "Generation": "serving.generation",
+    "Handle": "serving.handle",
     "Request": "request",
     "Result": "request",
     "SamplingParams": "model.sampling",
     "SystemConfig": "config",
-    "TokenEvent": "generation",
+    "TokenEvent": "serving.generation",
     "UnsupportedModel": "errors",
 }
 

@@ -10,30 +10,30 @@ from typing import Self
 
 import numpy as np
 
-from ckv_jax.answering import Answering
-from ckv_jax.append import append
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
-from ckv_jax.fair_lock import FairLock
-from ckv_jax.generation import Generation
-from ckv_jax.handle import Handle
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Progress, ingest
-from ckv_jax.intake import Intake
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.parts import Parts
 from ckv_jax.pipeline.compute import Compute
-from ckv_jax.placement import Placement
 from ckv_jax.request import Request, Result
-from ckv_jax.scheduler import Scheduler
-from ckv_jax.serving import Server
+from ckv_jax.serving.answering import Answering
+from ckv_jax.serving.append import append
+from ckv_jax.serving.fair_lock import FairLock
+from ckv_jax.serving.generation import Generation
+from ckv_jax.serving.handle import Handle
+from ckv_jax.serving.intake import Intake
+from ckv_jax.serving.parts import Parts
+from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.serving.server import Server
+from ckv_jax.serving.streams import result_of
+from ckv_jax.serving.warmup import warm
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.streams import result_of
 from ckv_jax.systems import system_named
-from ckv_jax.warmup import warm
 
 Tokens = np.ndarray  # int32 [n]
 

@@ -14,11 +14,11 @@ from engine_tiny import TINY, tiny_engine
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
 from ckv_jax.errors import CkvError, DeadlineExceeded
-from ckv_jax.generation import Generation
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline import view
+from ckv_jax.serving.generation import Generation
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.prefix import Prefix
 

@@ -10,10 +10,10 @@ import pytest
 
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
-from ckv_jax.fair_lock import FairLock
-from ckv_jax.handle import Handle
 from ckv_jax.request import Request, Result
-from ckv_jax.scheduler import Scheduler
+from ckv_jax.serving.fair_lock import FairLock
+from ckv_jax.serving.handle import Handle
+from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.trace import Trace
 

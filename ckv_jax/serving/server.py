@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ckv_jax.generating import Generating
-from ckv_jax.handle import Handle
 from ckv_jax.model.sampling import sample
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.parts import Parts
 from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
-from ckv_jax.placement import Placement
 from ckv_jax.request import FirstAnswer, Placed, Result
-from ckv_jax.session import DenseSession, Session, SparseSession
+from ckv_jax.serving.generating import Generating
+from ckv_jax.serving.handle import Handle
+from ckv_jax.serving.parts import Parts
+from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.session import DenseSession, Session, SparseSession
 from ckv_jax.storage.layout import Layout
 
 

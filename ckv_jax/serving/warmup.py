@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ckv_jax.model.sampling import SamplingParams, sample, stack_params
-from ckv_jax.parts import Parts
 from ckv_jax.pipeline.buckets import batch_bucket, suffix_bucket
 from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.request import Placed, Request
-from ckv_jax.session import SparseSession
+from ckv_jax.serving.parts import Parts
+from ckv_jax.serving.session import SparseSession
 from ckv_jax.storage.prefix import Prefix
 
 

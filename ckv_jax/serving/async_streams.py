@@ -8,10 +8,10 @@ from itertools import islice
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from ckv_jax.generation import Generation, TokenEvent
-from ckv_jax.handle import Handle, Outcome
 from ckv_jax.request import Request, Result
-from ckv_jax.streams import Item, Submit, generation_of, last_event, result_of
+from ckv_jax.serving.generation import Generation, TokenEvent
+from ckv_jax.serving.handle import Handle, Outcome
+from ckv_jax.serving.streams import Item, Submit, generation_of, last_event, result_of
 
 T = TypeVar("T")
 

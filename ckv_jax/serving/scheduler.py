@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError, EngineClosed
-from ckv_jax.handle import Handle
+from ckv_jax.serving.handle import Handle
 from ckv_jax.storage.errors import StoreError
 
 SWEEP_S = 0.02

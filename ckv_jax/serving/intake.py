@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 
 from ckv_jax.errors import CkvError
-from ckv_jax.generation import Sampled, TokenEvent
-from ckv_jax.handle import Handle
-from ckv_jax.placement import Placement
 from ckv_jax.request import Request
-from ckv_jax.scheduler import Scheduler
+from ckv_jax.serving.generation import Sampled, TokenEvent
+from ckv_jax.serving.handle import Handle
+from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.scheduler import Scheduler
 
 
 class Intake:

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
-from ckv_jax.async_streams import AsyncTokenStream, outcomes, results_async
-from ckv_jax.generation import Sampled, TokenEvent
-from ckv_jax.handle import Handle
-from ckv_jax.intake import Intake
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Request, Result
-from ckv_jax.streams import Item, TokenStream, result_of, results
+from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
+from ckv_jax.serving.generation import Sampled, TokenEvent
+from ckv_jax.serving.handle import Handle
+from ckv_jax.serving.intake import Intake
+from ckv_jax.serving.streams import Item, TokenStream, result_of, results
 
 
 class Answering(ABC):

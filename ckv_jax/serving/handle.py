@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
-from ckv_jax.generation import Generation, Sampled, TokenEvent
 from ckv_jax.request import Placed, Request, Result
+from ckv_jax.serving.generation import Generation, Sampled, TokenEvent
 from ckv_jax.trace import Trace
 
 Outcome = Result | Generation

@@ -9,14 +9,14 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.errors import Cancelled
-from ckv_jax.generation import Completion, FinishReason, Generation, Sampled, TokenEvent
-from ckv_jax.handle import Handle
 from ckv_jax.model.sampling import SamplingParams, sample, stack_params
 from ckv_jax.model.stream import TextStream
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.buckets import batch_bucket
 from ckv_jax.request import Placed
-from ckv_jax.session import Session
+from ckv_jax.serving.generation import Completion, FinishReason, Generation, Sampled, TokenEvent
+from ckv_jax.serving.handle import Handle
+from ckv_jax.serving.session import Session
 from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()

@@ -8,9 +8,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from ckv_jax.generation import Generation, TokenEvent
-from ckv_jax.handle import Handle
 from ckv_jax.request import Request, Result
+from ckv_jax.serving.generation import Generation, TokenEvent
+from ckv_jax.serving.handle import Handle
 
 Submit = Callable[[Sequence[Request]], list[Handle]]
 Item = TokenEvent | Handle

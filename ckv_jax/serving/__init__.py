@@ -1,0 +1,1 @@
+"""Requests on their way: queue, batches, sessions over one prefix, streams and generations."""
