@@ -95,26 +95,6 @@ def measured(lab: Lab, engine: Engine, index: int, question: int, budget: float)
     return Sample.of(elapsed, result, engine.layout, chunked=engine.system.chunked)
 
 
-def compute_floor_ms(lab: Lab, system: str, budgets: Sequence[float], times: int) -> list[float]:
-    """For each budget, the same calls with all KV resident: no pack is read.
-
-    Probe keys are read all the same where the system has no digest, so waiting for them is taken
-    off; what remains is compute, selection and the engine's own overhead.
-    """
-    floors = []
-    with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
-        for budget in budgets:
-            for _ in range(2):
-                lab.ask(engine, 0, 0, budget)
-            spent = []
-            for _ in range(times):
-                sample = measured(lab, engine, 0, 0, budget)
-                waits = sample.breakdown_ms["probe_io"] + sample.breakdown_ms["critical_io_wait"]
-                spent.append(sample.ttft_ms - waits)
-            floors.append(statistics.median(spent))
-    return floors
-
-
 def row_of(
     system: str, budget: float, variant: str, samples: Sequence[Sample], layout: Layout
 ) -> Json:

@@ -8,9 +8,11 @@ in memory (`digest_bytes` says how much) and IMPRESS's reordering is done before
 `intra` rows take the reading ahead away again. `warm` rows have a device cache of 15% and a host
 cache of 36% of the data set, requests drawn normally over the prefixes.
 
-The compute floor is the same jitted calls with all KV resident. The I/O floor is the bytes that
-must be read over fio's bandwidth at that block size, on the same disk in the same run.
-`ratio_to_floor` is the median TTFT over the larger floor. `speedup` divides mean TTFTs.
+The compute floor is a replay of the bare jitted calls of a request, back to back with everything
+on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
+read over fio's bandwidth at that block size, on the same disk in the same run. `ratio_to_floor` is
+the median TTFT over the larger floor, `overhead_ms_per_layer` what it is above that floor, by layer
+and request. `speedup` divides mean TTFTs.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import Any
 
 from bench.common import OURS, RIVALS, Json, Setting, finish, parser, save_plot, setting_of, table
 from bench.disk import Disk
+from bench.floor import compute_floor_ms
 from bench.lab import Lab
-from bench.measure import compute_floor_ms
 from bench.turns import Taken, take_turns, warm_run
 from ckv_jax.config import PolicyName, SystemConfig
 from ckv_jax.systems import SYSTEMS, system_named
@@ -51,11 +53,14 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
     }
     taken = take_turns(lab, systems)
     floors = {
-        name: compute_floor_ms(lab, name, lab.setting.budgets, max(3, lab.setting.repeats // 4))
-        for name in lab.setting.systems
-        if name != "recompute"
+        key: compute_floor_ms(lab, system, lab.setting.budgets)
+        for key, system in systems.items()
+        if system.selector != "none"
     }
-    return [_with_floors(part, floors.get(part.system.name), lab, disk) for part in taken]
+    return [
+        _with_floors(part, floors.get((part.system.name, part.variant)), lab, disk)
+        for part in taken
+    ]
 
 
 def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
@@ -64,7 +69,7 @@ def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Js
     policies: tuple[PolicyName, ...] = ("attention", "lfu", "lru")
     for name in systems:
         system = system_named(name)
-        floors = compute_floor_ms(lab, name, lab.setting.budgets[:1], 3)
+        floors = compute_floor_ms(lab, name, lab.setting.budgets[:1])
         for policy in policies if name in OURS else (system.policy,):
             variant = "warm" if policy == system.policy else f"warm-{policy}"
             changed = dataclasses.replace(system, policy=policy)
@@ -80,10 +85,12 @@ def _with_floors(part: Taken, floors: Sequence[float] | None, lab: Lab, disk: Di
     if floors is not None:
         compute_ms = floors[lab.setting.budgets.index(part.budget)]
     io_ms = statistics.fmean(sample.io_floor_ms(disk, part.layout) for sample in part.samples)
+    above = row["ttft_ms"]["p50"] - max(compute_ms, io_ms)
     return row | {
         "compute_floor_ms": compute_ms,
         "io_floor_ms": io_ms,
         "ratio_to_floor": row["ttft_ms"]["p50"] / max(compute_ms, io_ms),
+        "overhead_ms_per_layer": above / lab.config.num_layers,
     }
 
 
@@ -128,11 +135,12 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
 def show(rows: Sequence[Json]) -> str:
     """The rows as a table."""
     header = ("system", "variant", "budget", "mean", "p50", "p95", "compute", "I/O", "ratio",
-              "SSD MB", "ampl.", "covered", "waste")  # fmt: skip
+              "ms/layer", "SSD MB", "ampl.", "covered", "waste")  # fmt: skip
     cells = []
     for r in rows:
         times = [r["ttft_ms"][name] for name in ("mean", "p50", "p95")]
-        floors = [r[name] for name in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
+        floors = [r[name] for name in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor",
+                                   "overhead_ms_per_layer")]  # fmt: skip
         rest = [r["ssd_bytes"] / 1e6, r["read_amplification"], r["coverage"], r["waste"]]
         cells.append([r["system"], r["variant"], r["budget"], *times, *floors, *rest])
     return table(cells, header)

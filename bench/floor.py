@@ -1,0 +1,165 @@
+"""The compute floor: the jitted calls of one request alone, with everything on the device.
+
+A request whose KV is all resident is asked once while its calls are recorded: which program, with
+which arguments, and which of them another call had made. The same chain is then run again back to
+back, without the engine around it: no reads, no host sync, no tables, one wait at the end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from bench.lab import Lab
+from bench.measure import measured
+from ckv_jax import Engine
+from ckv_jax.config import SystemConfig
+
+REPLAYS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An argument whose leaves are, in part, what earlier calls returned."""
+
+    tree: PyTreeDef
+    leaves: tuple[Any, ...]
+    """Arrays, or (call, leaf of its result)."""
+
+    def build(self, results: Sequence[Sequence[Any]]) -> Any:
+        """The argument, given the results so far."""
+        return jax.tree.unflatten(
+            self.tree, [results[x[0]][x[1]] if isinstance(x, tuple) else x for x in self.leaves]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a jitted program."""
+
+    name: str
+    program: Callable[..., Any]
+    args: tuple[Any, ...]
+    """Values on the device, or `Made`."""
+    static: dict[str, Any]
+
+
+class Recording:
+    """The jitted calls of one request, in order.
+
+    Args:
+        lasting: arrays that stay as they are; others are copied, as the engine reuses the host
+            memory that some of them lie in.
+    """
+
+    def __init__(self, lasting: Any = ()) -> None:
+        self._lasting = {id(leaf) for leaf in jax.tree.leaves(lasting)}
+        self.calls: list[Call] = []
+        self._results: list[list[Any]] = []  # kept, so that ids stay unique
+        self._made: dict[int, tuple[int, int]] = {}  # id of an array -> (call, leaf)
+
+    def note(self, name: str, program: Callable[..., Any]) -> Callable[..., Any]:
+        """`program`, with its calls written down."""
+
+        def noted(*args: Any, **static: Any) -> Any:
+            call = Call(name, program, tuple(map(self._argument, args)), static)
+            out = program(*args, **static)
+            leaves = jax.tree.leaves(out)
+            for index, leaf in enumerate(leaves):
+                self._made[id(leaf)] = (len(self.calls), index)
+            self.calls.append(call)
+            self._results.append(leaves)
+            return out
+
+        return noted
+
+    def replay(self) -> list[list[Any]]:
+        """Runs all calls again; the leaves of every result, computed."""
+        results: list[list[Any]] = []
+        for call in self.calls:
+            args = [x.build(results) if isinstance(x, Made) else x for x in call.args]
+            results.append(jax.tree.leaves(call.program(*args, **call.static)))
+        jax.block_until_ready(results)
+        return results
+
+    @property
+    def results(self) -> list[list[Any]]:
+        """The leaves of every result, as they were when they were recorded."""
+        return self._results
+
+    def _argument(self, value: Any) -> Any:
+        leaves, tree = jax.tree.flatten(value)
+        known = [self._made.get(id(leaf)) for leaf in leaves]
+        if any(known):
+            return Made(tree, tuple(k or self._keep(x) for k, x in zip(known, leaves, strict=True)))
+        return jax.tree.unflatten(tree, [self._keep(leaf) for leaf in leaves])
+
+    def _keep(self, leaf: Any) -> Any:
+        arrays = (np.ndarray, np.generic, jax.Array)
+        if id(leaf) in self._lasting or not isinstance(leaf, arrays):
+            return leaf
+        return jnp.array(leaf, copy=True)
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[Recording]:
+    """Notes the calls that `engine`'s model makes meanwhile, of every system's kind."""
+    compute = engine._parts.compute
+    weights = [compute.layer_state(layer) for layer in range(compute.num_layers)]
+    found = Recording((weights, compute._rest, engine._parts.memory.pool.pages))
+    owners: list[tuple[Any, str, Any]] = [
+        (owner, name, program)
+        for owner in (compute, compute.layerwise)
+        for name, program in vars(owner).items()
+        if hasattr(program, "_cache_size")
+    ]
+    try:
+        for owner, name, program in owners:
+            setattr(owner, name, found.note(name, program))
+        yield found
+    finally:
+        for owner, name, program in owners:
+            setattr(owner, name, program)
+
+
+def record(lab: Lab, engine: Engine, budget: float, *, question: int = 0) -> Recording:
+    """A request over prefix 0, asked until all it needs is on the device, and then recorded."""
+    for _ in range(2):
+        lab.ask(engine, 0, question, budget)
+    engine.settle()
+    lab.ask(engine, 0, question, budget)
+    with recording(engine) as found:
+        sample = measured(lab, engine, 0, question, budget)
+    if sample.demanded_bytes:
+        raise RuntimeError(f"got {sample.demanded_bytes} bytes demanded, expected all resident")
+    return found
+
+
+def compute_floor_ms(
+    lab: Lab, system: str | SystemConfig, budgets: Sequence[float], *, replays: int = REPLAYS
+) -> list[float]:
+    """For each budget the median ms of `replays` replays.
+
+    They are the calls that the system makes: with lookahead, its selections ahead are among them.
+    """
+    floors = []
+    with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
+        for budget in budgets:
+            found = record(lab, engine, budget)
+            found.replay()
+            spent = []
+            for _ in range(replays):
+                start = time.perf_counter()
+                found.replay()
+                spent.append((time.perf_counter() - start) * 1e3)
+            floors.append(statistics.median(spent))
+    return floors

@@ -1,0 +1,67 @@
+"""The compute floor: the recorded calls, run again, are the same calls and give the same answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.common import Setting
+from bench.floor import Made, compute_floor_ms, record, recording
+from bench.lab import Lab
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.systems import system_named
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder: Path = tmp_path_factory.mktemp("floor")
+    setting = dataclasses.replace(
+        Setting(), model="tiny", prefix_tokens=512, prefixes=1, budgets=(0.1,), folder=folder
+    )
+    with Lab(setting) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", ["ckv", "contiguous-kv", "impress", "as-h2o-lfu", "as-lru"])
+def test_a_replay_gives_every_result_again(lab: Lab, name: str) -> None:
+    with lab.engine(name, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
+        found = record(lab, engine, 0.1)
+        again = found.replay()
+    names = [call.name for call in found.calls]
+    assert names[0] == "_embed" and names[-1] == "_head"
+    assert any(isinstance(arg, Made) for arg in found.calls[-1].args)  # chained, not cut up
+    for before, after in zip(found.results, again, strict=True):
+        for a, b in zip(before, after, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_calls_are_those_of_the_plan(lab: Lab) -> None:
+    system = system_named("contiguous-kv")
+    plan = Plan.of(lab.config.num_layers, system)
+    with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
+        names = [call.name for call in record(lab, engine, 0.1).calls]
+    assert names.count("_run") == len(plan.steps)
+    assert names.count("_select") == plan.periods
+
+
+def test_reads_are_refused(lab: Lab) -> None:
+    with lab.engine("ckv") as engine, pytest.raises(RuntimeError, match="expected all resident"):
+        record(lab, engine, 0.1)
+
+
+def test_recording_leaves_no_trace(lab: Lab) -> None:
+    with lab.engine("ckv") as engine:
+        compute = engine._parts.compute
+        before = dict(vars(compute))
+        with recording(engine):
+            assert vars(compute) != before
+        assert vars(compute) == before
+
+
+def test_floors_by_budget(lab: Lab) -> None:
+    floors = compute_floor_ms(lab, "ckv", (0.1, 0.5), replays=2)
+    assert len(floors) == 2 and all(ms > 0 for ms in floors)
