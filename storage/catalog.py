@@ -35,6 +35,9 @@ CREATE TABLE IF NOT EXISTS scores(
 CREATE TABLE IF NOT EXISTS reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
 """
 _ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,?,NULL)"
+_STALE_MARKS = (
+    "DELETE FROM quarantine WHERE (id, checksum) NOT IN (SELECT id, checksum FROM segments)"
+)
 _LEAF = (
     "NOT EXISTS (SELECT 1 FROM segments c WHERE c.parent = segments.id AND c.start = segments.end)"
 )
@@ -81,7 +84,10 @@ class Catalog:
     # -- keeping the index true ------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Make the rows of all segments anew from their manifests; scores and marks are kept."""
+        """Make the rows of all segments anew from their manifests.
+
+        Scores are kept, and marks on segments that are still there.
+        """
 
         def work(db: sqlite3.Connection) -> None:
             scores = dict(db.execute("SELECT id, score FROM segments WHERE score IS NOT NULL"))
@@ -89,6 +95,7 @@ class Catalog:
             self._fill(db)
             pairs = [(score, id_) for id_, score in scores.items()]
             db.executemany("UPDATE segments SET score = ? WHERE id = ?", pairs)
+            db.execute(_STALE_MARKS)
 
         self._db.write(work)
 
@@ -125,8 +132,13 @@ class Catalog:
         return self._db.rebuilds
 
     def add(self, described: Described) -> None:
-        """Index a segment that was just published."""
-        self._db.write(lambda db: db.execute(_ADD, _row(described)))
+        """Index a segment that was just published; marks on one that it replaces go."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute(_ADD, _row(described))
+            db.execute(_STALE_MARKS + " AND id = ?", (described[0].segment_id,))
+
+        self._db.write(work)
 
     def drop(self, segment_id: str) -> None:
         """Forget a segment that was removed."""

@@ -119,8 +119,9 @@ class Index:
             yield manifest, checksum, manifest.size(len(data))
 
     def add(self, manifest: Manifest, checksum: str) -> None:
-        """Take in a segment that was just published."""
+        """Take in a segment that was just published; nobody can read what it replaced."""
         self._manifests.forget(manifest.segment_id)
+        self._forgive(manifest.segment_id, unless=checksum)
         self.catalog.add((manifest, checksum, manifest.size(len(manifest.encode()[0]))))
 
     def drop(self, segment_id: str) -> None:
@@ -148,6 +149,11 @@ class Index:
 
     def pardon(self, segment_id: str) -> None:
         """Serve a segment in full again, after it was found to be whole."""
-        with self._lock:
-            self._bad = {key: chunk for key, chunk in self._bad.items() if key[0] != segment_id}
+        self._forgive(segment_id)
         self.catalog.pardon(segment_id)
+
+    def _forgive(self, segment_id: str, *, unless: str = "") -> None:
+        """Forget marks on a segment, but not on the one with the checksum `unless`."""
+        with self._lock:
+            for key in [k for k in self._bad if k[0] == segment_id and k[1] != unless]:
+                del self._bad[key]

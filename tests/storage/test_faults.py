@@ -23,6 +23,7 @@ from bench.fault_kinds.tally import CONFIG, LAYOUT, Served, Tally, make_store, p
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
+    Prefix,
     ReadTimeout,
     SegmentDamaged,
     StoreError,
@@ -229,10 +230,30 @@ def test_a_segment_bad_from_its_start_is_replaced(folder: Path) -> None:
         for shard in (folder / "segments").glob("*/*/packs/c.*"):
             os.truncate(shard, 100)
         assert read_all(store, prefix).refused == SMALL.groups * 4
+        assert store.index.catalog.quarantined(*_name(prefix))
         again = ingest(store, tokens)
         assert again.spans[0].segment_id == prefix.spans[0].segment_id
+        assert not store.index.catalog.quarantined(*_name(prefix))  # the marks went with it
+        assert verify_store(store).ok
         assert read_all(store, again).right == SMALL.groups * 4
         assert len(list((folder / "segments").glob("*/*"))) == 1
+
+
+def test_a_repair_drops_marks_on_what_is_gone(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        id_, checksum = _name(prefix)
+        store.index.quarantine(id_, "00" * 32, 1, "of a segment that was here before")
+        store.index.quarantine(id_, checksum, 2, "of this one")
+        verify_store(store, repair=True)  # reads all of it, and finds it whole
+        assert not store.index.catalog.quarantined(id_, "00" * 32)
+        assert not store.index.catalog.quarantined(id_, checksum)
+        found = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=SMALL)
+        assert found.num_tokens == 64
+
+
+def _name(prefix: Prefix) -> tuple[str, str]:
+    return prefix.spans[0].segment_id, prefix.spans[0].checksum
 
 
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.ENOSPC, errno.EIO])
