@@ -14,18 +14,20 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.coverage_plot import plot_coverage
+from bench.accuracy_plot import plot_accuracy, plot_coverage
 from bench.digests import KINDS, bytes_per_token
-from bench.oracle import Oracle, Rule, best
-from bench.selection_study import coverage, interval, quick_rules, rules, study, traces
+from bench.oracle import Answers, Oracle, Rule
+from bench.selection_study import coverage, interval, quick_rules, rules, study, tally, traces
+from bench.tasks.suffixes import lengthened
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, Ledger
-from ckv_jax.data.reference import demo_ledger, reference_folder
+from ckv_jax.data.ledger import Ledger
+from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.model.qwen2 import Qwen2
@@ -35,6 +37,7 @@ from ckv_jax.systems import SYSTEMS
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 PAPER_LOSS = {0.05: 5.62, 0.10: 3.56, 0.25: 1.21}  # points that ContiguousKV reports losing
+_RECOMPUTED = 8  # questions of each ledger whose whole prompt is recomputed: seconds for each
 _TRACED = {"contiguous-kv": Rule(budget=0.05), "ckv": Rule(budget=0.05, every=4, probe="int8")}
 
 
@@ -55,22 +58,31 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
         chunk_tokens=system.chunk_tokens,
         every=system.period,
         probe={"none": "keys", "pq": "pq16"}.get(system.digest, system.digest),
-        window=system.score_window or SUFFIX_TOKENS,
+        window=system.score_window,
     )
 
 
-def recalls(model: Qwen2, page: Ledger, system: SystemConfig, budget: float) -> np.ndarray:
-    """float [Q]: share of what every layer would have chosen that the system's rule gives it."""
-    rule = rule_of(system, budget)
-    oracle = Oracle(model, page)
-    count = rule.count(len(page.tokens))
-    wanted = best(oracle.full(rule.chunk_tokens).scores, count)
-    share: np.ndarray = (oracle.ask(rule).chosen & wanted).sum((0, 2)) / (len(wanted) * count)
-    return share
+class Recall:
+    """What the rule of a system gives every layer of one ledger, against what it would choose."""
+
+    def __init__(self, model: Qwen2, page: Ledger) -> None:
+        self._oracle = Oracle(model, page)
+        self._full: dict[int, Answers] = {}
+
+    def of(self, system: SystemConfig, budget: float) -> dict[str, float]:
+        """`chunk_recall` and `needle` (see `bench.selection_study.study`), means of questions."""
+        rule = rule_of(system, budget)
+        if rule.budget >= 1:
+            return {"chunk_recall": 1.0, "needle": 1.0}
+        size = rule.chunk_tokens
+        if size not in self._full:
+            self._full[size] = self._oracle.full(size)
+        found = tally(self._oracle, rule, self._oracle.ask(rule), self._full[size]).mean(0)
+        return {"chunk_recall": float(found[2]), "needle": float(found[3])}
 
 
-def ask(engine: Engine, page: Ledger, budget: float) -> tuple[np.ndarray, float, float]:
-    """Right answers [Q], mean milliseconds and SSD bytes of a batch."""
+def ask(engine: Engine, page: Ledger, budget: float) -> tuple[np.ndarray, float]:
+    """Right answers [Q], and bytes from the SSD for each question."""
     prefix = engine.ingest(page.tokens)
     requests = [
         Request(prefix=prefix, suffix=question[:length].tolist(), budget=budget)
@@ -80,12 +92,18 @@ def ask(engine: Engine, page: Ledger, budget: float) -> tuple[np.ndarray, float,
     right = np.array([r.token_id for r in results]) == page.answers
     batches = {id(r.trace.bytes): r.trace for r in results}.values()
     ssd = sum(trace.bytes["ssd"] for trace in batches) / len(requests)
-    return right, float(np.mean([r.trace.ttft_ms for r in results])), ssd
+    return right, ssd
+
+
+def first(page: Ledger, count: int) -> Ledger:
+    """The ledger with its first `count` questions; families take turns in them."""
+    names = ("questions", "lengths", "answers", "families", "needles")
+    return replace(page, **{name: getattr(page, name)[:count] for name in names})
 
 
 def measure(
     engine: Engine,
-    model: Qwen2,
+    recall: Recall,
     pages: Sequence[Ledger],
     names: Sequence[str],
     budgets: Sequence[float],
@@ -97,24 +115,25 @@ def measure(
         with engine.variant(EngineConfig(system=name)) as served:
             for budget in (1.0,) if everything else budgets:
                 began = time.monotonic()
-                asked = [ask(served, page, budget) for page in pages]
+                dense = system.selector == "none"
+                read = [first(page, _RECOMPUTED) if dense else page for page in pages]
+                asked = [ask(served, page, budget) for page in read]
                 right = np.concatenate([part[0] for part in asked])
-                recall = 1.0
-                if budget < 1:
-                    recall = float(recalls(model, pages[0], system, budget).mean())
+                given = recall.of(system, budget)
                 print(
-                    f"{name} at {budget:.0%}: {right.mean():.3f} right, recall {recall:.2f}, "
+                    f"{name} at {budget:.0%}: {right.mean():.3f} right, "
+                    f"recall {given['chunk_recall']:.2f}, needle {given['needle']:.2f}, "
                     f"{time.monotonic() - began:.0f} s",
                     flush=True,
                 )
                 common = {
                     "system": name,
                     "budget": budget,
-                    "chunk_recall": recall,
-                    "ssd_bytes_per_question": float(np.mean([part[2] for part in asked])),
+                    **given,
+                    "ssd_bytes_per_question": float(np.mean([part[1] for part in asked])),
                 }
-                kinds = np.concatenate([page.families for page in pages])
-                for index, family in enumerate((*FAMILIES, "all")):
+                kinds = np.concatenate([page.families for page in read])
+                for index, family in enumerate((*LEARNED, "all")):
                     mine = right if family == "all" else right[kinds == index]
                     yield common | {
                         "task": family,
@@ -160,44 +179,47 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two ledgers, under five minutes")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--traces", type=Path, help="write chosen chunk ids here (npz)")
-    parser.add_argument("--plot", type=Path, help="draw the coverage here (png)")
+    parser.add_argument("--plot", type=Path, help="draw accuracy here, coverage in *_coverage")
     parser.add_argument("--checkpoint", type=Path, help="default: the reference checkpoint")
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=int, default=1024)  # where the checkpoint is good
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
     count = args.documents or (2 if args.quick else 8)
     folder = args.checkpoint or reference_folder()
-    seeds = range(count)
-    pages = [demo_ledger(seed, args.tokens) for seed in seeds]
+    pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    if args.suffix_tokens:
+        pages = [lengthened(page, args.suffix_tokens) for page in pages]
     report: dict[str, Any] = {
         "checkpoint": folder.name,
         "tokens": args.tokens,
+        "suffix_tokens": args.suffix_tokens,
         "documents": count,
         "questions": sum(len(page.answers) for page in pages),
         "paper_points_lost": PAPER_LOSS,
         "digests": digest_sizes(),
     }
     model = load_pretrained(folder, dtype="float32")
+    recall = Recall(model, pages[0])
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system="ckv")
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
-            report["rows"] = list(measure(engine, model, pages, args.systems, args.budgets))
+            report["rows"] = list(measure(engine, recall, pages, args.systems, args.budgets))
     print(summary(report["rows"]))
     report["coverage"] = [
-        row
-        for budget in (0.05, 0.25)
-        for row in coverage(model, seeds=seeds[:2], tokens=args.tokens, budget=budget)
+        row for budget in (0.05, 0.25) for row in coverage(model, pages[:2], budget=budget)
     ]
     if not args.skip_study:
-        named = quick_rules() if args.quick else rules()
-        report["study"] = study(model, named, seeds=seeds, tokens=args.tokens)
+        report["study"] = study(model, quick_rules() if args.quick else rules(), pages)
     if args.plot:
-        plot_coverage(report["coverage"], args.plot, budget=0.25)
+        plot_accuracy(report["rows"], args.plot)
+        beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
+        plot_coverage(report["coverage"], beside, budget=0.25)
     if args.traces:
-        traces(model, args.traces, seeds=seeds, tokens=args.tokens, named=_TRACED)
+        traces(model, _TRACED, pages, args.traces)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.digests import compress
 from bench.tasks.dense import Params, head_logits, layer_of, prefix_kv, split
-from ckv_jax.data.ledger import SUFFIX_TOKENS, Ledger
+from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 
@@ -34,8 +34,8 @@ class Rule:
     """Layers that share one selection, made by the query of the first of them."""
     probe: str = "keys"
     """What is scored: see `bench.digests.KINDS`."""
-    window: int = SUFFIX_TOKENS
-    """The last so many suffix queries score."""
+    window: int | None = None
+    """The last so many suffix queries score; None: all of them."""
     heads: str = "pooled"
     """"pooled": one selection of all heads; "each": one a KV head."""
     over: str = "sum"
@@ -96,8 +96,9 @@ class Oracle:
         active = np.ones(self.config.num_heads, np.float32)
         if rule.probe == "heads3":
             active[3 * self.config.num_heads // self.config.num_kv_heads :] = 0
-        back = self.page.lengths[:, None] - 1 - np.arange(SUFFIX_TOKENS)[None, :]
-        weight = ((back >= 0) & (back < rule.window)).astype(np.float32)
+        suffix = self.page.questions.shape[1]
+        back = self.page.lengths[:, None] - 1 - np.arange(suffix)[None, :]
+        weight = ((back >= 0) & (back < (rule.window or suffix))).astype(np.float32)
         out = _ask(
             self.params, self.config, self.keys, self.values,
             self.probe("keys" if rule.probe == "heads3" else rule.probe),

@@ -11,11 +11,10 @@ import numpy as np
 from scipy.stats import binomtest
 
 from bench.oracle import Answers, Oracle, Rule, best
-from ckv_jax.data.ledger import FAMILIES
-from ckv_jax.data.reference import demo_ledger
+from ckv_jax.data.ledger import FAMILIES, Ledger
 from ckv_jax.model.qwen2 import Qwen2
 
-__all__ = ["coverage", "interval", "quick_rules", "rules", "study", "traces"]
+__all__ = ["coverage", "interval", "quick_rules", "rules", "study", "tally", "traces"]
 
 Say = Callable[[str], None]
 
@@ -65,7 +64,7 @@ def interval(right: int, asked: int) -> tuple[float, float]:
 
 
 def study(
-    model: Qwen2, named: dict[str, Rule], *, seeds: Sequence[int], tokens: int, say: Say = print
+    model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], *, say: Say = print
 ) -> list[dict[str, Any]]:
     """One row a rule and task ("all" is their mean over questions).
 
@@ -74,16 +73,16 @@ def study(
     chunk with the deciding token.
     """
     tallies: dict[str, list[np.ndarray]] = {name: [] for name in ("full", *named)}
-    for seed in seeds:
-        oracle = Oracle(model, demo_ledger(seed, tokens))
+    for number, page in enumerate(pages):
+        oracle = Oracle(model, page)
         full = {16: oracle.full()}
-        tallies["full"].append(_tally(oracle, Rule(), full[16], full[16]))
+        tallies["full"].append(tally(oracle, Rule(), full[16], full[16]))
         for name, rule in named.items():
             size = rule.chunk_tokens
             if size not in full:
                 full[size] = oracle.full(size)
-            tallies[name].append(_tally(oracle, rule, oracle.ask(rule), full[size]))
-        say(f"document {seed}: {len(named)} rules")
+            tallies[name].append(tally(oracle, rule, oracle.ask(rule), full[size]))
+        say(f"document {number}: {len(named)} rules")
     return [
         row
         for name, parts in tallies.items()
@@ -91,7 +90,7 @@ def study(
     ]
 
 
-def _tally(oracle: Oracle, rule: Rule, got: Answers, full: Answers) -> np.ndarray:
+def tally(oracle: Oracle, rule: Rule, got: Answers, full: Answers) -> np.ndarray:
     """float [Q, 4]: family, right, recall, needle."""
     page = oracle.page
     right = got.logits.argmax(-1) == page.answers
@@ -122,21 +121,19 @@ def _rows(name: str, rule: Rule, tally: np.ndarray) -> Iterable[dict[str, Any]]:
         }
 
 
-def coverage(
-    model: Qwen2, *, seeds: Sequence[int], tokens: int, budget: float
-) -> list[dict[str, Any]]:
+def coverage(model: Qwen2, pages: Sequence[Ledger], *, budget: float) -> list[dict[str, Any]]:
     """How much of a layer's true choice an earlier layer knew, `distance` layers before.
 
     `previous`: by the choice it made itself (the paper's Figure 7b); `lookahead`: by the later
     layer's query weights applied to its own hidden state.
     """
     rows = []
-    oracles = [Oracle(model, demo_ledger(seed, tokens)) for seed in seeds]
+    oracles = [Oracle(model, page) for page in pages]
+    count = Rule(budget=budget).count(len(pages[0].tokens))
     for distance in (1, 2, 4, 8):
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for oracle in oracles:
             full = oracle.ask(Rule(every=distance), watch=True)
-            count = Rule(budget=budget).count(tokens)
             true = best(full.scores, count)[distance:]
             before = best(full.scores, count)[:-distance]
             guess = best(full.ahead, count)[:-distance]
@@ -155,21 +152,25 @@ def coverage(
     return rows
 
 
-def traces(
-    model: Qwen2, path: Path, *, seeds: Sequence[int], tokens: int, named: dict[str, Rule]
-) -> None:
-    """Chosen chunk ids of many questions, for simulations of caches.
+def traces(model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], path: Path) -> None:
+    """Chosen chunks of many questions, for `bench.cache_policies --traces`.
 
-    One int16 array `[documents, questions, groups, n]` a rule; group g leads layers
-    `g * every` to `(g + 1) * every - 1`.
+    For each rule an int16 array `[documents, questions, groups, n]` of chunk ids under its name,
+    and under `NAME attention` a float32 array of that shape: Equation 1's A of each, by the true
+    keys of the layer that chose. Group g leads layers `g * every` to `(g + 1) * every - 1`.
     """
-    chosen: dict[str, list[np.ndarray]] = {name: [] for name in named}
-    for seed in seeds:
-        oracle = Oracle(model, demo_ledger(seed, tokens))
+    arrays: dict[str, list[np.ndarray]] = {}
+    for page in pages:
+        oracle = Oracle(model, page)
         for name, rule in named.items():
-            mask = oracle.ask(rule).chosen[:: rule.every]  # [G, Q, M]
-            ids = np.nonzero(mask)[2].reshape(*mask.shape[:2], rule.count(tokens))
-            chosen[name].append(ids.swapaxes(0, 1).astype(np.int16))
+            answers = oracle.ask(rule, watch=True)
+            mask, scores = (x[:: rule.every] for x in (answers.chosen, answers.scores))  # [G, Q, M]
+            ids = np.nonzero(mask)[2].reshape(*mask.shape[:2], rule.count(len(page.tokens)))
+            shares = scores / scores.sum(-1, keepdims=True)  # over all queries and heads
+            shares = np.take_along_axis(shares, ids, axis=2)
+            arrays.setdefault(name, []).append(ids.swapaxes(0, 1).astype(np.int16))
+            arrays.setdefault(f"{name} attention", []).append(shares.swapaxes(0, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {name: np.stack(parts) for name, parts in chosen.items()}
-    np.savez_compressed(path, allow_pickle=False, **arrays)
+    np.savez_compressed(
+        path, allow_pickle=False, **{name: np.stack(parts) for name, parts in arrays.items()}
+    )

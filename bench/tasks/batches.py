@@ -12,14 +12,15 @@ import numpy as np
 from ckv_jax.data import words
 from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, Ledger, make_ledger
 
-__all__ = ["LedgerBatch", "Repeats", "ahead", "ledger_batch", "repeats", "stretched"]
+__all__ = ["LedgerBatch", "Repeats", "ahead", "ledger_batch", "repeats", "shuffled", "stretched"]
 
 T = TypeVar("T")
+_FIRST_WORD, _END = len(words.SPECIALS) + 256, len(words.vocabulary())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Random sequences that repeat with an unknown period; `weights` is 1 on the repeats."""
+    """Random words that come again; `weights` is 1 where the next one follows from the past."""
 
     tokens: np.ndarray  # int32 [B, S]
     targets: np.ndarray  # int32 [B, S]: the next token
@@ -40,13 +41,34 @@ class LedgerBatch:
 
 def repeats(rng: np.random.Generator, batch: int, tokens: int) -> Repeats:
     """Every word of the vocabulary takes part, also those that only test documents use."""
-    first = len(words.SPECIALS) + 256
-    body = rng.integers(first, len(words.vocabulary()), (batch, tokens + 1))
+    body = rng.integers(_FIRST_WORD, _END, (batch, tokens + 1))
     period = rng.integers(tokens // 4, tokens // 2 + 1, (batch, 1))
     column = np.arange(tokens + 1)[None, :]
     body = np.take_along_axis(body, column % period, axis=1).astype(np.int32)
     weights = (column[:, 1:] > period).astype(np.float32)
     return Repeats(tokens=body[:, :-1], targets=body[:, 1:], weights=weights)
+
+
+def shuffled(rng: np.random.Generator, triples: int) -> Repeats:
+    """One row of `triples` random triples of words, twice, the second time in another order.
+
+    Half of the rows have no word twice, so that one word tells what follows it: the second and
+    third of each triple are asked. In the others words are few, and only two words tell the third.
+    Every word of the vocabulary takes part, also those that only test documents use.
+    """
+    order = rng.permutation(np.arange(_FIRST_WORD, _END))
+    alone = 3 * triples <= len(order) and rng.random() < 0.5
+    if alone:
+        once = order[: 3 * triples].reshape(triples, 3)
+    else:
+        pool = int(np.exp(rng.uniform(np.log(triples / 3), np.log(len(order)))))
+        once = order[rng.integers(0, pool, (triples, 3))]
+    text = np.concatenate([once, rng.permutation(once)]).reshape(-1).astype(np.int32)
+    place = np.arange(1, len(text))
+    asked = (place >= 3 * triples) & (place % 3 >= (1 if alone else 2))
+    return Repeats(
+        tokens=text[None, :-1], targets=text[None, 1:], weights=asked[None].astype(np.float32)
+    )
 
 
 def ledger_batch(
@@ -57,13 +79,14 @@ def ledger_batch(
     *,
     split: str = "train",
     families: tuple[str, ...] = FAMILIES,
+    asked: tuple[str, ...] = FAMILIES,
     max_density: float = 1.0,
 ) -> LedgerBatch:
-    """Ledgers of mixed density, from half of `max_density` upwards."""
+    """Ledgers of mixed density, from half of `max_density` upwards; only `asked` are asked."""
     pages = [
         make_ledger(
             rng, tokens, split=split, questions=questions, families=families,
-            density=max_density * rng.uniform(0.5, 1.0),
+            asked=asked, density=max_density * rng.uniform(0.5, 1.0),
         )
         for _ in range(batch)
     ]  # fmt: skip

@@ -56,9 +56,11 @@ def join(params: Params, config: ModelConfig, *, dtype: str = "bfloat16") -> Qwe
     return model
 
 
-def text_logits(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    """Next-token logits `[B, S, V]` of plain text."""
-    positions = jnp.arange(tokens.shape[1])[None, :]
+def text_logits(
+    params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array | None = None
+) -> jax.Array:
+    """Next-token logits `[B, S, V]` of plain text, at `positions` [S] if they are given."""
+    positions = (jnp.arange(tokens.shape[1]) if positions is None else positions)[None, :]
     hidden, _ = _run(params, config, tokens, positions, prefix=tokens.shape[1], suffix=1)
     return head_logits(params, config, hidden)
 

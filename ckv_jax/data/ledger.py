@@ -161,16 +161,18 @@ def make_ledger(
     split: str = "test",
     questions: int | None = None,
     families: tuple[str, ...] = FAMILIES,
+    asked: tuple[str, ...] = FAMILIES,
     density: float = 1.0,
 ) -> Ledger:
     """One ledger of exactly `tokens` tokens with up to `questions` questions (None: all of them).
 
     `density` 1 puts at 4,096 tokens as many facts as the smaller split has names for; shorter
-    documents hold proportionally fewer. Raises ValueError for an unknown split or family.
+    documents hold proportionally fewer. Facts of all `families` are written down; questions are
+    of those among them that are `asked`. Raises ValueError for an unknown split or family.
     """
     if split not in _POOLS:
         raise ValueError(f"got split {split!r}, expected one of {sorted(_POOLS)}")
-    if unknown := set(families) - set(FAMILIES):
+    if unknown := {*families, *asked} - set(FAMILIES):
         raise ValueError(f"got families {sorted(unknown)}, expected some of {FAMILIES}")
     names, topics = _POOLS[split]
     names = rng.permutation(names)
@@ -184,6 +186,7 @@ def make_ledger(
         count = 2 * count if family == "tracking" else count
         taken, names = names[:count], names[count:]
         _WRITERS[family](page, taken)
+    page.asked = [ask for ask in page.asked if FAMILIES[ask[2]] in asked]
     return _lay_out(page, rng, tokens, questions)
 
 

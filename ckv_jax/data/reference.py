@@ -30,7 +30,7 @@ def demo_document(
     tokens: int = 1280,
     *,
     questions: int = 50,
-    families: tuple[str, ...] = LEARNED,
+    asked: tuple[str, ...] = LEARNED,
 ) -> tuple[str, list[tuple[str, str]]]:
     """A ledger as text, with (question, answer) pairs; an answer is one token of the model.
 
@@ -38,15 +38,15 @@ def demo_document(
     exactly `tokens` tokens. An answer compares with a decoded token stripped of its space.
     """
     tokenizer = _tokenizer()
-    page = demo_ledger(seed, tokens, questions=questions, families=families)
-    asked = [
+    page = demo_ledger(seed, tokens, questions=questions, asked=asked)
+    pairs = [
         (
             tokenizer.decode(page.questions[i, : page.lengths[i]]),
             tokenizer.decode([int(page.answers[i])]).strip(),
         )
         for i in range(len(page.answers))
     ]
-    return tokenizer.decode(page.tokens), asked
+    return tokenizer.decode(page.tokens), pairs
 
 
 def demo_ledger(
@@ -54,11 +54,11 @@ def demo_ledger(
     tokens: int = 4096,
     *,
     questions: int | None = 50,
-    families: tuple[str, ...] = FAMILIES,
+    asked: tuple[str, ...] = FAMILIES,
 ) -> Ledger:
     """The same document and questions as token ids, with families and needle positions."""
     rng = np.random.default_rng((seed, tokens, 7))
-    return make_ledger(rng, tokens, split="test", questions=questions, families=families)
+    return make_ledger(rng, tokens, split="test", questions=questions, asked=asked)
 
 
 @cache

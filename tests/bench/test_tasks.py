@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.tasks import tokenizer
-from bench.tasks.batches import ledger_batch, repeats
+from bench.tasks.batches import ledger_batch, repeats, shuffled, stretched
 from ckv_jax.data import words
 from ckv_jax.data.ledger import FAMILIES, SUFFIX_TOKENS, make_ledger
 
@@ -91,6 +91,38 @@ def test_repeats_can_be_predicted_from_the_past() -> None:
         for i in np.flatnonzero(weight):
             earlier = np.flatnonzero(row[:i] == row[i])
             assert target[i] in row[earlier + 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shuffled_triples_can_be_predicted_from_the_past(seed: int) -> None:
+    text = shuffled(np.random.default_rng(seed), 40)
+    (row,), (target,), (weight,) = text.tokens, text.targets, text.weights
+    assert len(row) == 239 and weight[:119].sum() == 0
+    alone = len(set(row[:120])) == 120
+    assert weight.sum() == (80 if alone else 40)
+    for i in np.flatnonzero(weight):
+        if alone:
+            (before,) = np.flatnonzero(row[:120] == row[i])
+            assert target[i] == row[before + 1]
+        else:
+            pair = (row[:118] == row[i - 1]) & (row[1:119] == row[i])
+            assert target[i] in row[np.flatnonzero(pair) + 2]
+
+
+def test_stretched_positions_ascend_and_stay_below_the_end() -> None:
+    rng = np.random.default_rng(12)
+    rows = [stretched(rng, 64, 256) for _ in range(20)]
+    assert all((np.diff(row) >= 1).all() and row[0] == 0 and row[-1] < 256 for row in rows)
+    assert 2 <= sum(row[-1] == 63 for row in rows) <= 18
+    assert np.array_equal(stretched(rng, 64, 0), np.arange(64))
+
+
+def test_only_what_is_asked_is_asked() -> None:
+    page = make_ledger(np.random.default_rng(13), 512, asked=("verify",))
+    assert set(page.families) == {FAMILIES.index("verify")}
+    assert words.WORD_IDS["trace"] in page.tokens
+    with pytest.raises(ValueError, match="got families"):
+        make_ledger(np.random.default_rng(13), 512, asked=("verfy",))
 
 
 def test_questions_are_spread_over_the_families() -> None:

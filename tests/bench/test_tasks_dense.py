@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.cache_policies import recorded
 from bench.digests import KINDS, bytes_per_token, compress
 from bench.oracle import Oracle, Rule, best
-from bench.selection_study import interval, rules, study
+from bench.selection_study import interval, rules, study, traces
 from bench.tasks.batches import ledger_batch, repeats
 from bench.tasks.dense import answer_logits, join, split, text_logits
 from bench.tasks.initial import initial
+from bench.tasks.suffixes import lengthened
 from ckv_jax.data import words
 from ckv_jax.data.ledger import make_ledger
 from ckv_jax.model.config import ModelConfig
@@ -120,14 +124,44 @@ def test_intervals_hold_the_share() -> None:
     assert low < 0.96 < high and (low, high) == pytest.approx((0.865, 0.989), abs=2e-3)
 
 
-def test_a_study_has_a_row_for_every_rule_and_task(
-    model: Qwen2, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_has_a_row_for_every_rule_and_task(model: Qwen2) -> None:
     named = {"period 3": Rule(budget=0.25, every=3)}
-    rows = study(model, named, seeds=[0], tokens=256, say=lambda line: None)
+    pages = [make_ledger(np.random.default_rng(4), 256)]
+    rows = study(model, named, pages, say=lambda line: None)
     assert {row["name"] for row in rows} == {"full", "period 3"}
     assert len(rows) == 2 * 6
     assert all(0 <= row["chunk_recall"] <= 1 for row in rows)
     full = [row for row in rows if row["name"] == "full"]
     assert all(row["chunk_recall"] == row["needle"] == 1 for row in full)
     assert len(rules()) > 40
+
+
+def test_traces_are_what_the_cache_replay_reads(model: Qwen2, tmp_path: Path) -> None:
+    pages = [make_ledger(np.random.default_rng(seed), 256, questions=5) for seed in (5, 6)]
+    named = {"ours": Rule(budget=0.25, every=3, probe="int8"), "theirs": Rule(budget=0.5, every=6)}
+    traces(model, named, pages, tmp_path / "traces.npz")
+    read = {found.name: found for found in recorded(tmp_path / "traces.npz")}
+    assert read["ours"].chunks.shape == (2, 5, 2, 4)
+    assert read["theirs"].chunks.shape == (2, 5, 1, 8)
+    for found in read.values():
+        assert (np.diff(found.chunks, axis=-1) > 0).all() and found.num_chunks <= 16
+        assert (found.attention > 0).all() and (found.attention.sum(-1) <= 1).all()
+    # the first layer saw what full attention sees, so its choice has the most attention
+    full = Oracle(model, pages[0]).full().scores[0]
+    shares = np.sort(full / full.sum(-1, keepdims=True), axis=-1)[:, -8:].sum(-1)
+    np.testing.assert_allclose(read["theirs"].attention[0, :, 0].sum(-1), shares, rtol=1e-5)
+
+
+def test_a_window_scores_with_the_question_alone(model: Qwen2) -> None:
+    page = make_ledger(np.random.default_rng(7), 256, questions=6)
+    long = lengthened(page, 32)
+    assert long.questions.shape == (6, 32) and (long.lengths == 32).all()
+    for row, question, length in zip(long.questions, page.questions, page.lengths, strict=True):
+        assert np.array_equal(row[32 - length :], question[:length])
+        assert row[31 - length] == words.WORD_IDS["."]
+    oracle = Oracle(model, long)
+    by_window = [oracle.ask(Rule(budget=0.25, window=w)).chosen for w in (32, None, 2)]
+    assert np.array_equal(by_window[0], by_window[1])
+    assert not np.array_equal(by_window[1], by_window[2])
+    with pytest.raises(ValueError, match="got suffixes of 2 tokens"):
+        lengthened(page, 2)

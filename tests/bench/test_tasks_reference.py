@@ -43,7 +43,7 @@ def test_transformers_computes_the_same_logits(model: Qwen2) -> None:
 
 def test_a_demo_document_reads_back_and_is_answered(model: Qwen2) -> None:
     text, asked = demo_document(1, 512, questions=20)
-    page = demo_ledger(1, 512, questions=20, families=LEARNED)
+    page = demo_ledger(1, 512, questions=20, asked=LEARNED)
     tokenizer = load_tokenizer(reference_folder())
     assert np.array_equal(tokenizer.encode(text), page.tokens)
     for (question, answer), ids, length, right in zip(

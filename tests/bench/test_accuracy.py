@@ -1,0 +1,58 @@
+"""`bench.accuracy` end to end, small: the report's schema, the plots, the traces."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.accuracy import main, rule_of, summary
+from bench.cache_policies import recorded
+from ckv_jax.data.reference import LEARNED
+from ckv_jax.systems import SYSTEMS
+
+
+def test_rules_follow_the_systems() -> None:
+    ours, paper = rule_of(SYSTEMS["ckv"], 0.1), rule_of(SYSTEMS["contiguous-kv"], 0.1)
+    assert (ours.every, ours.window) == (SYSTEMS["ckv"].period, SYSTEMS["ckv"].score_window)
+    assert (paper.every, paper.probe, paper.window) == (8, "keys", None)
+    assert rule_of(SYSTEMS["as-h2o-lfu"], 0.1).heads == "each"
+    assert rule_of(SYSTEMS["impress"], 0.1).probe == "heads3"
+    assert rule_of(SYSTEMS["recompute"], 1.0).budget == 1
+
+
+def test_a_summary_compares_with_full_kv() -> None:
+    rows = [
+        {"system": "as-lru", "budget": 1.0, "task": "all", "accuracy": 0.96},
+        {"system": "ckv", "budget": 0.05, "task": "all", "accuracy": 0.95},
+        {"system": "ckv", "budget": 0.05, "task": "recall", "accuracy": 0.1},
+    ]
+    text = summary(rows)
+    assert "full KV: 96.0% right" in text and "5%:  1.00" in text and "5.62" in text
+
+
+@pytest.mark.slow
+def test_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, plot, traces = tmp_path / "a.json", tmp_path / "a.png", tmp_path / "traces.npz"
+    command = (
+        "accuracy --quick --tokens 256 --documents 1 --budgets 0.25 --systems as-lru impress ckv "
+        f"--suffix-tokens 12 --json {out} --plot {plot} --traces {traces}"
+    )
+    monkeypatch.setattr(sys, "argv", command.split())
+    main()
+    report = json.loads(out.read_text())
+    rows = report["rows"]
+    assert {(row["system"], row["budget"]) for row in rows} == {
+        ("as-lru", 1.0), ("impress", 0.25), ("ckv", 0.25),
+    }  # fmt: skip
+    for row in rows:
+        assert row["task"] in (*LEARNED, "all")
+        low, high = row["ci95"]
+        assert 0 <= low <= row["accuracy"] <= high <= 1
+        assert 0 <= row["chunk_recall"] <= 1 and 0 <= row["needle"] <= 1
+    assert {row["distance"] for row in report["coverage"]} == {1, 2, 4, 8}
+    assert any(row["name"] == "full" for row in report["study"])
+    assert plot.stat().st_size > 1000 and (tmp_path / "a_coverage.png").stat().st_size > 1000
+    assert {found.name for found in recorded(traces)} == {"ckv", "contiguous-kv"}
