@@ -35,23 +35,30 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 def rope_tables(
     config: ModelConfig, positions: Int[Array, "B S"]
-) -> tuple[Float[Array, "B S D/2"], Float[Array, "B S D/2"]]:
-    """Cosines and sines of every position, float32."""
+) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
+    """Cosines of every position, twice, and sines, negative for the first half; float32."""
     frequencies, factor = inverse_frequencies(config)
     angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    # Without the barrier XLA fuses cosines into every head of every layer that uses them.
+    tables: tuple[Array, Array] = jax.lax.optimization_barrier(
+        (jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
+    )
+    return tables
 
 
 def apply_rope(
-    x: Float[Array, "B S H D"], cos: Float[Array, "B S D/2"], sin: Float[Array, "B S D/2"]
+    x: Float[Array, "B S H D"], cos: Float[Array, "B S D"], sin: Float[Array, "B S D"]
 ) -> Float[Array, "B S H D"]:
-    """Rotate dimension d against d + D/2 (HF's halves, not neighbours); float32 in and out."""
-    first, second = jnp.split(x, 2, axis=-1)  # [B, S, H, D/2] each
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    cos, sin = (jnp.broadcast_to(t, first.shape) for t in (cos, sin))
-    return jax.lax.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], dimension=3
-    )
+    """Rotate dimension d against d + D/2 (HF's halves, not neighbours); float32 in and out.
+
+    The halves are swapped by a reversal: XLA's CPU backend fuses one, where it writes split and
+    joined halves to memory (28 layers of 32 tokens: 21 ms against 27 ms in all).
+    """
+    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    swapped = jax.lax.rev(halves, (3,)).reshape(x.shape)
+    cos, sin = (jnp.broadcast_to(t[:, :, None, :], x.shape) for t in (cos, sin))
+    return x * cos + swapped * sin
 
 
 def _attention_factor(scaling: RopeScaling) -> float:
