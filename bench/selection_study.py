@@ -44,16 +44,22 @@ def rules() -> dict[str, Rule]:
         named[f"period 4, {kind}"] = replace(base, every=4, probe=kind)
     for kind in ("int8", "int4", "int3", "pq8", "pq16", "mean"):
         named[f"every layer, {kind}"] = replace(base, every=1, probe=kind)
-    for every in (2, 4):
+    for every in (2, 4, 8):
         ours = replace(base, every=every, probe="int8")
         start = f"period {every}, int8"
-        for window in (1, 2, 4):
-            named[f"{start}, last {window} queries"] = replace(ours, window=window)
-        named[f"{start}, each KV head its own"] = replace(ours, heads="each")
-        named[f"{start}, largest share"] = replace(ours, over="max")
-        named[f"{start}, first chunk kept"] = replace(ours, keep_first=1)
-        named[f"{start}, first and last kept"] = replace(ours, keep_first=1, keep_last=1)
-        named[f"{start}, lookahead queries too"] = replace(ours, lookahead=True)
+        for window in (1, 2, 4, 8):
+            late = replace(ours, window=window)
+            named[f"{start}, last {window} queries"] = late
+            named[f"{start}, last {window} queries of all its layers"] = replace(
+                late, lookahead=True
+            )
+        ours = replace(ours, window=8)
+        named[f"{start}, last 8 queries, each KV head its own"] = replace(ours, heads="each")
+        named[f"{start}, last 8 queries, largest share"] = replace(ours, over="max")
+        named[f"{start}, last 8 queries, first chunk kept"] = replace(ours, keep_first=1)
+        named[f"{start}, last 8 queries, first and last kept"] = replace(
+            ours, keep_first=1, keep_last=1
+        )
     return named
 
 

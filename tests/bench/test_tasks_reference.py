@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench.oracle import Oracle, Rule
+from bench.reference_answers import by_engine, by_transformers, counts
 from ckv_jax.data import words
 from ckv_jax.data.reference import LEARNED, demo_document, demo_ledger, reference_folder
 from ckv_jax.model.qwen2 import Qwen2
@@ -39,6 +40,17 @@ def test_transformers_computes_the_same_logits(model: Qwen2) -> None:
         expected = theirs(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     ours = np.asarray(jax.jit(lambda m, t: m(t))(model, jnp.asarray(tokens)))
     np.testing.assert_allclose(ours, expected, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+def test_three_families_are_answered_at_4096_tokens_by_both() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    pages = [demo_ledger(seed, 4096, asked=LEARNED) for seed in range(2)]
+    for answers in (by_engine, by_transformers):
+        found = counts(pages, answers(reference_folder(), pages))
+        good = [family for family, (right, asked) in found.items() if right >= 0.95 * asked]
+        assert len(good) >= 3, (answers.__name__, found)
 
 
 def test_a_demo_document_reads_back_and_is_answered(model: Qwen2) -> None:

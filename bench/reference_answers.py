@@ -1,0 +1,55 @@
+"""The reference checkpoint's answers with everything attended to, by two implementations."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.accuracy import ask
+from ckv_jax.config import EngineConfig
+from ckv_jax.data.ledger import FAMILIES, Ledger
+from ckv_jax.engine import Engine
+
+__all__ = ["by_engine", "by_transformers", "counts"]
+
+
+def by_engine(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
+    """bool [Q] a ledger: right answers of the engine at budget 1, in bfloat16."""
+    with (
+        tempfile.TemporaryDirectory() as store,
+        Engine.from_pretrained(folder, store=store, config=EngineConfig(system="as-lru")) as engine,
+    ):
+        return [ask(engine, page, 1.0)[0] for page in pages]
+
+
+def by_transformers(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
+    """The same by `transformers` on PyTorch, in bfloat16: the ledger once, then each question."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found = []
+    with torch.no_grad():
+        for page in pages:
+            read = model(torch.from_numpy(page.tokens.astype(np.int64))[None], use_cache=True)
+            said = []
+            for question, length in zip(page.questions, page.lengths, strict=True):
+                ids = torch.from_numpy(question[:length].astype(np.int64))[None]
+                past = copy.deepcopy(read.past_key_values)
+                said.append(int(model(ids, past_key_values=past).logits[0, -1].argmax()))
+            found.append(np.array(said) == page.answers)
+    return found
+
+
+def counts(pages: Sequence[Ledger], right: Sequence[np.ndarray]) -> dict[str, tuple[int, int]]:
+    """(right, asked) of every family that was asked."""
+    kinds, good = np.concatenate([page.families for page in pages]), np.concatenate(right)
+    return {
+        family: (int(good[kinds == index].sum()), int((kinds == index).sum()))
+        for index, family in enumerate(FAMILIES)
+        if (kinds == index).any()
+    }
