@@ -4,9 +4,11 @@
 
 Every layer of `contiguous-kv` selects for itself here (period and pack of one layer), so that all
 pairs of layers can be compared. `coverage` of period p: the share of a period's chunks that the
-period before it had chosen, at its first layer. Heads are compared as IMPRESS does (Figure 8), and
-its reordering is measured by the chunks it saves (Figure 20): the structured model behind all
-benchmarks is set by these numbers, which the papers report for trained models.
+period before it had chosen, at its first layer. `scatter` is IMPRESS's choice of tokens, `loaded`
+what systems then read (`bench.scatter`). The structured model behind all benchmarks is set by
+these numbers; ours are printed beside those that the papers report for trained models. Coverage
+grows with the budget, as does what two random choices share, and the papers do not say at which
+budget theirs was measured.
 """
 
 from __future__ import annotations
@@ -14,23 +16,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.common import Json, Setting, finish, parser, save_plot, setting_of, table
-from bench.lab import WARM_UP, Lab
-from bench.measure import measured
+from bench.lab import Lab
+from bench.scatter import loaded, scatter
 from ckv_jax.systems import SYSTEMS
 
-QUICK = Setting(prefixes=1, repeats=3, budgets=(0.05, 0.25))
-FULL = Setting(prefixes=2, repeats=12, budgets=(0.05, 0.10, 0.25, 0.50))
+QUICK = Setting(prefixes=1, repeats=3, budgets=(0.05, 0.10, 0.25))
+FULL = Setting(prefixes=2, repeats=12, budgets=(0.05, 0.10, 0.25, 0.40, 0.50))
 PERIODS = (2, 4, 8)
-PUBLISHED = {
-    "coverage_of_periods_of_8": [0.52, 0.64],
-    "impress_fallback_share_below": 0.2,
-    "impress_chunks_saved_by_reordering": 1.2,
+DISTANCES = (1, 4, 8, 16, 24)
+PUBLISHED: dict[str, tuple[float, float, str]] = {
+    "coverage between periods of 8": (0.52, 0.64, "ContiguousKV Figure 7b, budget not given"),
+    "share of IMPRESS's tokens": (0.0571, 0.0664, "ContiguousKV Table 2, budget not given"),
+    "chunks saved by reordering": (1.2, 1.2, "IMPRESS Figure 20"),
+    "Jaccard index of heads at 10%": (0.48, 0.48, "IMPRESS §4.2, OPT-30B; smaller models less"),
+    "Jaccard index of heads at 40%": (0.68, 0.68, "IMPRESS §4.2, OPT-30B; smaller models less"),
+    "amplification at 50%": (2.2, 2.2, "IMPRESS Figure 5a, before reordering"),
 }
+"""Lowest and highest published value, and where."""
 
 
 def selections(lab: Lab, budget: float) -> list[list[np.ndarray]]:
@@ -68,6 +76,11 @@ def period_coverage(matrix: np.ndarray, period: int) -> float:
     return statistics.fmean(float(matrix[b, a]) for a, b in itertools.pairwise(firsts))
 
 
+def by_distance(matrix: np.ndarray, distance: int) -> float:
+    """Mean share that layers so far apart have in common."""
+    return float(np.diagonal(matrix, distance).mean()) if distance < len(matrix) else 0.0
+
+
 def of_requests(lab: Lab, found: list[list[np.ndarray]]) -> float:
     """Mean share that consecutive questions over one prefix have in common, over all layers."""
     pairs = [
@@ -79,38 +92,38 @@ def of_requests(lab: Lab, found: list[list[np.ndarray]]) -> float:
     return statistics.fmean(pairs) if pairs else 1.0
 
 
-def impress(lab: Lab, budget: float) -> Json:
-    """IMPRESS's fallbacks and what its reordering saves."""
-    layers = lab.config.num_layers
-    with lab.engine("impress") as engine:
-        before = [measured(lab, engine, 0, 10_000 + i, budget) for i in range(WARM_UP)]
-        engine.settle()
-        after = [measured(lab, engine, 0, i, budget) for i in range(lab.setting.repeats)]
-    with lab.engine(dataclasses.replace(SYSTEMS["impress"], reorder=False)) as engine:
-        plain = [measured(lab, engine, 0, i, budget) for i in range(lab.setting.repeats)]
-    fell = statistics.fmean(s.fell_back for s in [*before, *after]) / layers
-    saved = sum(s.demanded_bytes for s in plain) / max(1, sum(s.demanded_bytes for s in after))
-    return {
-        "fallback_share": fell,
-        "chunks_saved_by_reordering": saved,
-        "amplification_in_order": statistics.fmean(s.read_amplification for s in plain),
-        "amplification_reordered": statistics.fmean(s.read_amplification for s in after),
-        "attention_mass": statistics.fmean(s.attention_mass for s in after),
+def beside(rows: Sequence[Json]) -> list[list[Any]]:
+    """(statistic, budget, ours, published low, high, source), wherever both are there."""
+    found = {
+        "coverage between periods of 8": lambda row: row["coverage"]["8"],
+        "share of IMPRESS's tokens": lambda row: row["loaded"]["share_of_impress"],
+        "chunks saved by reordering": lambda row: row["scatter"]["saved"],
+        "Jaccard index of heads": lambda row: row["scatter"]["jaccard"],
+        "amplification": lambda row: row["scatter"]["amplification"],
     }
+    lines = []
+    for row in rows:
+        for name, of in found.items():
+            published = PUBLISHED.get(name) or PUBLISHED.get(f"{name} at {row['budget']:.0%}")
+            if published is not None:
+                lines.append([name, f"{row['budget']:.0%}", of(row), *published])
+    return sorted(lines, key=lambda line: list(found).index(line[0]))
 
 
 def draw(figure: Any, rows: list[Json]) -> None:
     """The layers' matrix of the smallest budget, and coverage by period length."""
     left, right = figure.subplots(1, 2)
     image = left.imshow(rows[0]["layers"], vmin=0, vmax=1, origin="lower")
-    left.set(title=f"layers, budget {rows[0]['budget']:.0%}", xlabel="layer", ylabel="layer")
+    title = f"chunks in common, budget {rows[0]['budget']:.0%}"
+    left.set(title=title, xlabel="layer", ylabel="layer")
     figure.colorbar(image, ax=left)
     for row in rows:
         values = [row["coverage"][str(period)] for period in PERIODS]
         right.plot(PERIODS, values, "o-", label=f"{row['budget']:.0%}")
     right.axhspan(0.52, 0.64, alpha=0.2, label="paper, periods of 8")
     right.set(title="coverage between periods", xlabel="layers a period", ylim=(0, 1))
-    right.legend()
+    right.set_xticks(PERIODS)
+    right.legend(title="budget", loc="lower left")
 
 
 def main() -> None:
@@ -126,21 +139,19 @@ def main() -> None:
                 {
                     "budget": budget,
                     "coverage": {str(p): period_coverage(matrix, p) for p in PERIODS},
+                    "distance": {str(d): by_distance(matrix, d) for d in DISTANCES},
                     "requests": of_requests(lab, found),
                     "layers": matrix.round(4).tolist(),
-                    "impress": impress(lab, budget),
+                    "scatter": scatter(lab, budget),
+                    "loaded": loaded(lab, budget),
                 }
             )
-    print(
-        table(
-            [
-                [r["budget"], *r["coverage"].values(), r["requests"], *r["impress"].values()]
-                for r in rows
-            ],
-            ["budget", *(f"cover {p}" for p in PERIODS), "requests", *rows[0]["impress"]],
-        )
-    )
-    finish(args, setting, {"rows": rows, "published": PUBLISHED})
+    for part in ("coverage", "distance", "scatter", "loaded"):
+        print(f"{part}:")
+        print(table([[r["budget"], *r[part].values()] for r in rows], ["budget", *rows[0][part]]))
+    lines = beside(rows)
+    print(table(lines, ["statistic", "budget", "ours", "published", "to", "source"]))
+    finish(args, setting, {"rows": rows, "published": PUBLISHED, "beside": lines})
     save_plot(args.plot, lambda figure: draw(figure, rows), size=(10, 4.5))
 
 

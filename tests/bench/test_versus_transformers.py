@@ -27,4 +27,9 @@ def test_every_figure_is_there(tmp_path: Path) -> None:
     )
     assert 0 < figures["ssd_bytes"]["0.1"] < figures["ssd_bytes"]["1"]
     assert figures["recompilations"] == 0
+    for way, bar in figures["bars"].items():
+        fastest = min(figures["hf_ms"][way].values())
+        assert figures[f"hf_{way}_ms"] == fastest
+        assert bar["got"] == fastest / figures["ours_ms"]["0.1"]
+        assert bar["met"] == (bar["got"] >= bar["bar"])
     assert {len(times) for times in figures["samples_ms"].values()} == {1, 2}
