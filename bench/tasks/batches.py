@@ -50,24 +50,32 @@ def repeats(rng: np.random.Generator, batch: int, tokens: int) -> Repeats:
 
 
 def shuffled(rng: np.random.Generator, triples: int) -> Repeats:
-    """One row of `triples` random triples of words, twice, the second time in another order.
+    """One row of `triples` random triples of words, in groups of 4 and more, each group twice.
 
-    Half of the rows have no word twice, so that one word tells what follows it: the second and
-    third of each triple are asked. In the others words are few, and only two words tell the third.
-    Every word of the vocabulary takes part, also those that only test documents use.
+    The second time a group's triples stand in another order. Half of the rows have no word in two
+    triples, so that one word tells what follows it: the second and third of each triple are asked.
+    In the others words are few, and only two words tell the third. Every word of the vocabulary
+    takes part, also those that only test documents use.
     """
     order = rng.permutation(np.arange(_FIRST_WORD, _END))
     alone = 3 * triples <= len(order) and rng.random() < 0.5
     if alone:
-        once = order[: 3 * triples].reshape(triples, 3)
+        rows = order[: 3 * triples].reshape(triples, 3)
     else:
         pool = int(np.exp(rng.uniform(np.log(triples / 3), np.log(len(order)))))
-        once = order[rng.integers(0, pool, (triples, 3))]
-    text = np.concatenate([once, rng.permutation(once)]).reshape(-1).astype(np.int32)
-    place = np.arange(1, len(text))
-    asked = (place >= 3 * triples) & (place % 3 >= (1 if alone else 2))
+        rows = order[rng.integers(0, pool, (triples, 3))]
+    text, again = [], []
+    while len(rows):
+        size = int(np.exp(rng.uniform(np.log(4), np.log(triples + 1))))
+        group, rows = rows[:size], rows[size:]
+        text += [group, rng.permutation(group)]
+        again += [np.zeros(len(group), bool), np.ones(len(group), bool)]
+    tokens = np.concatenate(text).reshape(-1).astype(np.int32)
+    asked = np.concatenate(again)[:, None] & (np.arange(3) >= (1 if alone else 2))
     return Repeats(
-        tokens=text[None, :-1], targets=text[None, 1:], weights=asked[None].astype(np.float32)
+        tokens=tokens[None, :-1],
+        targets=tokens[None, 1:],
+        weights=asked.reshape(1, -1)[:, 1:].astype(np.float32),
     )
 
 
