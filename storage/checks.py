@@ -8,7 +8,7 @@ checksum for equal content, and across segments they meet with probability 2**-3
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import google_crc32c
 import numpy as np
@@ -27,14 +27,19 @@ def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
     return int(google_crc32c.extend(place, data))
 
 
-def checksums(state: int, row: int, columns: Iterable[int], data: np.ndarray) -> np.ndarray:
-    """uint32 [n]: checksums of `data[i]`, C-contiguous [n, ...], at (row, columns[i])."""
+def checksums(
+    state: int, row: int, columns: Sequence[int], data: np.ndarray, where: Iterable[int]
+) -> np.ndarray:
+    """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at (row, columns[i])."""
     rows = as_bytes(data)
     extend, place = google_crc32c.extend, _PLACE.pack
     return np.fromiter(
-        (extend(extend(state, place(row, c)), rows[i]) for i, c in enumerate(columns)),
+        (
+            extend(extend(state, place(row, column)), rows[at])
+            for column, at in zip(columns, where, strict=True)
+        ),
         np.uint32,
-        len(rows),
+        len(columns),
     )
 
 

@@ -57,7 +57,13 @@ class PrefixReader:
     # -- packs -----------------------------------------------------------------------------------
 
     def read_packs(
-        self, group: int, chunks: np.ndarray, out: np.ndarray, *, deadline_s: float | None = None
+        self,
+        group: int,
+        chunks: np.ndarray,
+        out: np.ndarray,
+        *,
+        rows: np.ndarray | None = None,
+        deadline_s: float | None = None,
     ) -> np.ndarray:
         """Read the packs of `chunks` int [n] of one layer group into `out`.
 
@@ -66,6 +72,8 @@ class PrefixReader:
           chunks: global chunk ids, in any order.
           out: [n, *layout.pack_shape] of layout.numpy_dtype, C-contiguous; filled in place. A
             partial last chunk is zero past its tokens.
+          rows: distinct int [n], the rows of an `out` of any length that the packs go to; None:
+            the first n, in order. Other rows are left alone.
           deadline_s: seconds for the whole call; default: the store's.
 
         Returns:
@@ -76,7 +84,7 @@ class PrefixReader:
         """
         layout = self.prefix.layout
         chunks = np.asarray(chunks)
-        self._check(out, (len(chunks), *layout.pack_shape))
+        self._check(out, (len(chunks) if rows is None else len(out), *layout.pack_shape))
         layout.group_layers(group)
         if len(chunks) == 0:
             return np.zeros(0, bool)
@@ -87,73 +95,81 @@ class PrefixReader:
             )
         deadline = self._deadline(deadline_s)
         data = out.view(layout.disk_dtype)
+        places = np.arange(len(chunks)) if rows is None else rows
         good = np.zeros(len(chunks), bool)
         size = max(1, _PIECE_BYTES // layout.pack_bytes)
         begun: list[tuple[slice, list[_Read]]] = []
         for start in range(0, len(chunks), size):
-            rows = slice(start, start + size)
-            begun.append((rows, self._begin(group, chunks[rows], data[rows], deadline)))
+            piece = slice(start, start + size)
+            begun.append((piece, self._begin(group, chunks[piece], data, places[piece], deadline)))
             if len(begun) > _PIECES:
-                self._finish(group, *begun.pop(0), data, good, deadline)
-        for rows, reads in begun:
-            self._finish(group, rows, reads, data, good, deadline)
+                self._finish(group, *begun.pop(0), data, places, good, deadline)
+        for piece, reads in begun:
+            self._finish(group, piece, reads, data, places, good, deadline)
         if not good.all():
-            self._read_again(group, chunks, data, good, deadline)
+            self._read_again(group, chunks, data, places, good, deadline)
         return good
 
     def _begin(
-        self, group: int, chunks: np.ndarray, data: np.ndarray, deadline: Deadline
+        self,
+        group: int,
+        chunks: np.ndarray,
+        data: np.ndarray,
+        places: np.ndarray,
+        deadline: Deadline,
     ) -> list[_Read]:
-        """Start reading `chunks` into `data` [n, *pack], one batch of reads for every span."""
+        """Start reading `chunks` into rows `places` of `data`, one batch for every span."""
         reads: list[_Read] = []
-        deadline.admit(data.nbytes, "waiting to read packs")
+        size = len(chunks) * data[:1].nbytes
+        deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
             for segment, rows, local in self._split(chunks):
-                target = data[rows] if isinstance(rows, slice) else ts.array(data).oindex[rows]
-                future = segment and segment.begin_packs(group, local, target, batch)
+                future = segment and segment.begin_packs(
+                    group, local, _rows_of(data, places[rows]), batch
+                )
                 reads.append((segment, rows, local, future))
-        deadline.watch([read[3] for read in reads], data.nbytes)
+        deadline.watch([read[3] for read in reads], size)
         return reads
 
     def _finish(
         self,
         group: int,
-        place: slice,
+        piece: slice,
         reads: list[_Read],
         data: np.ndarray,
+        places: np.ndarray,
         good: np.ndarray,
         deadline: Deadline,
     ) -> None:
         """Wait for a batch, and note which of its packs are good."""
         for segment, rows, local, future in reads:
             if segment and deadline.wait(future, f"reading {len(local)} packs"):
-                part = data[place][rows]  # a copy only where a span's chunks do not lie together
-                good[place][rows] = segment.packs_good(group, local, part)
+                good[piece][rows] = segment.packs_good(group, local, data, places[piece][rows])
 
     def _read_again(
         self,
         group: int,
         chunks: np.ndarray,
         data: np.ndarray,
+        places: np.ndarray,
         good: np.ndarray,
         deadline: Deadline,
     ) -> None:
         """Try the packs that are not `good` one by one; report and zero what stays bad."""
         again = []
-        for row in np.flatnonzero(~good).tolist():
-            segment, local = self._locate(int(chunks[row]))
-            ids = np.array([local])
-            part = data[row : row + 1]
+        for at in np.flatnonzero(~good).tolist():
+            segment, local = self._locate(int(chunks[at]))
+            ids, row = np.array([local]), places[at : at + 1]
+            part = data[row[0] : row[0] + 1]
             deadline.admit(part.nbytes, "waiting to read a pack again")
             future = segment and segment.begin_packs(group, ids, part, None)
             deadline.watch([future], part.nbytes)
-            again.append((row, segment, ids, future))
-        for row, segment, ids, future in again:
+            again.append((at, segment, ids, row, future))
+        for at, segment, ids, row, future in again:
             arrived = deadline.wait(future, "reading a pack again")
-            part = data[row : row + 1]
-            good[row] = segment and arrived and segment.packs_good(group, ids, part)[0]
-            if not good[row]:
-                part[...] = 0
+            good[at] = segment and arrived and segment.packs_good(group, ids, data, row)[0]
+            if not good[at]:
+                data[row] = 0
                 reason = "checksum" if arrived else "unreadable"
                 self._report(segment, int(ids[0]), f"group {group}: {reason}")
 
@@ -291,3 +307,10 @@ class PrefixReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _rows_of(data: np.ndarray, rows: np.ndarray) -> Any:
+    """Rows of `data` to read into: a view where they lie together, else a TensorStore view."""
+    if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+        return data[rows[0] : rows[-1] + 1]
+    return ts.array(data).oindex[rows]

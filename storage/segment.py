@@ -97,9 +97,11 @@ class Segment:
         target = out if isinstance(out, ts.TensorStore) else ts.array(out)
         return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
 
-    def packs_good(self, group: int, chunks: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """bool [n]: whether `data` [n, *pack] holds exactly these packs."""
-        found = checks.checksums(self._seeds["packs"], group, chunks.tolist(), data)
+    def packs_good(
+        self, group: int, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
+        """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs."""
+        found = checks.checksums(self._seeds["packs"], group, chunks.tolist(), data, rows.tolist())
         good: np.ndarray = np.equal(found, self.manifest.pack_crc[group, chunks])
         return good
 

@@ -139,7 +139,7 @@ class SegmentWriter:
             if layout.probe_layers:
                 writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
             for group, data in enumerate(packs):
-                crcs = checks.checksums(self._seeds["packs"], group, chunks, data)
+                crcs = checks.checksums(self._seeds["packs"], group, chunks, data, range(len(data)))
                 draft.pack_crc[group, chunks.start : chunks.stop] = crcs
             if self._digest is not None:
                 self._digest.add(first * layout.chunk_tokens, packs, tokens)

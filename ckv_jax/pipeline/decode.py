@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.pipeline.compute import Compute
-from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.executor import Context
 from ckv_jax.pipeline.kv_rows import KvRows, LayerKv, rows_bucket
+from ckv_jax.pipeline.memory import PagePool
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.reselect import Reselect
 
@@ -29,7 +29,7 @@ class Decoder:
         *,
         compute: Compute,
         rows: KvRows,
-        pool: DevicePool,
+        pool: PagePool,
         plan: Plan,
         start: int,
         lengths: np.ndarray,
@@ -56,7 +56,7 @@ class Decoder:
         start: int,
         compute: Compute,
         rows: KvRows,
-        pool: DevicePool,
+        pool: PagePool,
         plan: Plan,
         reselect: Reselect | None,
     ) -> Decoder:
@@ -76,7 +76,7 @@ class Decoder:
 
     @classmethod
     def dense(
-        cls, kv: np.ndarray, *, compute: Compute, rows: KvRows, pool: DevicePool, plan: Plan
+        cls, kv: np.ndarray, *, compute: Compute, rows: KvRows, pool: PagePool, plan: Plan
     ) -> Decoder:
         """Goes on from the KV [L, 2, T, K, D] of one whole sequence, with no pages at all."""
         tokens = kv.shape[2]

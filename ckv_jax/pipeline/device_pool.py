@@ -1,4 +1,4 @@
-"""The pages on the device: one array of pack slots, for cached packs and for those on their way.
+"""The page pool of a device with memory of its own: one array of slots, for packs cached or new.
 
 A fresh pack is written once into a free slot and attended from there; keeping it in the cache
 later is a relabelling (`cache.Tiers`), never a copy. The gather of a layer therefore reads cached
@@ -7,12 +7,18 @@ and fresh packs alike, by slot number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ckv_jax.cache.pool import HostPool
 from ckv_jax.pipeline.compute import compiled, storage_dtype
+from ckv_jax.pipeline.staging import Staging
+
+STAGING_ROWS = 16
 
 
 class DevicePool:
@@ -30,6 +36,8 @@ class DevicePool:
             jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
         )
         self._device = jax.sharding.SingleDeviceSharding(device)
+        self._staging = Staging(STAGING_ROWS, pack_shape, np.dtype(dtype), self.write)
+        self._copies: list[tuple[Array, np.ndarray]] = []
 
     @property
     def pages(self) -> Array:
@@ -70,6 +78,31 @@ class DevicePool:
         where[: len(slots)] = slots
         packs: Array = self._read(self._pages, where)
         return packs
+
+    def warm(self, rows: Sequence[int], packs: int) -> None:
+        """Compiles writes of `rows` packs and of all that staging makes, reads of up to `packs`."""
+        for count in sorted({*rows, *range(1, STAGING_ROWS + 1)}):
+            nothing = np.zeros((count, *self._pages.shape[1:]), self._dtype)
+            self.write(nothing, np.full(count, -1, np.int32)).block_until_ready()
+        size = 1
+        while size < 2 * packs:
+            self.read(np.zeros(min(size, packs), np.int32)).block_until_ready()
+            size *= 2
+
+    def load(self, host: HostPool, host_slots: np.ndarray, slots: np.ndarray) -> int:
+        """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
+        self.flush(host)  # a pack demoted in this very request may still be on its way
+        return self._staging.send(host, host_slots, slots)
+
+    def save(self, host: HostPool, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        """Starts copies of packs from device slots [n] to host slots [n]."""
+        self._copies.append((self.read(slots), host_slots))
+
+    def flush(self, host: HostPool) -> None:
+        """Waits for the copies that `save` started."""
+        for packs, slots in self._copies:
+            host.write(slots, np.asarray(packs)[: len(slots)].view(host.packs.dtype))
+        self._copies.clear()
 
     def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
         if self._pinned is None:

@@ -221,5 +221,5 @@ class Executor:
             step.layers, hidden, start, self._memory.pool.pages, tables, lengths
         )
         for group in step.groups:
-            source.done(group)
+            source.done(group, hidden)
         return hidden, Context(tables, lengths, kv)

@@ -88,7 +88,7 @@ class LayerSchedule:
         hidden = self._layers.attend_all(
             layer, hidden, self._start, self._memory.pool.pages, keys, values, self._lengths
         )
-        self._done(layer)
+        self._done(layer, hidden)
         self._trace.count_chunks(selected=self._view.num_chunks, total=self._view.num_chunks)
         return hidden
 
@@ -119,7 +119,7 @@ class LayerSchedule:
         hidden = self._layers.attend_tokens(
             layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, choice.ids
         )
-        self._done(layer)
+        self._done(layer, hidden)
         self._trace.count_chunks(selected=len(chunks), total=self._view.num_chunks)
         self.choices.append(choice)
         return hidden
@@ -182,9 +182,9 @@ class LayerSchedule:
         table[chunks] = self._source.collect(group, chunks, stage=stage)
         return table
 
-    def _done(self, layer: int) -> None:
-        self._source.done(2 * layer)
-        self._source.done(2 * layer + 1)
+    def _done(self, layer: int, hidden: Array) -> None:
+        self._source.done(2 * layer, hidden)
+        self._source.done(2 * layer + 1, hidden)
 
     def _record(self, group: int, chunks: np.ndarray, counts: np.ndarray | None) -> None:
         """One use of each pack, with the share of its tokens that were important (IMPRESS §4.4.2).

@@ -1,6 +1,8 @@
-"""The three places a pack can be in memory, moved together: device pool, staging, host pool."""
+"""The places a pack can be in memory, moved together: the device's pool and the host pool."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from jax import Array
@@ -11,10 +13,10 @@ from ckv_jax.cache.tiers import Moves, Tiers
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.pipeline.buckets import bucket
 from ckv_jax.pipeline.device_pool import DevicePool
-from ckv_jax.pipeline.staging import Staging
+from ckv_jax.pipeline.mapped_pool import MappedPool, in_host_memory
 from ckv_jax.storage.layout import Layout
 
-STAGING_ROWS = 16
+PagePool = DevicePool | MappedPool
 
 
 def job_packs(layout: Layout) -> int:
@@ -35,37 +37,48 @@ class Memory:
                 f"expected room for at least one pack of {layout.pack_bytes} bytes"
             )
         self.tiers = Tiers(device, host, work, POLICIES[system.policy]())
-        self.pool = DevicePool(device + work, layout.pack_shape, layout.numpy_dtype)
         self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
-        self._staging = Staging(STAGING_ROWS, layout.pack_shape, layout.numpy_dtype, self.pool)
-        self._copies: list[tuple[Array, np.ndarray]] = []
+        shape = (device + work, layout.pack_shape, layout.numpy_dtype)
+        self.pool: PagePool = MappedPool(*shape) if in_host_memory() else DevicePool(*shape)
+        self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
         self._job_packs = job_packs(layout)
 
     def warm(self, packs: int) -> None:
         """Compiles the pool's writes, and its reads of up to `packs` packs."""
-        sizes = {bucket(n) for n in range(1, self._job_packs + 1)}
-        for rows in sorted(sizes.union(range(1, STAGING_ROWS + 1))):
-            nothing = np.zeros((rows, *self.host.packs.shape[1:]), self.host.packs.dtype)
-            self.pool.write(nothing, np.full(rows, -1, np.int32)).block_until_ready()
-        size = 1
-        while size < 2 * packs:
-            self.pool.read(np.zeros(min(size, packs), np.int32)).block_until_ready()
-            size *= 2
+        self.pool.warm(sorted({bucket(n) for n in range(1, self._job_packs + 1)}), packs)
+
+    @property
+    def packs(self) -> np.ndarray | None:
+        """All slots [n, *pack_shape] as reads may fill them, where the device shares memory."""
+        return self.pool.packs if isinstance(self.pool, MappedPool) else None
+
+    def write(self, rows: np.ndarray, slots: np.ndarray) -> Array | None:
+        """Copies packs `rows` [n, *pack_shape] into `slots` [n]; slot -1 drops its row.
+
+        Returns what to wait for before `rows` may be overwritten, if anything.
+        """
+        return self.pool.write(rows, slots)
 
     def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Host packs to device slots; returns the bytes moved."""
-        self.flush()  # a pack demoted in this very request may still be on its way
-        return self._staging.send(self.host, host_slots, device_slots)
+        return self.pool.load(self.host, host_slots, device_slots)
 
     def apply(self, moves: Moves) -> None:
         """Starts the copies of packs demoted from the device to the host pool."""
         if len(moves.demote):
-            packs = self.pool.read(moves.demote[:, 0])
-            self._copies.append((packs, moves.demote[:, 1]))
+            self.pool.save(self.host, moves.demote[:, 0], moves.demote[:, 1])
 
     def flush(self) -> None:
         """Waits for those copies."""
-        for packs, slots in self._copies:
-            rows = np.asarray(packs)[: len(slots)].view(self.host.packs.dtype)
-            self.host.write(slots, rows)
-        self._copies.clear()
+        self.pool.flush(self.host)
+
+    def abandon(self, slots: np.ndarray, settled: Callable[[], bool]) -> None:
+        """Lends `slots` on to a read that was given up but may still write, until it has ended."""
+        self._abandoned.append((settled, slots))
+
+    def reclaim(self) -> None:
+        """Gives back the slots of such reads that have ended."""
+        ended = [entry for entry in self._abandoned if entry[0]()]
+        for entry in ended:
+            self._abandoned.remove(entry)
+            self.tiers.release(entry[1])

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -120,11 +120,14 @@ class Prefetcher:
         demand: bool,
         owner: RequestToken,
         trace: Trace | None = None,
+        pool: npt.NDArray[Any] | None = None,
+        slots: npt.NDArray[np.int32] | None = None,
     ) -> list[ReadJob]:
         """Asks for packs of one layer group, in equal jobs of up to `max_packs_per_job` chunk ids.
 
-        `reader` must stay usable until its jobs have ended (see `cancel`). Reads are recorded in
-        `trace` as "pack_read" in lane "ssd".
+        With `slots` `[n]` they are read into these rows of `pool` and not into the arena: such a
+        job never waits for memory and is never revoked. `reader` must stay usable until its jobs
+        have ended (see `cancel`). Reads are recorded in `trace` as "pack_read" in lane "ssd".
 
         Raises:
             ValueError: chunk ids that are not one-dimensional.
@@ -147,6 +150,8 @@ class Prefetcher:
                 demanded=demand,
                 owner=owner,
                 trace=trace,
+                pool=pool,
+                slots=None if slots is None else slots[start : start + size],
             )
             for start in range(0, len(chunks), max(1, size))
         ]
@@ -246,13 +251,18 @@ class Prefetcher:
     # From here on, the lock is held, but for `_run` and `_read`.
 
     def _speculate(self, job: ReadJob) -> None:
-        if self._waiting or not self._buffers.place(job):
+        if job.slots is not None:
+            self._enqueue(job)
+        elif self._waiting or not self._buffers.place(job):
             self._stats.refused += 1
         else:
             self._revocable[job] = None
             self._enqueue(job)
 
     def _want(self, job: ReadJob) -> None:
+        if job.slots is not None:
+            self._enqueue(job)
+            return
         job.state = State.WAITING
         self._waiting[job] = None
         self._serve_waiting()
@@ -345,13 +355,18 @@ class Prefetcher:
     def _read(self, job: ReadJob) -> None:
         rows = job.view()
         try:
-            job.ok = np.asarray(job.reader.read_packs(job.group, job.chunks, rows), np.bool_)
+            if job.slots is None:
+                ok = job.reader.read_packs(job.group, job.chunks, rows)
+            else:
+                assert job.pool is not None
+                ok = job.reader.read_packs(job.group, job.chunks, job.pool, rows=job.slots)
+            job.ok = np.asarray(ok, np.bool_)
         except Exception as error:  # a thread has no caller: the request sees a miss
             job.ok = np.zeros(len(job.chunks), np.bool_)
             job.error = f"{type(error).__name__}: {error}"
             if isinstance(error, ReadTimeout):
                 job.settled = error.settled
-            else:
+            elif job.slots is None:
                 rows.view(np.uint8)[...] = 0
         job.t1_ns = time.perf_counter_ns()
         if job.trace is not None:

@@ -22,9 +22,14 @@ class PackReader(Protocol):
     """What the prefetcher needs of `storage.PrefixReader`."""
 
     def read_packs(
-        self, group: int, chunks: npt.NDArray[np.int64], out: npt.NDArray[Any]
+        self,
+        group: int,
+        chunks: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+        *,
+        rows: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Fills `out` [n, *pack_shape]; bool [n], False for packs that could not be had."""
+        """Fills `rows` of `out`, or all of it; bool [n], False for packs not to be had."""
         ...
 
 
@@ -79,6 +84,9 @@ class ReadJob:
         chunks: int64 `[n]`, chunk ids, in the order of the result's rows.
         group: layer group.
         demanded: False while it is speculation.
+        pool, slots: the array and its rows `[n]` that are read into, in place of a buffer of the
+            prefetcher's; the caller owns them.
+        settled: of a read that was given up: whether it has ended, and no longer writes.
     """
 
     def __init__(
@@ -93,6 +101,8 @@ class ReadJob:
         demanded: bool,
         owner: RequestToken,
         trace: Trace | None,
+        pool: npt.NDArray[Any] | None = None,
+        slots: npt.NDArray[np.int32] | None = None,
     ) -> None:
         self.chunks = chunks
         self.group = group
@@ -105,6 +115,8 @@ class ReadJob:
         self.read_bytes = self.size // self.shape[0] * len(chunks)
         self.owner = owner
         self.trace = trace
+        self.pool = pool
+        self.slots = slots
         self.state = State.IDLE
         self.offset: int | None = None  # of the block in the arena; None for private memory
         self.block: npt.NDArray[np.uint8] | None = None
@@ -130,6 +142,10 @@ class ReadJob:
     def done(self) -> bool:
         """Whether `result` would return at once."""
         return self.state in (State.IDLE, State.READ, State.GONE)
+
+    def placed(self) -> bool:
+        """Whether it has memory to be read into: refused and revoked speculation has none."""
+        return self.block is not None or (self.slots is not None and self.state is not State.GONE)
 
     def started(self) -> bool:
         """Whether bytes were asked of the store."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -62,7 +63,7 @@ class PackSource:
         self._hold = hold
         self._layout = view.prefix.layout
         self._groups: dict[int, _Group] = {}
-        self._done: list[int] = []
+        self._done: list[tuple[int, Array]] = []
         self._pinned: list[np.ndarray] = []
         self._writes: list[tuple[Array, ReadJob]] = []
         self._owner = prefetcher.owner()
@@ -81,7 +82,7 @@ class PackSource:
         for job in state.jobs:
             useful = len(wanted.intersection(job.chunks.tolist()))
             if useful and not job.demanded:
-                already += useful if job.block is not None else 0  # None: speculation was refused
+                already += useful if job.placed() else 0
                 self._prefetcher.promote(job)
         missing = self._locate(group, state, chunks)
         self._trace.count("demanded", already + len(missing))
@@ -114,19 +115,17 @@ class PackSource:
             self._replace(group, state, failed)
         return np.fromiter((state.slots[c] for c in wanted), np.int32, len(wanted))
 
-    def done(self, group: int) -> None:
-        """Says that all calls reading this group have been dispatched."""
+    def done(self, group: int, after: Array) -> None:
+        """Says that all calls reading this group are dispatched; `after` is the last one's."""
         if not self._hold:
-            self._done.append(group)
+            self._done.append((group, after))
 
     def keep_only(self, group: int, chunks: np.ndarray) -> None:
         """Gives back the group's packs other than `chunks`; all it demanded was collected."""
         state = self._groups[group]
-        for job in state.jobs:
+        for job in list(state.jobs):
             self._count_waste(state, job)
-            self._retire_job(job)
-        state.jobs.clear()
-        state.flying.clear()
+            self._withdraw(state, job)
         kept = set(chunks.tolist())
         leaving = [c for c in (*state.slots, *state.host) if c not in kept]
         pages = self._view.pages(group, np.unique(np.array(leaving, np.int64)))
@@ -145,9 +144,9 @@ class PackSource:
         """Cancels what is queued, admits what was read to the cache, and unpins. Idempotent."""
         self._prefetcher.cancel(self._owner, wait=True)
         for state in self._groups.values():
-            for job in state.jobs:
+            for job in list(state.jobs):
                 self._count_waste(state, job)
-                self._retire_job(job)
+                self._withdraw(state, job)
         for pages in self._pinned:
             self._tiers.unpin(pages)
         self._pinned.clear()
@@ -190,10 +189,23 @@ class PackSource:
             demand=demand,
             owner=self._owner,
             trace=self._trace,
+            pool=self._memory.packs,
+            slots=self._slots_for(len(chunks), demand=demand),
         )
         state.jobs.extend(jobs)
         for job in jobs:
             state.flying.update(job.chunks.tolist())
+
+    def _slots_for(self, n: int, *, demand: bool) -> np.ndarray | None:
+        """Slots for `n` packs to be read into, where reads can go there and there is room.
+
+        Speculation leaves room for two demands of its own size.
+        """
+        if self._memory.packs is None:
+            return None
+        spare = n if demand else 3 * n
+        self._make_room(spare)
+        return self._tiers.take(n) if self._tiers.free_slots >= spare else None
 
     def _stage_host(self, state: _Group, chunks: list[int]) -> None:
         if not chunks:
@@ -217,15 +229,24 @@ class PackSource:
         failed = [c for i, c in enumerate(chunks) if c in needed and not result.ok[i]]
         needed.difference_update(chunks)
         if good:
-            slots = self._room(len(good))
-            where = np.full(len(result.padded), -1, np.int32)
-            where[good] = slots
-            start = time.perf_counter_ns()
-            marker = self._memory.pool.write(result.padded, where)
-            self._trace.add("stage", "stage", start, time.perf_counter_ns(), packs=len(good))
-            self._writes.append((marker, job))
-            self._own(state, [chunks[i] for i in good], slots)
+            mine = [chunks[i] for i in good]
+            if job.slots is None:
+                self._own(state, mine, self._write(job, result.padded, good))
+            else:
+                self._own(state, mine, job.slots[good])
+                job.slots[good] = -1
         return failed
+
+    def _write(self, job: ReadJob, padded: np.ndarray, good: list[int]) -> np.ndarray:
+        """Copies rows of a read buffer to slots of their own."""
+        slots = self._room(len(good))
+        where = np.full(len(padded), -1, np.int32)
+        where[good] = slots
+        start = time.perf_counter_ns()
+        marker = self._memory.write(padded, where)
+        self._trace.add("stage", "stage", start, time.perf_counter_ns(), packs=len(good))
+        self._writes.append((marker, job))
+        return slots
 
     def _replace(self, group: int, state: _Group, chunks: list[int]) -> None:
         """Recomputed packs in place of those that the store could not give."""
@@ -233,7 +254,7 @@ class PackSource:
         rows = self._recompute(group, np.array(chunks, np.int64))
         slots = self._room(len(chunks))
         for row, slot in zip(rows, slots, strict=True):
-            self._memory.pool.write(row[None], slot[None]).block_until_ready()
+            jax.block_until_ready(self._memory.write(row[None], slot[None]))
         self._own(state, chunks, slots)
 
     def _own(self, state: _Group, chunks: list[int], slots: np.ndarray) -> None:
@@ -242,11 +263,36 @@ class PackSource:
         state.used.update(chunks)
 
     def _room(self, n: int) -> np.ndarray:
-        """`n` device slots; groups whose calls are all dispatched make room if need be."""
+        """`n` device slots, if need be at the expense of reads that are not needed yet."""
         self._reap()
-        while self._tiers.free_slots < n and self._done:
-            self._admit(self._done.pop(0))
+        self._make_room(n)
+        for group in sorted(self._groups, reverse=True):
+            if self._tiers.free_slots >= n:
+                break
+            self._read_elsewhere(group, self._groups[group])
         return self._tiers.take(n)
+
+    def _make_room(self, n: int) -> None:
+        """Gives back groups that are attended to, until `n` slots are free or none is left."""
+        self._memory.reclaim()
+        while self._tiers.free_slots < n and self._done:
+            group, after = self._done.pop(0)
+            after.block_until_ready()
+            self._admit(group)
+
+    def _read_elsewhere(self, group: int, state: _Group) -> None:
+        """Frees the slots of a group's reads: speculation is dropped, demands use the arena."""
+        for job in [job for job in state.jobs if job.slots is not None]:
+            if (job.slots < 0).any():
+                continue  # collected already
+            self._withdraw(state, job)
+            if job.demanded:
+                again = self._prefetcher.submit(
+                    self._reader, group, job.chunks, self._layout.pack_shape,
+                    self._layout.numpy_dtype, demand=True, owner=self._owner, trace=self._trace,
+                )  # fmt: skip
+                state.jobs.extend(again)
+                state.flying.update(job.chunks.tolist())
 
     def _admit(self, group: int) -> None:
         state = self._groups[group]
@@ -277,6 +323,19 @@ class PackSource:
         if unused and job.started():
             self._trace.count_bytes("waste", len(unused) * self._layout.pack_bytes)
 
-    def _retire_job(self, job: ReadJob) -> None:
-        if all(job is not written for _, written in self._writes):
-            job.release()
+    def _withdraw(self, state: _Group, job: ReadJob) -> None:
+        """Ends a read, if it has not ended, and gives back what memory of it is not in use."""
+        state.jobs.remove(job)
+        state.flying.difference_update(job.chunks.tolist())
+        if any(job is written for _, written in self._writes):
+            return  # `_reap` releases it
+        job.release()
+        if job.slots is None:
+            return
+        job.result()  # a running read ends first
+        left = job.slots[job.slots >= 0]
+        if job.settled is not None and not job.settled():
+            self._memory.abandon(left, job.settled)
+        else:
+            self._tiers.release(left)
+        job.slots = left[:0]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from jax import Array
 
 from ckv_jax.cache.pool import HostPool, aligned_bytes
-from ckv_jax.pipeline.device_pool import DevicePool
 
 
 class Staging:
@@ -19,7 +19,11 @@ class Staging:
     """
 
     def __init__(
-        self, rows: int, pack_shape: tuple[int, ...], dtype: np.dtype, pool: DevicePool
+        self,
+        rows: int,
+        pack_shape: tuple[int, ...],
+        dtype: np.dtype,
+        write: Callable[[np.ndarray, np.ndarray], Array],
     ) -> None:
         size = rows * math.prod(pack_shape) * dtype.itemsize
         self._blocks = [
@@ -28,7 +32,7 @@ class Staging:
         self._markers: list[Array | None] = [None, None]
         self._turn = 0
         self._rows = rows
-        self._pool = pool
+        self._write = write
 
     @property
     def rows(self) -> int:
@@ -42,7 +46,7 @@ class Staging:
             part = slice(first, min(first + self._rows, len(host_slots)))
             block = self._next()[: part.stop - part.start]
             host.read(host_slots[part], block)
-            self._markers[self._turn] = self._pool.write(block, device_slots[part])
+            self._markers[self._turn] = self._write(block, device_slots[part])
             moved += block.nbytes
         return moved
 

@@ -49,7 +49,7 @@ def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     dtype = np.dtype(ml_dtypes.bfloat16)
     pool, host = DevicePool(20, SHAPE, dtype), HostPool(20, SHAPE, dtype)
     host.write(np.arange(20, dtype=np.int32), packs(20, dtype))
-    staging = Staging(3, SHAPE, dtype, pool)
+    staging = Staging(3, SHAPE, dtype, pool.write)
     order = np.random.default_rng(1).permutation(20).astype(np.int32)
     moved = staging.send(host, order[:11], order[:11][::-1].copy())
     staging.drain()

@@ -49,11 +49,13 @@ class UnsteadyReader:
     ) -> None:
         self._reader.__exit__(kind, error, traceback)
 
-    def read_packs(self, group: int, chunks: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def read_packs(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, *, rows: np.ndarray | None = None
+    ) -> np.ndarray:
         time.sleep(self._random.choice([0.0, 0.0, 0.001, 0.004]))
-        ok = self._reader.read_packs(group, chunks, out)
+        ok = self._reader.read_packs(group, chunks, out, rows=rows)
         lost = np.array([self._random.random() < self._failing for _ in chunks])
-        out[lost] = 0
+        out[np.flatnonzero(lost) if rows is None else rows[lost]] = 0
         return ok & ~lost
 
     def read_probe(self, layer: int, out: np.ndarray) -> int:

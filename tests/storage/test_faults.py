@@ -68,7 +68,7 @@ def test_shards_that_are_not_what_they_were(pristine: Path, kind: str) -> None:
 def test_the_judge_sees_wrong_kv(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks, the same faults are served as wrong tokens."""
 
-    def all_good(self: segment.Segment, group: int, chunks: np.ndarray, data: object) -> np.ndarray:
+    def all_good(self: segment.Segment, group: int, chunks: np.ndarray, *_: object) -> np.ndarray:
         return np.ones(len(chunks), bool)
 
     monkeypatch.setattr(segment.Segment, "packs_good", all_good)

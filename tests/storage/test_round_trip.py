@@ -73,6 +73,23 @@ def test_chunks_in_any_order_over_many_spans(store: ChunkStore) -> None:
     np.testing.assert_array_equal(out.view(np.uint16), truth.view(np.uint16))
 
 
+@pytest.mark.parametrize("ends", [(213,), (48, 64, 160, 213)], ids=str)
+def test_packs_go_to_the_rows_asked_for(store: ChunkStore, ends: tuple[int, ...]) -> None:
+    tokens = some_tokens(213)
+    for end in ends:
+        prefix = ingest(store, tokens[:end])
+    rng = np.random.default_rng(2)
+    ids = rng.permutation(prefix.num_chunks)
+    rows = rng.permutation(40)[: len(ids)]
+    out = np.ones((40, *SMALL.pack_shape), SMALL.numpy_dtype)
+    with store.reader(prefix) as reader:
+        assert reader.read_packs(1, ids, out, rows=rows).all()
+    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[ids]
+    np.testing.assert_array_equal(out[rows].view(np.uint16), truth.view(np.uint16))
+    others = np.setdiff1d(np.arange(40), rows)
+    assert (out[others] == 1).all()
+
+
 def test_a_reordered_segment_keeps_its_mapping(store: ChunkStore) -> None:
     layout = Layout(**SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, reordered=True)
     tokens = some_tokens(256 + 100)
