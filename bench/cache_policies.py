@@ -1,135 +1,74 @@
 """Hit rates of the cache policies over the same selections, replayed without a model.
 
-    python -m bench.cache_policies --json OUT [--traces FILE.npz] [--plot PNG]
+    python -m bench.cache_policies --json OUT [--structured | --traces FILE.npz] [--plot PNG]
 
-Requests are drawn normally over the prefixes and evenly over a prefix's questions; the same draw
-goes through `cache.Tiers` once for each policy, the first third to warm up. Selections come from a
-file of `bench.accuracy --traces`, or else from a seeded generator. JSON: `{"settings", "rows":
-[{"selections", "policy", "hit_rate": {"device", "host", "memory"}, "demotions_per_request",
-"bookkeeping_ms": {"mean", "p50", "p95"}}]}`.
+Requests are drawn normally over 24 prefixes and evenly over a prefix's questions; the same draw
+goes through `cache.Tiers` once for each policy, the first third to warm up, and there are several
+draws. Caches hold 15% and 36% of the data set, as in the paper. Selections come from a seeded
+generator; with `--structured` from requests to the structured model of all benchmarks; or from a
+file of `bench.accuracy --traces`.
+
+`lead` is the attention-guided policy's hit rate less another's, with a 95% interval over the draws.
+`ever_used` is the share of all packs that any request of a draw wants: where that fits into memory,
+every policy keeps everything and only the split between device and host can differ. Requests are
+independent of each other here, as the paper draws them; then a pack's true frequency is all there
+is to know about its future, and what attention adds is a better guess of it from few requests.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
+from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
+from bench.common import Setting as LabSetting
+from bench.common import table
 from ckv_jax.cache import POLICIES, Tiers
 
-SEED = 42
+__all__ = ["Selections", "Setting", "main", "recorded", "replay", "synthetic", "workload"]
+
+STRUCTURED = LabSetting(prefixes=24, prefix_tokens=2000)
+QUESTIONS = 24
+"""Of each prefix, with `--structured`."""
+TIERS = ("device", "host", "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A workload and the sizes of the tiers, as shares of all packs."""
 
-    requests: int = 600
+    requests: int = 900
     device: float = 0.15
     host: float = 0.36
     spread: float = 6.0
     """Prefixes are drawn with a standard deviation of their number divided by this."""
+    draws: int = 5
+    """Workloads, each of so many requests."""
 
     def __post_init__(self) -> None:
-        if self.requests < 3 or not 0 <= self.device + self.host <= 1 or self.spread <= 0:
+        if (
+            self.requests < 3
+            or not 0 <= self.device + self.host <= 1
+            or self.spread <= 0
+            or self.draws < 1
+        ):
             raise ValueError(
-                f"got {self}, expected 3 or more requests, shares within 1, spread > 0"
+                f"got {self}, expected 3 or more requests, shares within 1, spread > 0, a draw"
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selections:
-    """What each question on each prefix selects."""
-
-    name: str
-    num_chunks: int
-    """M."""
-    chunks: np.ndarray
-    """int [P, Q, G, N]: distinct chunk ids for each selection group; G packs a chunk."""
-    attention: np.ndarray
-    """float [P, Q, G, N]: Equation 1's A of each."""
-    important: np.ndarray
-    """float [P, Q, G, N]: share of the chunk's tokens among the question's important tokens."""
-
-    def __post_init__(self) -> None:
-        if not self.chunks.shape == self.attention.shape == self.important.shape:
-            raise ValueError(f"got arrays of different shapes for selections {self.name!r}")
-
-
-def synthetic(
-    budget: float, *, prefixes: int = 24, questions: int = 64, groups: int = 4, chunks: int = 313
-) -> Selections:
-    """Seeded selections: Zipf importance of a prefix's chunks, changed by each question.
-
-    A prefix has one order of importance that its groups share in part; a question moves every
-    chunk by a log-normal factor of its own, and every token within it by an exponential one. The
-    most important tokens of a question are as many as the chosen chunks hold.
-    """
-    rng = np.random.default_rng(SEED)
-    tokens = 16
-    count = max(1, round(budget * chunks))
-    shape = (prefixes, questions, groups, count)
-    chosen = np.zeros(shape, np.int32)
-    attention, important = np.zeros(shape), np.zeros(shape)
-    zipf = 1.0 / np.arange(1, chunks + 1)
-    for prefix in range(prefixes):
-        common = rng.normal(size=chunks)
-        for group in range(groups):
-            taste = common + 0.5 * rng.normal(size=chunks)
-            weight = np.empty(chunks)
-            weight[np.argsort(taste)] = zipf
-            mass = weight * np.exp(rng.normal(size=(questions, chunks)))
-            spread = rng.exponential(size=(questions, chunks, tokens))
-            per_token = mass[..., None] * spread
-            per_token /= per_token.sum((1, 2), keepdims=True)
-            score = per_token.sum(-1)  # [Q, M]
-            ids = np.argpartition(-score, count - 1, axis=1)[:, :count]
-            flat = per_token.reshape(questions, -1)
-            limit = -np.partition(-flat, count * tokens - 1, axis=1)[:, count * tokens - 1]
-            share = (per_token >= limit[:, None, None]).mean(-1)
-            chosen[prefix, :, group] = ids
-            attention[prefix, :, group] = np.take_along_axis(score, ids, 1)
-            important[prefix, :, group] = np.take_along_axis(share, ids, 1)
-    return Selections(
-        name=f"synthetic at {budget:.0%}",
-        num_chunks=chunks,
-        chunks=chosen,
-        attention=attention,
-        important=important,
-    )
-
-
-def recorded(path: Path) -> Iterator[Selections]:
-    """Selections of a file: `RULE` int [P, Q, G, N] beside `RULE attention` float of that shape.
-
-    `RULE important` may give the shares of important tokens. Without it every token of a chosen
-    chunk counts as important, as in ContiguousKV, where the chunk is what is selected.
-    """
-    with np.load(path, allow_pickle=False) as arrays:
-        rules = [name for name in arrays if arrays[name].dtype.kind in "iu"]
-        for rule in rules:
-            if f"{rule} attention" not in arrays:
-                raise ValueError(f"got no array '{rule} attention' in {path}, expected one")
-            chunks = arrays[rule].astype(np.int32)
-            shares = f"{rule} important"
-            yield Selections(
-                name=rule,
-                num_chunks=int(chunks.max()) + 1,
-                chunks=chunks,
-                attention=arrays[f"{rule} attention"].astype(np.float64),
-                important=arrays[shares] if shares in arrays else np.ones(chunks.shape),
-            )
-
-
-def workload(selections: Selections, setting: Setting) -> list[tuple[int, int]]:
+def workload(selections: Selections, setting: Setting, draw: int = 0) -> list[tuple[int, int]]:
     """(prefix, question) of every request: prefixes drawn normally, questions evenly."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng((SEED, draw))
     prefixes, questions = selections.chunks.shape[:2]
     drawn: list[int] = []
     while len(drawn) < setting.requests:
@@ -139,8 +78,8 @@ def workload(selections: Selections, setting: Setting) -> list[tuple[int, int]]:
     return list(zip(drawn, rng.integers(questions, size=len(drawn)).tolist(), strict=True))
 
 
-def replay(selections: Selections, policy: str, setting: Setting) -> dict[str, Any]:
-    """One policy over the whole workload; a row of the report."""
+def replay(selections: Selections, policy: str, setting: Setting, draw: int = 0) -> dict[str, Any]:
+    """One policy over one whole workload; a row of the report."""
     prefixes, _, groups, count = selections.chunks.shape
     each = groups * selections.num_chunks
     pages = prefixes * each
@@ -152,12 +91,14 @@ def replay(selections: Selections, policy: str, setting: Setting) -> dict[str, A
     observed = selections.important if policy == "importance-ratio" else selections.attention
     before: dict[str, int] | None = None
     spent: list[float] = []
-    requests = workload(selections, setting)
+    requests = workload(selections, setting, draw)
+    used: set[int] = set()
     for number, (prefix, question) in enumerate(requests):
         if number == len(requests) // 3:
             before, spent = asdict(tiers.stats), []
         wanted = (bases[prefix] + first + selections.chunks[prefix, question]).reshape(-1)
         masses = observed[prefix, question].reshape(-1)
+        used.update(wanted.tolist())
         start = time.perf_counter()
         request(tiers, wanted, masses)
         spent.append(1e3 * (time.perf_counter() - start))
@@ -167,6 +108,7 @@ def replay(selections: Selections, policy: str, setting: Setting) -> dict[str, A
     return {
         "selections": selections.name,
         "policy": policy,
+        "ever_used": len(used) / pages,
         "hit_rate": {
             "device": now["device_hits"] / uses,
             "host": now["host_hits"] / uses,
@@ -194,12 +136,58 @@ def request(tiers: Tiers, pages: np.ndarray, masses: np.ndarray) -> None:
     tiers.admit(pages, slots)
 
 
+def compare(selections: Selections, setting: Setting) -> list[dict[str, Any]]:
+    """A row for each policy: means over the draws, and the attention-guided policy's lead."""
+    draws = {
+        policy: [replay(selections, policy, setting, draw) for draw in range(setting.draws)]
+        for policy in POLICIES
+    }
+    rates = {
+        policy: {tier: np.array([row["hit_rate"][tier] for row in rows]) for tier in TIERS}
+        for policy, rows in draws.items()
+    }
+    compared = []
+    for policy, rows in draws.items():
+        row = dict(rows[0])
+        row["hit_rate"] = {tier: float(rates[policy][tier].mean()) for tier in TIERS}
+        row["ever_used"] = float(np.mean([one["ever_used"] for one in rows]))
+        row["demotions_per_request"] = float(np.mean([r["demotions_per_request"] for r in rows]))
+        row["lead"] = {
+            tier: interval(rates["attention"][tier] - rates[policy][tier]) for tier in TIERS
+        }
+        compared.append(row)
+    return compared
+
+
+def interval(values: np.ndarray) -> dict[str, float]:
+    """Mean of paired differences and the half width of its 95% interval (Student's t)."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return {"mean": mean, "half_width": float("nan")}
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    return {"mean": mean, "half_width": float(stats.t.ppf(0.975, len(values) - 1)) * error}
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Whether the attention-guided policy leads LFU and LRU, in one line."""
+    said = []
+    for row in rows:
+        if row["policy"] in ("lfu", "lru"):
+            for tier in ("device", "memory"):
+                lead = row["lead"][tier]
+                mean, half = 100 * lead["mean"], 100 * lead["half_width"]
+                word = "no telling" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
+                said.append(f"{row['policy']} {tier} {mean:+.2f} ± {half:.2f} ({word})")
+    name, used = rows[0]["selections"], rows[0]["ever_used"]
+    return f"{name}, {used:.0%} of packs ever used; attention against " + ", ".join(said)
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Stacked bars, device below host, one panel for each set of selections."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["selections"] for row in rows))
-    figure = Figure(figsize=(4 * len(names), 3.6), layout="constrained")
+    figure = Figure(figsize=(max(6, 4 * len(names)), 3.6), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for panel, name in zip(panels, names, strict=True):
         mine = [row for row in rows if row["selections"] == name]
@@ -209,7 +197,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.bar(labels, device, label="device", color="#1f6f8b")
         panel.bar(labels, host, bottom=device, label="host", color="#99a8b2")
         panel.set_title(name)
-        panel.tick_params(axis="x", rotation=20)
+        panel.tick_params(axis="x", rotation=30)
     panels[0].set_ylabel("hit rate")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,28 +205,41 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True, help="write the report here")
-    parser.add_argument("--traces", type=Path, help="recorded selections (npz)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--traces", type=Path, help="recorded selections (npz)")
+    source.add_argument("--structured", action="store_true", help="ask the structured model")
+    parser.add_argument("--quick", action="store_true", help="smaller prefixes with --structured")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--requests", type=int, default=900, help="of each draw")
+    parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--device", type=float, default=0.15, help="share of the packs")
     parser.add_argument("--host", type=float, default=0.36, help="share of the packs")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.05, 0.25])
     args = parser.parse_args()
-    setting = Setting(requests=args.requests, device=args.device, host=args.host)
+    setting = Setting(requests=args.requests, device=args.device, host=args.host, draws=args.draws)
     if args.traces:
         sources = list(recorded(args.traces))
+    elif args.structured:
+        tokens = 1008 if args.quick else STRUCTURED.prefix_tokens
+        lab = dataclasses.replace(STRUCTURED, prefix_tokens=tokens)
+        sources = structured(lab, args.budgets, QUESTIONS)
     else:
         sources = [synthetic(budget) for budget in args.budgets]
-    rows = [replay(source, policy, setting) for source in sources for policy in POLICIES]
-    for row in rows:
-        rate = row["hit_rate"]
-        print(
-            f"{row['selections']:>20} {row['policy']:>17}  device {rate['device']:6.1%}  "
-            f"host {rate['host']:6.1%}  memory {rate['memory']:6.1%}  "
-            f"bookkeeping {row['bookkeeping_ms']['p50']:.2f} ms"
-        )
+    rows: list[dict[str, Any]] = []
+    for selections in sources:
+        mine = compare(selections, setting)
+        print(verdict(mine))
+        rows += mine
+    cells = [
+        [row["selections"], row["policy"], *(f"{row['hit_rate'][tier]:.2%}" for tier in TIERS),
+         row["bookkeeping_ms"]["p50"]]
+        for row in rows
+    ]  # fmt: skip
+    print(table(cells, ["selections", "policy", *TIERS, "bookkeeping ms"]))
     args.json.parent.mkdir(parents=True, exist_ok=True)
     report = {"settings": asdict(setting) | {"seed": SEED}, "rows": rows}
     args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,102 +1,174 @@
-"""Parameters of `bench.simulation`: this machine's disk, link and contention, recorded runs."""
+"""Parameters of `bench.simulation`: this machine's disk, link and contention, recorded runs.
+
+Nothing here is taken from the time to first token that is to be predicted: calls are timed by
+replaying them, reads by loops of their own, and the engine's part by requests that read no packs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bench.common import Json
+from bench.floor import REPLAYS, Recording
 from bench.lab import Lab
 from bench.simulation import Hardware, Script, Stage
 from ckv_jax import Engine
 from ckv_jax.pipeline.device_pool import DevicePool
+from ckv_jax.pipeline.mapped_pool import MappedPool
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.storage.reader import PrefixReader
 
 JOB_PACKS = 16
 SECONDS = 1.0
+_SCORING = ("_select", "_project", "_by_keys", "_by_probe")
+_LAYERS = ("_run", "_attend_tokens", "_attend_all")
 
 
-def hardware(lab: Lab, engine: Engine, cold: Json) -> Hardware:
-    """This machine as `engine`'s reads and writes see it; `cold` is a row of its requests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """The calls of one request by themselves, with everything on the device (`bench.floor`)."""
+
+    total_s: float
+    """Back to back, with one wait at the end."""
+    select_s: tuple[float, ...]
+    """Scoring before each stage; 0 where a selection is shared."""
+    compute_s: tuple[float, ...]
+    """Each stage's layers."""
+    ends_s: tuple[float, float]
+    """Embedding, and the head."""
+    lookahead_s: float
+    """Of each scoring: what speculation scores again."""
+
+
+def hardware(lab: Lab, engine: Engine, recording: Recording, cold: Json) -> Hardware:
+    """This machine as `engine`'s reads and calls see it; `cold` is a row of its requests.
+
+    Bandwidths are those of loops that read alone. Contention is how much slower the recorded calls
+    are while such a loop is running, and such a loop while they are.
+    """
     threads = engine.config.io_threads
     prefix = lab.prefix(0, engine)
     with lab.store.reader(prefix) as reader:
-        packs = _read_loop(lambda rng: _read_packs(reader, rng), threads)
-        probe = packs
+
+        def packs(rng: np.random.Generator) -> int:
+            return _read_packs(reader, rng)
+
+        alone = _read_loop(packs, 1)
+        together = max(alone, _read_loop(packs, threads))
+        probe = together
         if prefix.layout.probe != "none":
             probe = _read_loop(lambda rng: _read_probe(reader, rng), 2)
         latency = statistics.median(_timed(lambda: _one_pack(reader)) for _ in range(20))
-        contention = _contention(reader, threads)
+        slower, busy = _contention(recording, packs, threads)
+    jobs = max(1.0, cold["copies"])
     return Hardware(
         name="here",
-        read_latency=latency / 2,  # the other half is the transfer
-        pack_bandwidth=packs,
+        read_latency=max(0.0, latency - prefix.layout.pack_bytes / alone),
+        pack_bandwidth=together,
         probe_bandwidth=probe,
+        thread_bandwidth=alone,
         threads=threads,
         link_bandwidth=_link(engine),
-        job_overhead=cold["stage_ms"] / 1e3 / max(1.0, cold["copies"]),
-        call_overhead=0.0,  # part of the recorded compute times
+        job_overhead=cold["stage_ms"] / 1e3 / jobs,
+        call_overhead=0.0,  # part of the engine's own time, in `sync_overhead`
         sync_overhead=0.0,
-        contention=contention,
+        compute_contention=slower,
+        read_contention=max(0.0, together / busy - 1),
     )
 
 
-def script(engine: Engine, cold: Json, resident: Json) -> Script:
-    """A request of the mean bytes of `cold` rows and the mean times of resident ones."""
-    system, layout = engine.system, engine.layout
+def with_engine(here: Hardware, engine: Engine, calls: Calls, resident: Json) -> Hardware:
+    """`here` with what the engine adds to the bare calls of a request that reads no packs.
+
+    It is charged where the engine waits for the device: at each selection, or at each layer.
+    """
     spent = resident["breakdown_ms"]
     waits = spent["probe_io"] + spent["critical_io_wait"]
     total = (resident["ttft_ms"]["p50"] - waits) / 1e3
+    selections = sum(seconds > 0 for seconds in calls.select_s) or engine.layout.num_layers
+    return dataclasses.replace(here, sync_overhead=max(0.0, total - calls.total_s) / selections)
+
+
+def calls_of(engine: Engine, recording: Recording) -> Calls:
+    """Times of the recorded calls, one by one, scaled to what all take back to back."""
+    totals = [_timed(recording.replay) for _ in range(REPLAYS)]
+    each = np.median([recording.times() for _ in range(REPLAYS)], axis=0)
+    total = statistics.median(totals)
+    each *= total / each.sum()
+    select: list[float] = []
+    compute: list[float] = []
+    scoring: list[float] = []  # since the layers before
+    for call, seconds in zip(recording.calls[1:-1], each[1:-1].tolist(), strict=True):
+        if call.name in _SCORING:
+            scoring.append(seconds)
+        elif call.name in _LAYERS:
+            # Ours scores for itself, then perhaps for the period after.
+            select.append(sum(scoring[:1] if engine.system.chunked else scoring))
+            compute.append(seconds)
+            scoring = []
+        else:
+            raise ValueError(f"got a call {call.name!r}, expected one that scores or runs layers")
+    ahead = (total - each[0] - each[-1] - sum(select) - sum(compute)) / max(
+        1, sum(seconds > 0 for seconds in select)
+    )
+    return Calls(
+        total_s=total,
+        select_s=tuple(select),
+        compute_s=tuple(compute),
+        ends_s=(float(each[0]), float(each[-1])),
+        lookahead_s=max(0.0, ahead),
+    )
+
+
+def script(engine: Engine, cold: Json, calls: Calls) -> Script:
+    """A request of the mean bytes of `cold` rows and the times of `calls`."""
+    system, layout = engine.system, engine.layout
     useful, probe = cold["ssd_kv_bytes"], cold["ssd_probe_bytes"]
     waste = cold["waste"] * (cold["ssd_bytes"] - probe)
-    pack = layout.pack_bytes
+    embed, head = calls.ends_s
+    times = list(zip(calls.select_s, calls.compute_s, strict=True))
     if not system.chunked:
-        layers = layout.num_layers
         everything = system.selector == "all"
-        share = 0.0 if everything else _select_share(cold)
         keys = useful if everything else _keys_ahead(cold, engine)
-        stage = Stage(
-            select_s=share * total / layers,
-            compute_s=(1 - share) * total / layers,
-            probe_bytes=round(probe / layers),
-            ahead_bytes=round(keys / layers),
-            demanded_bytes=round((useful - keys) / layers),
+        stages = tuple(
+            Stage(
+                select_s=select,
+                compute_s=compute,
+                probe_bytes=round(probe / len(times)),
+                ahead_bytes=round(keys / len(times)),
+                demanded_bytes=round((useful - keys) / len(times)),
+            )
+            for select, compute in times
         )
-        kind = "all" if everything else "tokens"
         return Script(
-            kind="all" if kind == "all" else "tokens",
-            stages=(stage,) * layers, pack_bytes=pack, embed_s=0.0, head_s=0.0,
+            kind="all" if everything else "tokens",
+            stages=stages, pack_bytes=layout.pack_bytes, embed_s=embed, head_s=head,
         )  # fmt: skip
     plan = Plan.of(layout.num_layers, system)
-    select = spent["select"] / 1e3 / plan.periods
-    step = (total - select * plan.periods) / layout.num_layers
     later = max(1, sum(not s.selects or s.period for s in plan.steps))
     ahead = cold["coverage"] if system.prefetch == "inter" else 0.0
     stages = tuple(
         Stage(
-            select_s=select if s.selects else 0.0,
-            compute_s=step * len(s.layers),
+            select_s=select,
+            compute_s=compute,
             probe_bytes=round(probe / plan.periods) if s.selects else 0,
             speculated_bytes=round(ahead * useful / len(plan.steps)),
             wasted_bytes=round(waste / later) if s.period else 0,
             demanded_bytes=round((1 - ahead) * useful / len(plan.steps)),
         )
-        for s in plan.steps
+        for s, (select, compute) in zip(plan.steps, times, strict=True)
     )
-    return Script(kind="ours", stages=stages, pack_bytes=pack, embed_s=0.0, head_s=0.0)
-
-
-def _select_share(row: Json) -> float:
-    """Of a token system's compute, what goes into scoring: all tokens against the chosen ones."""
-    return 0.75 if row["budget"] <= 0.1 else 0.55
+    return Script(
+        kind="ours", stages=stages, pack_bytes=layout.pack_bytes, embed_s=embed, head_s=head,
+        lookahead_s=calls.lookahead_s,
+    )  # fmt: skip
 
 
 def _keys_ahead(row: Json, engine: Engine) -> float:
@@ -149,7 +221,9 @@ def _read_probe(reader: PrefixReader, rng: np.random.Generator) -> int:
 
 
 def _link(engine: Engine) -> float:
-    """Bytes a second from a host buffer into the pool."""
+    """Bytes a second from a host buffer into the pool; as good as endless if they are one."""
+    if isinstance(engine._parts.memory.pool, MappedPool):
+        return 1e15
     layout = engine.layout
     pool = DevicePool(4 * JOB_PACKS, layout.pack_shape, layout.numpy_dtype)
     rows = np.zeros((JOB_PACKS, *layout.pack_shape), layout.numpy_dtype)
@@ -159,34 +233,17 @@ def _link(engine: Engine) -> float:
     return rows.nbytes / statistics.median(times)
 
 
-def _contention(reader: PrefixReader, threads: int) -> float:
-    """How much slower a computation gets while the reader threads are busy."""
-    x = jnp.ones((512, 1024), jnp.bfloat16)
-    w = jnp.ones((1024, 1024), jnp.bfloat16)
-
-    def chain(x: jax.Array, w: jax.Array) -> jax.Array:
-        for _ in range(8):
-            x = jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-        return x
-
-    call = jax.jit(chain)
-    call(x, w).block_until_ready()
-    alone = statistics.median(_timed(lambda: call(x, w).block_until_ready()) for _ in range(30))
-    stop = threading.Event()
-
-    def read(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while not stop.is_set():
-            _read_packs(reader, rng)
-
-    workers = [threading.Thread(target=read, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    busy = statistics.median(_timed(lambda: call(x, w).block_until_ready()) for _ in range(30))
-    stop.set()
-    for worker in workers:
-        worker.join()
-    return max(0.0, busy / alone - 1)
+def _contention(
+    recording: Recording, read: Callable[[np.random.Generator], int], threads: int
+) -> tuple[float, float]:
+    """How much longer calls take beside busy readers, and the readers' bytes a second meanwhile."""
+    alone = statistics.median(_timed(recording.replay) for _ in range(REPLAYS))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(_read_loop, read, threads)
+        spent = []
+        while not reading.done():
+            spent.append(_timed(recording.replay))
+    return max(0.0, statistics.median(spent) / alone - 1), reading.result()
 
 
 def _timed(run: Callable[[], object]) -> float:

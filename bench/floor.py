@@ -91,6 +91,18 @@ class Recording:
         jax.block_until_ready(results)
         return results
 
+    def times(self) -> list[float]:
+        """Seconds of each call of a replay that waits for every one."""
+        results: list[list[Any]] = []
+        spent = []
+        for call in self.calls:
+            args = [x.build(results) if isinstance(x, Made) else x for x in call.args]
+            start = time.perf_counter()
+            out = jax.block_until_ready(call.program(*args, **call.static))
+            results.append(jax.tree.leaves(out))
+            spent.append(time.perf_counter() - start)
+        return spent
+
     @property
     def results(self) -> list[list[Any]]:
         """The leaves of every result, as they were when they were recorded."""

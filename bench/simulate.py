@@ -3,8 +3,9 @@
     python -m bench.simulate --quick --json OUT --plot PNG
 
 `validation`: each system is measured here, cold; the model of `bench.simulation` gets the disk,
-link and contention of this machine, each system's times with everything resident, and the bytes,
-coverage and waste of its recorded requests, and predicts the time to first token. `predictions`:
+link and contention of this machine, each system's calls replayed by themselves, what its engine
+adds when nothing is read, and the bytes, coverage and waste of its recorded requests, and predicts
+the time to first token (`bench.calibrate`). `predictions`:
 the same model with a preset's data sheet (the paper's A800 with a 990 Pro) and what each system was
 seen to load here, for published models and prefixes of 4k to 128k tokens. Predictions are not
 measurements.
@@ -17,12 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import costs
-from bench.calibrate import hardware, script
+from bench.calibrate import calls_of, hardware, script, with_engine
 from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.floor import Recording, record
 from bench.lab import Lab
 from bench.measure import measured, row_of
 from bench.simulation import Simulation
 from bench.turns import Taken, take_turns
+from ckv_jax import Engine
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.systems import system_named
 
@@ -34,13 +37,11 @@ PREFIXES = (4096, 8192, 16384, 32768, 65536, 131072)
 GOAL = 0.15
 
 
-def resident(lab: Lab, name: str, budget: float) -> Json:
-    """A row of requests whose KV is all on the device."""
-    with lab.engine(name, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
-        for _ in range(2):
-            lab.ask(engine, 0, 0, budget)
-        samples = [measured(lab, engine, 0, 0, budget) for _ in range(lab.setting.repeats)]
-        return row_of(name, budget, "resident", samples, engine.layout)
+def resident(lab: Lab, engine: Engine, budget: float) -> tuple[Json, Recording]:
+    """A row of requests whose KV is all on the device, and the calls of one."""
+    found = record(lab, engine, budget)
+    samples = [measured(lab, engine, 0, 0, budget) for _ in range(max(5, lab.setting.repeats))]
+    return row_of(engine.system.name, budget, "resident", samples, engine.layout), found
 
 
 def validate(lab: Lab, taken: Sequence[Taken]) -> list[Json]:
@@ -49,18 +50,22 @@ def validate(lab: Lab, taken: Sequence[Taken]) -> list[Json]:
     for part in taken:
         cold = part.row() | {"tokens_in_prefix": lab.work.prefix_tokens}
         name = part.system.name
-        with lab.engine(part.system) as engine:
-            here = hardware(lab, engine, cold)
-            recorded = script(engine, cold, resident(lab, name, part.budget))
+        with lab.engine(part.system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
+            warm, found = resident(lab, engine, part.budget)
+            calls = calls_of(engine, found)
+            here = with_engine(hardware(lab, engine, found, cold), engine, calls, warm)
+            recorded = script(engine, cold, calls)
         outcome = Simulation(recorded, here).run()
-        mean = cold["ttft_ms"]["p50"]
+        median = cold["ttft_ms"]["p50"]
         rows.append(
             {
                 "system": name,
                 "budget": part.budget,
-                "measured_ms": mean,
+                "measured_ms": median,
                 "simulated_ms": outcome.ttft_s * 1e3,
-                "error": outcome.ttft_s * 1e3 / mean - 1,
+                "error": outcome.ttft_s * 1e3 / median - 1,
+                "calls_ms": calls.total_s * 1e3,
+                "resident_ms": warm["ttft_ms"]["p50"],
                 "waits_ms": {kind: s * 1e3 for kind, s in outcome.waits.items()},
                 "hardware": dataclasses.asdict(here),
                 "profile": dataclasses.asdict(costs.Profile.of(cold)),
@@ -124,7 +129,7 @@ def main() -> None:
         rows = validate(lab, take_turns(lab, systems))
     predictions = predict(rows, args.preset, setting.suffix_tokens)
     worst = max(abs(row["error"]) for row in rows)
-    names = ["system", "budget", "measured_ms", "simulated_ms", "error"]
+    names = ["system", "budget", "measured_ms", "simulated_ms", "error", "calls_ms", "resident_ms"]
     print(table([[row[name] for name in names] for row in rows], names))
     verdict = "within" if worst <= GOAL else "outside"
     print(f"largest error {worst:.0%}: {verdict} the goal of {GOAL:.0%}")

@@ -8,7 +8,8 @@ those were of use. The schedules are those of `pipeline.executor` and `pipeline.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ class Hardware:
     """Bytes a second of all reader threads together, at the pack's size."""
     probe_bandwidth: float
     """The same for sequential reads."""
+    thread_bandwidth: float = math.inf
+    """Bytes a second of one reader thread by itself, at the pack's size."""
     threads: int
     link_bandwidth: float
     """Host to device; copies run beside the device's computing."""
@@ -37,8 +40,10 @@ class Hardware:
     """Engine thread, for each jitted call: dispatch, tables, bookkeeping."""
     sync_overhead: float
     """For each selection brought to the host."""
-    contention: float = 0.0
-    """By how much computing and reading slow each other while both go on (shared CPU cores)."""
+    compute_contention: float = 0.0
+    """By how much computing takes longer while all reader threads are busy (shared CPU cores)."""
+    read_contention: float = 0.0
+    """By how much reading takes longer while computing goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +105,23 @@ class Machine:
         self._changed = env.event()
 
     def read(self, size: int, *, probe: bool, priority: int) -> Process:
-        """One job of a reader thread."""
-        rate = self.hardware.probe_bandwidth if probe else self.hardware.pack_bandwidth
+        """One job of a reader thread: what the thread does by itself, and its turn at the disk."""
+        hardware = self.hardware
+        disk_s = size / (hardware.probe_bandwidth if probe else hardware.pack_bandwidth)
+        alone_s = 0.0 if probe else max(0.0, size / hardware.thread_bandwidth - disk_s)
         with self.threads.request(priority=priority) as thread:
             yield thread
-            yield self.env.timeout(self.hardware.read_latency)
+            yield self.env.timeout(hardware.read_latency)
+            self._change("_reading", 1)
+            yield from self._reads(alone_s)
             with self._disk.request(priority=priority) as turn:
                 yield turn
-                yield from self._share("_reading", "_computing", size / rate)
+                yield from self._reads(disk_s)
+            self._change("_reading", -1)
+
+    def work(self, seconds: float) -> Process:
+        """The engine thread's own work, which the readers slow like a call."""
+        yield from self._slowed(seconds, self._compute_slow)
 
     def copy(self, size: int) -> Process:
         """One copy to the device."""
@@ -124,18 +138,27 @@ class Machine:
         for process in before:
             if process is not None and process.is_alive:
                 yield process
-        yield from self._share("_computing", "_reading", seconds)
+        self._change("_computing", 1)
+        yield from self._slowed(seconds, self._compute_slow)
+        self._change("_computing", -1)
 
-    def _share(self, mine: str, other: str, seconds: float) -> Process:
-        """Works for `seconds` of undisturbed time, slower while the other kind is going on."""
-        self._change(mine, 1)
+    def _reads(self, seconds: float) -> Process:
+        yield from self._slowed(seconds, self._read_slow)
+
+    def _compute_slow(self) -> float:
+        busy = min(1.0, self._reading / self.hardware.threads)
+        return 1 + self.hardware.compute_contention * busy
+
+    def _read_slow(self) -> float:
+        return 1 + self.hardware.read_contention * (self._computing > 0)
+
+    def _slowed(self, seconds: float, slow: Callable[[], float]) -> Process:
+        """Works for `seconds` of undisturbed time, which take longer while others work."""
         left = seconds
         while left > 1e-9:
-            slow = 1 + self.hardware.contention * (getattr(self, other) > 0)
-            start = self.env.now
-            yield self.env.timeout(left * slow) | self._changed
-            left -= (self.env.now - start) / slow
-        self._change(mine, -1)
+            start, by = self.env.now, slow()
+            yield self.env.timeout(left * by) | self._changed
+            left -= (self.env.now - start) / by
 
     def _change(self, name: str, by: int) -> None:
         setattr(self, name, getattr(self, name) + by)
@@ -182,7 +205,7 @@ class Simulation:
             self._call(stages[first].select_s + self._script.lookahead_s)
             self._start("probe", after)
             yield self._call(0.0)  # the device is through with everything before
-            yield self._env.timeout(self._hardware.sync_overhead)
+            yield from self._machine.work(self._hardware.sync_overhead)
             for index in range(first, after):
                 self._start("demand", index)
             if after < len(stages):
@@ -228,7 +251,7 @@ class Simulation:
             yield from self._wait("ahead", index)
             yield from self._stage(stage.ahead_bytes)
             yield self._call(stage.select_s)
-            yield self._env.timeout(self._hardware.sync_overhead)
+            yield from self._machine.work(self._hardware.sync_overhead)
             self._start("demand", index)
             yield from self._wait("demand", index)
             yield from self._stage(stage.demanded_bytes)
@@ -270,5 +293,5 @@ class Simulation:
         """What arrived goes to the device before the next call."""
         jobs = -(-size // (self._script.pack_bytes * self._script.packs_per_job))
         if jobs:
-            yield self._env.timeout(jobs * self._hardware.job_overhead)
+            yield from self._machine.work(jobs * self._hardware.job_overhead)
             self._copied = self._env.process(self._machine.copy(size))

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.cache_policies import Selections, Setting, main, recorded, replay, synthetic, workload
+from bench.cache_policies import Setting, interval, main, replay, verdict, workload
+from bench.cache_traces import Selections, recorded, structured, synthetic
+from bench.common import Setting as LabSetting
 from ckv_jax.cache import POLICIES
 
 SMALL = {"prefixes": 4, "questions": 6, "groups": 2, "chunks": 40}
@@ -65,11 +67,16 @@ def test_recorded_selections_and_the_report(tmp_path: Path, monkeypatch) -> None
         sys,
         "argv",
         ["x", "--json", str(report), "--traces", str(file), "--plot", str(chart),
-         "--requests", "30"],
+         "--requests", "30", "--draws", "3"],
     )  # fmt: skip
     main()
     rows = json.loads(report.read_text())["rows"]
     assert [row["policy"] for row in rows] == list(POLICIES)
+    by_policy = {row["policy"]: row for row in rows}
+    assert by_policy["attention"]["lead"]["memory"] == {"mean": 0.0, "half_width": 0.0}
+    lead = by_policy["lru"]["lead"]["device"]["mean"]
+    ours, theirs = (by_policy[name]["hit_rate"]["device"] for name in ("attention", "lru"))
+    assert lead == pytest.approx(ours - theirs)
     assert chart.stat().st_size > 1000
 
 
@@ -77,3 +84,25 @@ def test_recorded_selections_without_attention_are_refused(tmp_path: Path) -> No
     np.savez(tmp_path / "bare.npz", ckv=np.zeros((1, 1, 1, 1), np.int16))
     with pytest.raises(ValueError, match="ckv attention"):
         list(recorded(tmp_path / "bare.npz"))
+
+
+def test_a_lead_within_its_interval_says_nothing() -> None:
+    even = interval(np.array([-0.01, 0.01, 0.0]))
+    clear = interval(np.array([0.02, 0.021, 0.019]))
+    assert abs(even["mean"]) <= even["half_width"] and clear["mean"] > clear["half_width"] > 0
+    rows = [
+        {"selections": "x", "policy": name, "ever_used": 0.4, "lead": dict.fromkeys(
+            ("device", "memory"), lead)}
+        for name, lead in (("lfu", even), ("lru", clear))
+    ]  # fmt: skip
+    said = verdict(rows)
+    assert said.count("no telling") == 2 and said.count("ahead") == 2 and "behind" not in said
+
+
+def test_selections_of_the_structured_model() -> None:
+    setting = LabSetting(model="tiny", prefix_tokens=512, prefixes=2)
+    (found,) = structured(setting, (0.25,), questions=2)
+    assert found.chunks.shape == (2, 2, 1, 8)  # 32 chunks, one period of four layers
+    assert all(len(set(row)) == 8 for row in found.chunks.reshape(-1, 8).tolist())
+    assert found.chunks.min() >= 0 and found.chunks.max() < found.num_chunks == 32
+    assert (found.attention > 0).all()

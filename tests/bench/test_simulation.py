@@ -71,9 +71,20 @@ def test_token_systems_wait_for_what_they_choose() -> None:
 
 
 def test_contention_slows_both() -> None:
-    script = ours(demanded_bytes=20 * MB)
-    busy = dataclasses.replace(HARDWARE, contention=0.5)
-    assert ttft(script) < ttft(script, busy) < 1.5 * ttft(script)
+    reading = ours(demanded_bytes=20 * MB)
+    busy = dataclasses.replace(HARDWARE, read_contention=0.5)
+    assert ttft(reading) < ttft(reading, busy) < 1.5 * ttft(reading)
+    computing = ours(speculated_bytes=4 * MB)  # read while the period before computes
+    busy = dataclasses.replace(HARDWARE, compute_contention=0.5)
+    assert ttft(computing) < ttft(computing, busy) < 1.5 * ttft(computing)
+
+
+def test_one_thread_alone_is_slower_than_all() -> None:
+    script = ours(demanded_bytes=8 * MB)  # less than a job: one thread reads it
+    slow = dataclasses.replace(HARDWARE, thread_bandwidth=2.5e8)
+    assert ttft(script, slow) >= ttft(script) + 2 * (0.032 - 0.008)
+    many = dataclasses.replace(script, packs_per_job=2)  # four jobs, four threads
+    assert ttft(many, slow) < ttft(script, slow)
 
 
 @pytest.mark.parametrize("name", ["contiguous-kv", "ckv", "impress", "as-h2o-lfu", "as-lru"])

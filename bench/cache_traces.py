@@ -1,0 +1,139 @@
+"""Selections to replay through caches: a seeded generator, a file, or the structured model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import Setting
+from bench.floor import recording
+from bench.lab import Lab
+from ckv_jax.systems import SYSTEMS
+
+SEED = 42
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selections:
+    """What each question on each prefix selects."""
+
+    name: str
+    num_chunks: int
+    """M."""
+    chunks: np.ndarray
+    """int [P, Q, G, N]: distinct chunk ids for each selection group; G packs a chunk."""
+    attention: np.ndarray
+    """float [P, Q, G, N]: Equation 1's A of each."""
+    important: np.ndarray
+    """float [P, Q, G, N]: share of the chunk's tokens among the question's important tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.chunks.shape == self.attention.shape == self.important.shape:
+            raise ValueError(f"got arrays of different shapes for selections {self.name!r}")
+
+
+def synthetic(
+    budget: float, *, prefixes: int = 24, questions: int = 64, groups: int = 4, chunks: int = 313
+) -> Selections:
+    """Seeded selections: Zipf importance of a prefix's chunks, changed by each question.
+
+    A prefix has one order of importance that its groups share in part; a question moves every
+    chunk by a log-normal factor of its own, and every token within it by an exponential one. The
+    most important tokens of a question are as many as the chosen chunks hold.
+    """
+    rng = np.random.default_rng(SEED)
+    tokens = 16
+    count = max(1, round(budget * chunks))
+    shape = (prefixes, questions, groups, count)
+    chosen = np.zeros(shape, np.int32)
+    attention, important = np.zeros(shape), np.zeros(shape)
+    zipf = 1.0 / np.arange(1, chunks + 1)
+    for prefix in range(prefixes):
+        common = rng.normal(size=chunks)
+        for group in range(groups):
+            taste = common + 0.5 * rng.normal(size=chunks)
+            weight = np.empty(chunks)
+            weight[np.argsort(taste)] = zipf
+            mass = weight * np.exp(rng.normal(size=(questions, chunks)))
+            spread = rng.exponential(size=(questions, chunks, tokens))
+            per_token = mass[..., None] * spread
+            per_token /= per_token.sum((1, 2), keepdims=True)
+            score = per_token.sum(-1)  # [Q, M]
+            ids = np.argpartition(-score, count - 1, axis=1)[:, :count]
+            flat = per_token.reshape(questions, -1)
+            limit = -np.partition(-flat, count * tokens - 1, axis=1)[:, count * tokens - 1]
+            share = (per_token >= limit[:, None, None]).mean(-1)
+            chosen[prefix, :, group] = ids
+            attention[prefix, :, group] = np.take_along_axis(score, ids, 1)
+            important[prefix, :, group] = np.take_along_axis(share, ids, 1)
+    return Selections(
+        name=f"synthetic at {budget:.0%}",
+        num_chunks=chunks,
+        chunks=chosen,
+        attention=attention,
+        important=important,
+    )
+
+
+def recorded(path: Path) -> Iterator[Selections]:
+    """Selections of a file: `RULE` int [P, Q, G, N] beside `RULE attention` float of that shape.
+
+    `RULE important` may give the shares of important tokens. Without it every token of a chosen
+    chunk counts as important, as in ContiguousKV, where the chunk is what is selected.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        rules = [name for name in arrays if arrays[name].dtype.kind in "iu"]
+        for rule in rules:
+            if f"{rule} attention" not in arrays:
+                raise ValueError(f"got no array '{rule} attention' in {path}, expected one")
+            chunks = arrays[rule].astype(np.int32)
+            shares = f"{rule} important"
+            yield Selections(
+                name=rule,
+                num_chunks=int(chunks.max()) + 1,
+                chunks=chunks,
+                attention=arrays[f"{rule} attention"].astype(np.float64),
+                important=arrays[shares] if shares in arrays else np.ones(chunks.shape),
+            )
+
+
+def structured(setting: Setting, budgets: Sequence[float], questions: int) -> list[Selections]:
+    """What the structured model chooses with `contiguous-kv`: real requests on the real engine.
+
+    All of a prefix's questions at one budget after the other; every period is a group.
+    """
+    found: dict[float, list[list[list[np.ndarray]]]] = {budget: [] for budget in budgets}
+    with Lab(setting) as lab, lab.engine(SYSTEMS["contiguous-kv"]) as engine:
+        for prefix in range(setting.prefixes):
+            for budget in budgets:
+                asked = []
+                for question in range(questions):
+                    with recording(engine) as calls:
+                        lab.ask(engine, prefix, prefix * questions + question, budget)
+                    asked.append(
+                        [
+                            np.stack([np.asarray(leaf)[0] for leaf in result[:2]])
+                            for call, result in zip(calls.calls, calls.results, strict=True)
+                            if call.name == "_select"
+                        ]
+                    )
+                found[budget].append(asked)
+        chunks = lab.prefix(0, engine).num_chunks
+    selections = []
+    for budget, parts in found.items():
+        values = np.asarray(parts, np.float64)  # [P, Q, G, 2, n]
+        real = values[0, 0, 0, 0] >= 0  # padding comes last, alike everywhere
+        ids, attention = values[..., 0, real].astype(np.int32), values[..., 1, real]
+        selections.append(
+            Selections(
+                name=f"structured at {budget:.0%}",
+                num_chunks=chunks,
+                chunks=ids,
+                attention=attention,
+                important=np.ones(ids.shape),
+            )
+        )
+    return selections
