@@ -67,6 +67,8 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 digest="int8",
                 speculate="lookahead",
                 overfetch=1.25,
+                score_window=4,
+                score_layers="period",
                 policy="attention",
             ),
         )

@@ -7,7 +7,7 @@ layers share, and their arrays, which are arguments: one executable serves every
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +118,11 @@ class Compute:
 
     def select(
         self,
-        layer: int,
+        layers: Sequence[int],
         hidden: Float[Array, "B S E"],
         start: Int32[ArrayLike, ""],
         q_lengths: Int32[ArrayLike, " B"],
-        probe: Probe,
+        probes: Sequence[Probe],
         num_tokens: Int32[ArrayLike, ""],
         num_chunks: Int32[ArrayLike, ""],
         limits: Int32[ArrayLike, " B"],
@@ -131,14 +131,15 @@ class Compute:
         window: int | None,
         chunk_tokens: int,
     ) -> tuple[Int32[Array, "B n"], Float32[Array, "B n"], Float32[Array, " B"]]:
-        """The top `limits[b]` <= n chunks of the probe for this layer's queries (Equation 1).
+        """The top `limits[b]` <= n chunks for the queries of these layers (Equation 1, summed).
 
         Returns ascending chunk ids with -1 for those past the limit, their attention A_j, and
-        the share of all attention mass that they hold. `start`: position of the first suffix
-        token; `window`: only so many last queries score.
+        the share of all attention mass that they hold. `probes`: one a layer; `start`: position
+        of the first suffix token; `window`: only so many last queries score.
         """
+        states = tuple(self._layers[layer] for layer in layers)
         ids, attention, mass = self._select(
-            self._layers[layer], hidden, start, q_lengths, probe, num_tokens, num_chunks,
+            states, hidden, start, q_lengths, tuple(probes), num_tokens, num_chunks,
             limits, n=n, window=window, chunk_tokens=chunk_tokens,
         )  # fmt: skip
         return ids, attention, mass
@@ -204,11 +205,10 @@ def _head_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., tuple[Arra
 
 def _select_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[Array, ...]]:
     def choose(
-        state: LayerState, hidden: Array, start: Array, q_lengths: Array, probe: Probe,
-        num_tokens: Array, num_chunks: Array, limits: Array, *, n: int, window: int | None,
-        chunk_tokens: int,
+        states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
+        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, *, n: int,
+        window: int | None, chunk_tokens: int,
     ) -> tuple[Array, ...]:  # fmt: skip
-        layer = layer_of(state)
         batch, length, _ = hidden.shape
         positions = _positions(start, batch, length)
         if window is not None and window < length:
@@ -217,10 +217,13 @@ def _select_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[A
             hidden = jnp.take_along_axis(hidden, rows[:, :, None], axis=1)
             positions = jnp.take_along_axis(positions, rows, axis=1)
             q_lengths = jnp.minimum(q_lengths, window)
-        q = layer.attention.query(layer.input_norm(hidden), positions)
-        scores = score(
-            q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens
-        )  # [B, M]
+        scores: Array = jnp.zeros((), jnp.float32)
+        for state, probe in zip(states, probes, strict=True):
+            layer = layer_of(state)
+            q = layer.attention.query(layer.input_norm(hidden), positions)
+            scores = scores + score(
+                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens
+            )  # [B, M]
         ids = select(scores, n, num_chunks=num_chunks)
         attention = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=1)
         attention = jnp.where(ids >= 0, attention, -1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,12 +107,16 @@ class Executor:
         masses, selections, contexts = [], [], []
         guess: Array | None = None
         for period in range(self._plan.periods):
+            layers = self._plan.scoring_layers(period)
             ids, attention, mass = self._choose(
-                view, batch, hidden, start, period, probes, batch.limits
+                view, batch, hidden, start, period, layers, probes, batch.limits
             )
             if self._system.speculate == "lookahead" and self._inter(period):
                 more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
-                guess, _, _ = self._choose(view, batch, hidden, start, period + 1, probes, more)
+                ahead = [self._plan.first_layer(period + 1)]
+                guess, _, _ = self._choose(
+                    view, batch, hidden, start, period + 1, ahead, probes, more
+                )
             began = time.perf_counter_ns()
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
@@ -160,11 +165,11 @@ class Executor:
 
     def _choose(
         self, view: PrefixView, batch: Batch, hidden: Array, start: np.int32, period: int,
-        probes: Probes, limits: np.ndarray,
+        layers: Sequence[int], probes: Probes, limits: np.ndarray,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         n = min(chunk_bucket(int(limits.max())), view.probe_chunks)
         return self._compute.select(
-            self._plan.first_layer(period), hidden, start, batch.lengths, probes.get(period),
+            layers, hidden, start, batch.lengths, probes.get(layers, period),
             np.int32(view.prefix.num_tokens), np.int32(view.num_chunks), limits,
             n=n, window=self._system.score_window, chunk_tokens=self._system.chunk_tokens,
         )  # fmt: skip

@@ -126,7 +126,7 @@ class LayerSchedule:
 
     def _by_probe(self, layer: int, qkv: Qkv) -> Choice:
         self._read_ahead(layer + self._ahead)
-        probe = self._probes.get(layer)
+        [probe] = self._probes.get([layer], layer)
         assert isinstance(probe, Keys)
         return self._layers.choose_by_probe(
             qkv, self._batch.lengths, probe.keys, self._start, self._batch.limits,

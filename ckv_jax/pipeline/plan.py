@@ -26,6 +26,8 @@ class Plan:
 
     steps: tuple[Step, ...]
     periods: int
+    score_all: bool
+    """Whether all layers of a period select for it."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig) -> Plan:
@@ -43,7 +45,11 @@ class Plan:
             )
             for index, first in enumerate(range(0, num_layers, system.subperiod))
         )
-        return cls(steps=steps, periods=-(-num_layers // system.period))
+        return cls(
+            steps=steps,
+            periods=-(-num_layers // system.period),
+            score_all=system.score_layers == "period",
+        )
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
         """The subperiods of one period, in order; empty past the last."""
@@ -52,6 +58,12 @@ class Plan:
     def first_layer(self, period: int) -> int:
         """The layer whose queries select for this period."""
         return self.period_steps(period)[0].layers[0]
+
+    def scoring_layers(self, period: int) -> range:
+        """The layers whose queries select for this period, see `SystemConfig.score_layers`."""
+        steps = self.period_steps(period)
+        first = steps[0].layers[0]
+        return range(first, steps[-1].layers[-1] + 1 if self.score_all else first + 1)
 
     def groups(self, period: int) -> range:
         """The layer groups of a period, in layer order."""

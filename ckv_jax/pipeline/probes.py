@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -59,19 +60,19 @@ class Probes:
             layer = self._plan.first_layer(period)
             self._reads[period] = self._threads.submit(self._read, layer)
 
-    def get(self, period: int) -> Probe:
-        """The probe of `period`; waits for it."""
-        layer = self._plan.first_layer(period)
+    def get(self, layers: Sequence[int], period: int) -> list[Probe]:
+        """The probes of these layers of `period`, of which keys are read for the first alone;
+        waits for them."""
         if self._digest is not None:
-            return self._digest[layer]
+            return [self._digest[layer] for layer in layers]
         self.ahead(period)
         start = time.perf_counter_ns()
         keys = self._reads.pop(period).result()
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), period=period)
         if keys is None:
-            return self._recomputed(layer)
+            return [self._recomputed(layer) for layer in layers]
         self._held[period] = keys
-        return Keys(jax.device_put(keys))
+        return [Keys(jax.device_put(keys))]
 
     def used(self, period: int) -> None:
         """Says that the selection of `period` is known, so that its keys may be overwritten."""

@@ -66,9 +66,10 @@ class Reselect:
         missing = self._window - len(recent)  # the call's shape stays the same
         hidden = jnp.concatenate([*recent, *[recent[-1]] * missing], axis=1)
         count = np.where(self._limits > 0, len(recent), 0).astype(np.int32)
+        layers = self._plan.scoring_layers(period)
         ids, attention, _ = self._compute.select(
-            self._plan.first_layer(period), hidden, newest - np.int32(len(recent) - 1), count,
-            self._probes.get(period), np.int32(self._view.prefix.num_tokens),
+            layers, hidden, newest - np.int32(len(recent) - 1), count,
+            self._probes.get(layers, period), np.int32(self._view.prefix.num_tokens),
             np.int32(self._view.num_chunks), self._limits,
             n=self._size, window=None, chunk_tokens=self._chunk_tokens,
         )  # fmt: skip

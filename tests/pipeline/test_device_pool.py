@@ -8,6 +8,7 @@ import pytest
 
 from ckv_jax.cache.pool import HostPool
 from ckv_jax.pipeline.device_pool import DevicePool
+from ckv_jax.pipeline.mapped_pool import MappedPool
 from ckv_jax.pipeline.staging import Staging
 
 SHAPE = (2, 2, 4, 1, 8)
@@ -57,3 +58,17 @@ def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     expected = np.zeros((20, *SHAPE), dtype)
     expected[order[:11][::-1]] = packs(20, dtype)[order[:11]]
     np.testing.assert_array_equal(content(pool, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mapped_pool_is_the_memory_that_is_read_into(dtype: object) -> None:
+    pool, host = MappedPool(7, SHAPE, np.dtype(dtype)), HostPool(3, SHAPE, dtype)
+    pages = pool.pages
+    pool.packs[5] = packs(1, dtype)[0]
+    pool.write(packs(3, dtype, 1), np.array([6, -1, 0]))
+    pool.save(host, np.array([5, 6]), np.array([2, 0]))
+    assert pool.load(host, np.array([2]), np.array([3])) == host.pack_bytes
+    expected = np.zeros((7, *SHAPE), dtype)
+    expected[[5, 3]] = packs(1, dtype)[0]
+    expected[[6, 0]] = packs(3, dtype, 1)[[0, 2]]
+    np.testing.assert_array_equal(np.asarray(pages).view(dtype), expected)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckv_jax import Engine, Request
+from ckv_jax.pipeline import memory
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.reader import PrefixReader
@@ -119,6 +120,7 @@ def answers(engine: Engine) -> list[np.ndarray]:
     work_packs=st.sampled_from([24, 64, 300]),
     buffer_packs=st.sampled_from([1, 20, 300]),
     threads=st.integers(1, 6),
+    mapped=st.booleans(),
 )
 def test_logits_are_bit_identical(
     engines: dict[str, Engine],
@@ -131,7 +133,9 @@ def test_logits_are_bit_identical(
     work_packs: int,
     buffer_packs: int,
     threads: int,
+    mapped: bool,
 ) -> None:
+    """`mapped`: reads land in the page pool; otherwise in a buffer that is copied, as for a GPU."""
     plain = engines[name]
     pack = plain.layout.pack_bytes
     system = dataclasses.replace(
@@ -149,7 +153,10 @@ def test_logits_are_bit_identical(
         prefetch_host_bytes=buffer_packs * pack,
         io_threads=threads,
     )
-    with plain.variant(config, store=UnsteadyStore(plain.store)) as engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "in_host_memory", lambda: mapped)
+        engine = plain.variant(config, store=UnsteadyStore(plain.store))
+    with engine:
         for got, expected in zip(answers(engine), answers(plain), strict=True):
             np.testing.assert_array_equal(got, expected)
 
