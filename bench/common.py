@@ -23,6 +23,12 @@ from ckv_jax.model.config import PUBLISHED, ModelConfig
 RIVALS = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
 OURS = ("contiguous-kv", "ckv")
 
+COLORS = {
+    "contiguous-kv": "#1f6f8b", "ckv": "#d1603d", "impress": "#7a8c3a", "as-h2o-lfu": "#8d7b9e",
+    "as-h2o-lru": "#b49fc4", "as-lru": "#9a8c7c", "recompute": "#b8bdc2",
+}  # fmt: skip
+"""One color a system, in every figure."""
+
 SHAPES: dict[str, ModelConfig] = {
     **PUBLISHED,
     "tiny": dataclasses.replace(

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
 from bench.lab import Lab
 from bench.turns import take_turns
 from ckv_jax.systems import system_named
@@ -56,7 +56,13 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
     for name in dict.fromkeys(row["system"] for row in rows):
         mine = [row for row in rows if row["system"] == name]
         budgets = [row["budget"] for row in mine]
-        axis.plot(budgets, [r["share_of_impress"]["critical"] for r in mine], "o-", label=name)
+        axis.plot(
+            budgets,
+            [r["share_of_impress"]["critical"] for r in mine],
+            "o-",
+            color=COLORS[name],
+            label=name,
+        )
     axis.axhspan(min(PAPER.values()), max(PAPER.values()), alpha=0.2, label="paper, Table 2")
     axis.set(xlabel="budget", ylabel="tokens loaded / IMPRESS's", ylim=(0, 1.05))
     axis.legend()

@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, Setting, finish, parser, save_plot, setting_of, summary, table
+from bench.common import (
+    COLORS,
+    Json,
+    Setting,
+    finish,
+    parser,
+    save_plot,
+    setting_of,
+    summary,
+    table,
+)
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
 from ckv_jax.systems import system_named
@@ -52,7 +62,10 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
     for axis, (budget, variant) in zip(axes, kinds, strict=True):
         for row in rows:
             if (row["budget"], row["variant"]) == (budget, variant):
-                axis.plot(labels, row["histogram"]["share"], "o-", label=row["system"])
+                axis.plot(
+                    labels, row["histogram"]["share"], "o-", color=COLORS[row["system"]],
+                    label=row["system"],
+                )  # fmt: skip
         axis.set(title=f"budget {budget:.0%}, {variant}", xlabel="read amplification")
     axes[0].set_ylabel("share of requests")
     axes[0].legend()

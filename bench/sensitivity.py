@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
 from bench.lab import Lab
 from bench.turns import take_turns
 from ckv_jax.config import SystemConfig
@@ -88,7 +88,7 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
         for system in dict.fromkeys(row["system"] for row in mine):
             points = [r for r in mine if r["system"] == system]
             xs, ys = [r["value"] for r in points], [r["ttft_ms"]["mean"] for r in points]
-            axis.plot(xs, ys, "o-", label=system)
+            axis.plot(xs, ys, "o-", color=COLORS[system], label=system)
         values = sorted({row["value"] for row in mine})
         axis.set(xlabel=name, ylabel="TTFT, ms", xscale="log", ylim=(0, None))
         axis.set_xticks(values, labels=[str(value) for value in values])

@@ -22,7 +22,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench.common import OURS, RIVALS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import (
+    COLORS,
+    OURS,
+    RIVALS,
+    Json,
+    Setting,
+    finish,
+    parser,
+    save_plot,
+    setting_of,
+    table,
+)
 from bench.disk import Disk
 from bench.floor import compute_floor_ms
 from bench.lab import Lab
@@ -52,15 +63,16 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
         if ablate or variant == "default"
     }
     taken = take_turns(lab, systems)
-    floors = {
-        key: compute_floor_ms(lab, system, lab.setting.budgets)
-        for key, system in systems.items()
-        if system.selector != "none"
-    }
-    return [
-        _with_floors(part, floors.get((part.system.name, part.variant)), lab, disk)
-        for part in taken
-    ]
+    floors: dict[tuple[str, bool], list[float]] = {}
+    for system in systems.values():
+        if system.selector != "none" and calls_of(system) not in floors:
+            floors[calls_of(system)] = compute_floor_ms(lab, system, lab.setting.budgets)
+    return [_with_floors(part, floors.get(calls_of(part.system)), lab, disk) for part in taken]
+
+
+def calls_of(system: SystemConfig) -> tuple[str, bool]:
+    """What tells a system's calls from another's: its name, and whether it selects ahead."""
+    return system.name, system.prefetch == "inter" and system.speculate == "lookahead"
 
 
 def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
@@ -124,12 +136,19 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
     for axis, budget in zip(axes, budgets, strict=True):
         mine = [row for row in rows if row["budget"] == budget]
         names = [row["system"] for row in mine]
-        axis.bar(names, [row["ttft_ms"]["mean"] for row in mine], label="mean")
-        axis.plot(names, [row["ttft_ms"]["p95"] for row in mine], "k_", label="P95", ms=14)
-        axis.set(title=f"budget {budget:.0%}", yscale="log")
+        means = [row["ttft_ms"]["mean"] for row in mine]
+        bars = axis.bar(names, means, color=[COLORS[name] for name in names])
+        axis.bar_label(
+            bars, [f"{mean:.0f}" for mean in means], padding=-13, fontsize=8, color="white"
+        )
+        axis.plot(names, [row["ttft_ms"]["p95"] for row in mine], "k_", ms=14)
+        axis.set(
+            title=f"budget {budget:.0%}",
+            yscale="log",
+            ylim=(10, 2 * max(row["ttft_ms"]["p95"] for row in rows)),
+        )
         axis.tick_params(axis="x", rotation=60)
-    axes[0].set_ylabel("TTFT, ms")
-    axes[0].legend()
+    axes[0].set_ylabel("TTFT, ms: mean, and P95 as a line")
 
 
 def show(rows: Sequence[Json]) -> str:

@@ -62,6 +62,8 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
                 if budget in budgets_of(engine.system, setting.budgets)
             }
             for engine in serving.values():
+                if engine.system.selector == "none":
+                    continue  # compiled by what stored the prefixes
                 for index in range(setting.prefixes):
                     lab.ask(engine, index, 11_001, budget)
             for turn in range(setting.repeats):
