@@ -12,9 +12,9 @@ Each parameter is set by a published figure, and `bench.similarity` prints ours 
 - `topic_spread`, and `turn` against it: coverage between adjacent periods, 52% to 64%
   (ContiguousKV Figure 7b), with neighbouring layers more alike than distant ones (7a). What the
   request asks for is common to all layers, so it makes layers alike and requests different.
-- `topic_spread` again: how little of what one request needs the next one does. It decides what
-  IMPRESS's reordering by average importance saves, 1.2 times (its Figure 20), and so the tokens
-  that are loaded of what it loads: 5.7% to 6.6% (ContiguousKV Table 2).
+- `topic_spread` again, and `TOPICS`: how little of what one request needs the next one does. They
+  decide what IMPRESS's reordering by average importance saves, 1.2 times (its Figure 20), and so
+  the tokens that are loaded of what it loads: 5.7% to 6.6% (ContiguousKV Table 2).
 - `head_spread`: the Jaccard index of heads' sets of important tokens, 0.48 at 10% and 0.68 at 40%
   (IMPRESS §4.2 for OPT-30B; smaller models have less).
 - Tokens are independent, so important ones scatter over chunks as if by chance: at 50% a chunk of
@@ -37,7 +37,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Attention, Qwen2
 from ckv_jax.model.weights import random_model
 
-TOPICS = 16
+TOPICS = 64
 """Token id modulo this is the topic that its queries ask for."""
 
 
