@@ -31,7 +31,8 @@ class Script:
 
     module: str
     title: str
-    plot: bool = True
+    more: tuple[str, ...] = ()
+    """Arguments of its own."""
 
 
 SCRIPTS = (
@@ -42,12 +43,15 @@ SCRIPTS = (
     Script(module="ablation", title="Ablation (Figure 12)"),
     Script(module="io_reduction", title="Tokens loaded from SSD (Table 2)"),
     Script(module="sensitivity", title="Sensitivity (Figures 14 to 16)"),
-    Script(module="accuracy", title="Accuracy (Figure 9)", plot=False),
-    Script(module="cache_policies", title="Cache policies over recorded selections"),
+    Script(module="accuracy", title="Accuracy (Figure 9)"),
+    Script(
+        module="cache_policies",
+        title="Cache policies over selections of the structured model",
+        more=("--structured",),
+    ),
+    Script(module="batch", title="Many requests at once"),
     Script(module="simulate", title="Simulated at paper scale (predictions, not measurements)"),
 )
-QUICK_LESS = ("cache_policies",)
-"""Scripts that have no quick setting: they are quick."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
@@ -62,9 +66,8 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
     """Runs one script; its output, exit status and time go to `<module>.run.json`."""
     command = [sys.executable, "-m", f"bench.{script.module}"]
     command += ["--json", str(folder / f"{script.module}.json")]
-    if script.plot:
-        command += ["--plot", str(folder / f"{script.module}.png")]
-    if quick and script.module not in QUICK_LESS:
+    command += ["--plot", str(folder / f"{script.module}.png"), *script.more]
+    if quick:
         command.append("--quick")
     print("$ " + " ".join(command[1:]), flush=True)
     start = time.monotonic()
