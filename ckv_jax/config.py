@@ -54,10 +54,10 @@ class SystemConfig:
     policy: PolicyName = "attention"
     score_window: int | None = None
     """Only the last so many suffix queries score the probe; None: all of them."""
-    score_layers: Literal["first", "period"] = "first"
-    """Whose queries select for a period: its first layer's (the paper's way), or those that every
-    layer of it would make of the hidden state that enters the period, summed. The latter needs a
-    digest of every layer."""
+    score_layers: int = 1
+    """How many layers of a period select for it, evenly spaced, their attention summed: 1 is the
+    paper's way, the first layer. Each makes its own queries of the hidden state that enters the
+    period; more than 1 needs a digest of every layer."""
     reorder: bool = False
     """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
 
@@ -79,9 +79,12 @@ class SystemConfig:
             raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
         if self.speculate == "lookahead" and self.probe != "digest":
             raise ValueError("got speculate='lookahead' without a resident digest")
-        _one_of("score_layers", self.score_layers, Literal["first", "period"])
-        if self.score_layers == "period" and self.probe != "digest":
-            raise ValueError("got score_layers='period' without a resident digest")
+        if self.score_layers < 1:
+            raise ValueError(f"got score_layers={self.score_layers}, expected at least 1")
+        if self.score_layers > 1 and self.probe != "digest":
+            raise ValueError(
+                f"got score_layers={self.score_layers} without a resident digest, expected 1"
+            )
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
         if self.score_window is not None and self.score_window < 1:

@@ -68,7 +68,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 speculate="lookahead",
                 overfetch=1.25,
                 score_window=4,
-                score_layers="period",
+                score_layers=1,
                 policy="attention",
             ),
         )

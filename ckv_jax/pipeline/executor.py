@@ -111,18 +111,19 @@ class Executor:
             ids, attention, mass = self._choose(
                 view, batch, hidden, start, period, layers, probes, batch.limits
             )
-            if self._system.speculate == "lookahead" and self._inter(period):
-                more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
-                ahead = [self._plan.first_layer(period + 1)]
-                guess, _, _ = self._choose(
-                    view, batch, hidden, start, period + 1, ahead, probes, more
-                )
             began = time.perf_counter_ns()
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
             trace.add("compute", "compute", began, ready, period=period - 1)
             chosen = np.asarray(ids)
             trace.add("select", "host", ready, time.perf_counter_ns(), period=period)
+            if self._system.speculate == "lookahead" and self._inter(period):
+                # Not before: it would take the cores from the selection that is waited for.
+                more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
+                first = [self._plan.first_layer(period + 1)]
+                guess, _, _ = self._choose(
+                    view, batch, hidden, start, period + 1, first, probes, more
+                )
             union = np.unique(chosen[chosen >= 0])
             self._submit(source, period, union)
             probes.used(period)

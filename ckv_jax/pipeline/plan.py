@@ -26,8 +26,8 @@ class Plan:
 
     steps: tuple[Step, ...]
     periods: int
-    score_all: bool
-    """Whether all layers of a period select for it."""
+    score_layers: int
+    """How many layers of a period select for it, at most."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig) -> Plan:
@@ -48,7 +48,7 @@ class Plan:
         return cls(
             steps=steps,
             periods=-(-num_layers // system.period),
-            score_all=system.score_layers == "period",
+            score_layers=system.score_layers,
         )
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
@@ -59,11 +59,12 @@ class Plan:
         """The layer whose queries select for this period."""
         return self.period_steps(period)[0].layers[0]
 
-    def scoring_layers(self, period: int) -> range:
+    def scoring_layers(self, period: int) -> list[int]:
         """The layers whose queries select for this period, see `SystemConfig.score_layers`."""
         steps = self.period_steps(period)
-        first = steps[0].layers[0]
-        return range(first, steps[-1].layers[-1] + 1 if self.score_all else first + 1)
+        layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
+        count = min(self.score_layers, len(layers))
+        return [layers[i * len(layers) // count] for i in range(count)]
 
     def groups(self, period: int) -> range:
         """The layer groups of a period, in layer order."""
