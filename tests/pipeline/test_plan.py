@@ -37,6 +37,24 @@ def test_paper_periods_of_qwen_7b() -> None:
     assert plan.period_steps(plan.periods) == ()
 
 
+def test_scoring_layers_are_spread_over_the_period() -> None:
+    ours = SYSTEMS["ckv"]
+
+    def chosen(count: int, depth: int = 6) -> list[list[int]]:
+        plan = Plan.of(depth, dataclasses.replace(ours, score_layers=count))
+        return [plan.scoring_layers(period) for period in range(plan.periods)]
+
+    assert chosen(1) == [[0], [4]]
+    assert chosen(2) == [[0, 2], [4, 5]]
+    assert chosen(4) == chosen(9) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_scoring_layers_need_a_digest(count: int) -> None:
+    with pytest.raises(ValueError, match=f"score_layers={count}"):
+        dataclasses.replace(PAPER, score_layers=count)
+
+
 def test_no_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="num_layers=0"):
         Plan.of(0, PAPER)
