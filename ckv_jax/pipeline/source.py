@@ -106,11 +106,9 @@ class PackSource:
         self._stage_host(state, [c for c in wanted if c not in state.slots and c in state.host])
         needed = {c for c in wanted if c not in state.slots}
         failed: list[int] = []
-        for job in state.jobs:
-            if not needed:
-                break
-            if not needed.isdisjoint(job.chunks.tolist()):
-                failed += self._take_job(state, job, needed, stage)
+        while needed:  # taking one job may make room at the expense of others
+            job = next(job for job in state.jobs if not needed.isdisjoint(job.chunks.tolist()))
+            failed += self._take_job(state, job, needed, stage)
         if failed:
             self._replace(group, state, failed)
         return np.fromiter((state.slots[c] for c in wanted), np.int32, len(wanted))
@@ -245,7 +243,8 @@ class PackSource:
         start = time.perf_counter_ns()
         marker = self._memory.write(padded, where)
         self._trace.add("stage", "stage", start, time.perf_counter_ns(), packs=len(good))
-        self._writes.append((marker, job))
+        if marker is not None:
+            self._writes.append((marker, job))
         return slots
 
     def _replace(self, group: int, state: _Group, chunks: list[int]) -> None:
