@@ -3,17 +3,20 @@
     python -m bench.kernels --json bench/results/kernels.json     # 7B, 14B, 32B; 5k and 32k tokens
     python -m bench.kernels --quick
 
-One layer's calls of one request with 32 suffix tokens. The ceilings are measured in the same run:
-a copy of a large array (bytes read and written) and a large matmul that accumulates in float32.
-`share` is the time these would need for the bytes that a call must move, or for its multiplications
-where those take longer, over the time it took: 1 is the ceiling, and more says that the data stayed
-in a CPU's caches. `speedup` is against the jnp reference, `temporary_mb` what the compiled call
-holds in device memory beside its operands and results.
+One layer's calls of one request with 32 suffix tokens. The ceilings are measured right before the
+calls of each model and prefix: a copy of a large array (bytes read and written) and a large matmul
+that accumulates in float32. `share` is the time these would need for the bytes that a call must
+move, or for its multiplications where those take longer, over the time it took: 1 is the ceiling,
+and more says that the data stayed in a CPU's caches. `speedup` is against the jnp reference;
+`temporary_mb` is what the compiled call holds in device memory beside its operands and results, and
+`peak_mb` all of it. With --resume, a run that was cut short goes on from its JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, finish, table
+from bench.common import SHAPES, Json, Setting, finish, machine, table
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -37,7 +40,7 @@ BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu"}
 COLUMNS = (
     "models", "prefix_tokens", "kernel", "budget", "implementation", "ms", "gb_per_s",
-    "gflop_per_s", "share", "speedup", "temporary_mb", "note",
+    "gflop_per_s", "share", "speedup", "temporary_mb", "peak_mb", "note",
 )  # fmt: skip
 
 
@@ -77,12 +80,12 @@ def ceilings(dtype: Any, repeats: int) -> Ceiling:
     return Ceiling(bytes_per_s=2 * words.nbytes / copy, flop_per_s=2 * width**3 / matmul)
 
 
-def kernel_rows(setting: Setting, *, ceiling: Ceiling | None = None) -> list[Json]:
+def kernel_rows(setting: Setting) -> list[Json]:
     """Every kernel at the setting's model, prefix and budgets, by every implementation that this
-    backend has; `note` says why one does not run.
+    backend has, with the ceilings of the moment; `note` says why one does not run.
     """
     shape = SHAPES[setting.model]
-    ceiling = ceiling or ceilings(jnp.dtype(setting.dtype), setting.repeats)
+    ceiling = ceilings(jnp.dtype(setting.dtype), setting.repeats)
     names: list[Implementation] = ["reference"]
     if (backend := jax.default_backend()) in KERNELS:
         names.append(KERNELS[backend])
@@ -96,6 +99,8 @@ def kernel_rows(setting: Setting, *, ceiling: Ceiling | None = None) -> list[Jso
                 "kernel": call.kernel,
                 "budget": call.budget,
                 "implementation": name,
+                "copy_gb_per_s": ceiling.bytes_per_s / 1e9,
+                "matmul_gflop_per_s": ceiling.flop_per_s / 1e9,
             }
             try:
                 compiled = jax.jit(partial(call.run, name)).lower(*call.operands).compile()
@@ -114,6 +119,7 @@ def kernel_rows(setting: Setting, *, ceiling: Ceiling | None = None) -> list[Jso
                     "share": ceiling.seconds(call.size, call.flop) / taken,
                     "speedup": seconds / taken,
                     "temporary_mb": memory.temp_size_in_bytes / 1e6 if memory else None,
+                    "peak_mb": _peak(memory) / 1e6 if memory else None,
                 }
             )
     return rows
@@ -197,6 +203,12 @@ def _probes(rng: np.random.Generator, keys: jax.Array) -> Iterator[tuple[str, Pr
     yield "pq", PqKeys(jnp.asarray(codes, jnp.uint8), jnp.asarray(books, jnp.float32))
 
 
+def _peak(memory: Any) -> int:
+    """Bytes of a compiled call's operands, results and temporary arrays together."""
+    apart = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(apart + memory.temp_size_in_bytes)
+
+
 def _best(function: Callable[..., Any], operands: tuple[Any, ...], repeats: int) -> float:
     """Seconds of the fastest of some calls, after one that is not counted."""
     jax.block_until_ready(function(*operands))
@@ -228,31 +240,44 @@ def main(argv: Sequence[str] | None = None) -> Json:
     p.add_argument("--prefix-tokens", type=int, nargs="+")
     p.add_argument("--budgets", type=float, nargs="+")
     p.add_argument("--repeats", type=int)
+    p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     args = p.parse_args(argv)
     models = args.models or (["7B"] if args.quick else ["7B", "14B", "32B"])
     prefixes = args.prefix_tokens or ([5008] if args.quick else [5008, 32768])
     budgets = tuple(args.budgets or ((0.05, 0.25) if args.quick else BUDGETS))
     repeats = args.repeats or (5 if args.quick else 10)
+    parts = [(names, prefix) for names in _distinct(models).values() for prefix in prefixes]
     setting = Setting(model=models[0], prefix_tokens=prefixes[0], budgets=budgets, repeats=repeats)
-    ceiling = ceilings(jnp.dtype(setting.dtype), repeats)
-    print(
-        f"copy {ceiling.bytes_per_s / 1e9:.1f} GB/s, matmul {ceiling.flop_per_s / 1e9:.0f} GFLOP/s"
-    )
-    rows = []
-    for model, names in _distinct(models).items():
-        for prefix in prefixes:
-            at = Setting(model=model, prefix_tokens=prefix, budgets=budgets, repeats=repeats)
-            found = kernel_rows(at, ceiling=ceiling)
-            rows += [row | {"models": " ".join(names)} for row in found]
-            print(
-                table([[row.get(c, "") for c in COLUMNS] for row in rows[-len(found) :]], COLUMNS)
-            )
-    top = {
-        "copy_gb_per_s": ceiling.bytes_per_s / 1e9,
-        "matmul_gflop_per_s": ceiling.flop_per_s / 1e9,
-    }
-    body = {"ceiling": top, "models": models, "prefix_tokens": prefixes, "rows": rows}
-    return finish(args, setting, body)
+    rows = _kept(args.json, setting) if args.resume else []
+    done = {(row["models"], row["prefix_tokens"]) for row in rows}
+    for names, prefix in parts:
+        label = " ".join(names)
+        if (label, prefix) in done:
+            continue
+        found = kernel_rows(dataclasses.replace(setting, model=names[0], prefix_tokens=prefix))
+        rows += [row | {"models": label} for row in found]
+        copy, matmul = found[0]["copy_gb_per_s"], found[0]["matmul_gflop_per_s"]
+        print(f"copy {copy:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
+        print(table([[row.get(c, "") for c in COLUMNS] for row in found], COLUMNS))
+        if args.json is not None:
+            finish(args, setting, {"rows": rows})
+    return finish(args, setting, {"rows": rows})
+
+
+def _kept(path: Path | None, setting: Setting) -> list[Json]:
+    """Rows of a run that was cut short; refuses one of other settings or another machine."""
+    if path is None:
+        raise SystemExit("--resume needs --json FILE, the file to go on from")
+    if not path.is_file():
+        return []
+    found, now = json.loads(path.read_text(encoding="utf-8")), machine()
+    same = all(found["machine"][key] == now[key] for key in ("cpu", "cores", "device", "packages"))
+    then = found["setting"]
+    same &= tuple(then["budgets"]) == setting.budgets and then["repeats"] == setting.repeats
+    if not same:
+        raise SystemExit(f"{path} is of another machine, other versions or other arguments")
+    rows: list[Json] = found["rows"]
+    return rows
 
 
 if __name__ == "__main__":
