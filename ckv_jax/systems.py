@@ -64,11 +64,11 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 subperiod=4,
                 pack_layers=4,
                 probe="digest",
-                digest="int8",
+                digest="int4",
                 speculate="lookahead",
                 overfetch=1.25,
                 score_window=4,
-                score_layers=1,
+                score_layers=4,
                 policy="attention",
             ),
         )
