@@ -70,10 +70,7 @@ def _block(rows: Array, probe: Probe, num_tokens: Array, chunk: int) -> tuple[Ar
     valid = jnp.arange(tokens, dtype=jnp.int32)[None, :] < num_tokens
     sums, tops = [], []
     for head in range(kv_heads):
-        keys, scale = _decode(probe, head, rows.dtype)
-        logits = lax.dot_general(
-            rows[head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        logits, scale = _logits(rows[head], probe, head)
         factor = 1.0 / math.sqrt(dim)
         logits = logits * factor if scale is None else logits * (scale * factor)[None, :]
         logits = jnp.where(valid, logits, -jnp.inf)
@@ -84,21 +81,30 @@ def _block(rows: Array, probe: Probe, num_tokens: Array, chunk: int) -> tuple[Ar
     return jnp.stack(sums), jnp.stack(tops)
 
 
-def _decode(
-    probe: Keys | Int8Keys | Int4Keys, head: int, dtype: jnp.dtype
+def _logits(
+    rows: Array, probe: Keys | Int8Keys | Int4Keys, head: int
 ) -> tuple[Array, Array | None]:
-    """One head's keys [T, D] in the queries' dtype, and the factor [T] of their logits."""
+    """rows [R, D] times one head's keys: float32 [R, T], and the factor [T] still to be applied."""
     match probe:
         case Keys(keys):
             if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
-                return lax.bitcast_convert_type(keys[:, head], dtype), None
-            return keys[:, head].astype(dtype), None
+                return _dot(rows, lax.bitcast_convert_type(keys[:, head], rows.dtype)), None
+            return _dot(rows, keys[:, head].astype(rows.dtype)), None
         case Int8Keys(codes, scale):
-            return codes[:, head].astype(dtype), scale[:, head]
+            return _dot(rows, codes[:, head].astype(rows.dtype)), scale[:, head]
         case Int4Keys(codes, scale):
-            low = (codes[:, head] & jnp.uint8(15)).astype(jnp.int8) - jnp.int8(8)
-            high = (codes[:, head] >> jnp.uint8(4)).astype(jnp.int8) - jnp.int8(8)
-            return jnp.concatenate([low, high], axis=1).astype(dtype), scale[:, head]
+            # One product a nibble and the offset of 8 taken off the sums: joining the halves
+            # first takes a CPU 1.7 times as long.
+            half = rows.shape[1] // 2
+            low = (codes[:, head] & jnp.uint8(15)).astype(rows.dtype)
+            high = (codes[:, head] >> jnp.uint8(4)).astype(rows.dtype)
+            offset = 8 * jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True)
+            return _dot(rows[:, :half], low) + _dot(rows[:, half:], high) - offset, scale[:, head]
+
+
+def _dot(rows: Array, keys: Array) -> Array:
+    """[R, D] and [T, D] to float32 [R, T]."""
+    return lax.dot_general(rows, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _look_up(probe: PqKeys, dtype: jnp.dtype) -> Array:
