@@ -37,7 +37,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Attention, Qwen2
 from ckv_jax.model.weights import random_model
 
-TOPICS = 32
+TOPICS = 64
 """Token id modulo this is the topic that its queries ask for."""
 
 
