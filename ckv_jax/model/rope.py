@@ -41,7 +41,7 @@ def rope_tables(
     angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     # Without the barrier XLA fuses cosines into every head of every layer that uses them.
-    tables: tuple[Array, Array] = jax.lax.optimization_barrier(
+    tables: tuple[Array, Array] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
         (jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
     )
     return tables

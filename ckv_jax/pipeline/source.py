@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -253,7 +252,9 @@ class PackSource:
         rows = self._recompute(group, np.array(chunks, np.int64))
         slots = self._room(len(chunks))
         for row, slot in zip(rows, slots, strict=True):
-            jax.block_until_ready(self._memory.write(row[None], slot[None]))
+            marker = self._memory.write(row[None], slot[None])
+            if marker is not None:
+                marker.block_until_ready()
         self._own(state, chunks, slots)
 
     def _own(self, state: _Group, chunks: list[int], slots: np.ndarray) -> None:
@@ -281,9 +282,9 @@ class PackSource:
 
     def _read_elsewhere(self, group: int, state: _Group) -> None:
         """Frees the slots of a group's reads: speculation is dropped, demands use the arena."""
-        for job in [job for job in state.jobs if job.slots is not None]:
-            if (job.slots < 0).any():
-                continue  # collected already
+        for job in list(state.jobs):
+            if job.slots is None or (job.slots < 0).any():
+                continue  # in the arena, or collected already
             self._withdraw(state, job)
             if job.demanded:
                 again = self._prefetcher.submit(
