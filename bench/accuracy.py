@@ -37,8 +37,7 @@ from ckv_jax.systems import SYSTEMS
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 PAPER_LOSS = {0.05: 5.62, 0.10: 3.56, 0.25: 1.21}  # points that ContiguousKV reports losing
-_RECOMPUTED = 8  # questions of each ledger whose whole prompt is recomputed: seconds for each
-_TRACED = {"contiguous-kv": Rule(budget=0.05), "ckv": Rule(budget=0.05, every=4, probe="int8")}
+_RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: seconds for each
 
 
 def rule_of(system: SystemConfig, budget: float) -> Rule:
@@ -59,6 +58,7 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
         every=system.period,
         probe={"none": "keys", "pq": "pq16"}.get(system.digest, system.digest),
         window=system.score_window,
+        layers=min(system.score_layers, system.period),
     )
 
 
@@ -219,7 +219,8 @@ def main() -> None:
         beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
         plot_coverage(report["coverage"], beside, budget=0.25)
     if args.traces:
-        traces(model, _TRACED, pages, args.traces)
+        named = {name: rule_of(SYSTEMS[name], 0.05) for name in ("contiguous-kv", "ckv")}
+        traces(model, named, pages, args.traces)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

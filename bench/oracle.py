@@ -44,8 +44,9 @@ class Rule:
     """Leading chunks always kept, within the budget."""
     keep_last: int = 0
     """Trailing chunks always kept, within the budget."""
-    lookahead: bool = False
-    """Sum the scores of the queries that all layers of the group would make of this hidden."""
+    layers: int = 1
+    """So many layers of a group score for it, evenly spaced, each with the queries that it would
+    make of the hidden state that enters the group."""
 
     def count(self, tokens: int) -> int:
         """Chunks the budget buys."""
@@ -105,7 +106,7 @@ class Oracle:
             self.page.questions, self.page.lengths, weight, leads, forced, active,
             np.int32(rule.count(tokens)), np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
             each=rule.heads == "each", largest=rule.over == "max",
-            span=rule.every if rule.lookahead else 1, watch=watch,
+            offsets=tuple(i * rule.every // rule.layers for i in range(rule.layers)), watch=watch,
         )  # fmt: skip
         return Answers(
             **dict(zip(("logits", "chosen", "scores", "ahead"), map(np.asarray, out), strict=False))
@@ -128,12 +129,12 @@ def _round(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "span", "watch"))
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch"))
 def _ask(
     params: Params, config: ModelConfig, keys: jax.Array, values: jax.Array, probe: jax.Array,
     questions: jax.Array, lengths: jax.Array, weight: jax.Array, leads: jax.Array,
     forced: jax.Array, active: jax.Array, count: jax.Array, step: jax.Array, *,
-    chunk_tokens: int, each: bool, largest: bool, span: int, watch: bool,
+    chunk_tokens: int, each: bool, largest: bool, offsets: tuple[int, ...], watch: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     total, tokens, kv_heads, dim = keys.shape
     asked, suffix = questions.shape
@@ -163,7 +164,7 @@ def _ask(
         return layer.attention.query(layer.input_norm(hidden), positions)
 
     def guess(hidden: jax.Array, index: jax.Array) -> jax.Array:
-        layers = [jnp.minimum(index + offset, total - 1) for offset in range(span)]
+        layers = [jnp.minimum(index + offset, total - 1) for offset in offsets]
         return sum(shares(query(at, hidden), probe[at], active) for at in layers)
 
     def body(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:

@@ -20,10 +20,29 @@ Say = Callable[[str], None]
 
 
 def quick_rules() -> dict[str, Rule]:
-    """Periods and digests at 5%: what decides the presets."""
+    """Periods, digests, windows and scoring layers at 5%: what decides the presets."""
     named = {f"period {every}": Rule(budget=0.05, every=every) for every in (1, 2, 4, 8, 16)}
-    for kind in ("int8", "int4", "pq16"):
-        named[f"period 4, {kind}"] = Rule(budget=0.05, every=4, probe=kind)
+    for kind in ("keys", "int8", "int4", "int3", "pq8", "pq16", "mean"):
+        named[f"period 4, {kind}, last 4 queries"] = Rule(
+            budget=0.05, every=4, probe=kind, window=4
+        )
+    for every in (2, 4, 8):
+        ours = Rule(budget=0.05, every=every, probe="int8", window=4)
+        for layers in (1, 2, 4) if every > 2 else (1, 2):
+            name = f"period {every}, int8, last 4 queries, {layers} layers score"
+            named[name] = replace(ours, layers=layers)
+    ours = Rule(budget=0.05, every=4, probe="int8")
+    for window in (1, 2, 8):
+        named[f"period 4, int8, last {window} queries"] = replace(ours, window=window)
+    named["period 4, int8, last 4 queries, first chunk kept"] = replace(
+        ours, window=4, keep_first=1
+    )
+    named["period 4, int8, last 4 queries, each KV head its own"] = replace(
+        ours, window=4, heads="each"
+    )
+    named["period 4, int8, last 4 queries, largest share"] = replace(ours, window=4, over="max")
+    for size in (4, 8, 32):
+        named[f"period 4, chunks of {size}"] = Rule(budget=0.05, every=4, chunk_tokens=size)
     return named
 
 
@@ -49,15 +68,14 @@ def rules() -> dict[str, Rule]:
         start = f"period {every}, int8"
         for window in (1, 2, 4, 8):
             late = replace(ours, window=window)
-            named[f"{start}, last {window} queries"] = late
-            named[f"{start}, last {window} queries of all its layers"] = replace(
-                late, lookahead=True
-            )
-        ours = replace(ours, window=8)
-        named[f"{start}, last 8 queries, each KV head its own"] = replace(ours, heads="each")
-        named[f"{start}, last 8 queries, largest share"] = replace(ours, over="max")
-        named[f"{start}, last 8 queries, first chunk kept"] = replace(ours, keep_first=1)
-        named[f"{start}, last 8 queries, first and last kept"] = replace(
+            for layers in (1, 2, every) if every > 2 else (1, 2):
+                name = f"{start}, last {window} queries, {layers} layers score"
+                named[name] = replace(late, layers=layers)
+        ours = replace(ours, window=4)
+        named[f"{start}, last 4 queries, each KV head its own"] = replace(ours, heads="each")
+        named[f"{start}, last 4 queries, largest share"] = replace(ours, over="max")
+        named[f"{start}, last 4 queries, first chunk kept"] = replace(ours, keep_first=1)
+        named[f"{start}, last 4 queries, first and last kept"] = replace(
             ours, keep_first=1, keep_last=1
         )
     return named

@@ -73,7 +73,7 @@ def test_everything_chosen_is_the_dense_pass(model: Qwen2, oracle: Oracle) -> No
     [
         Rule(budget=0.25, every=3),
         Rule(budget=0.25, every=2, probe="int8", window=1, over="max"),
-        Rule(budget=0.25, every=3, lookahead=True),
+        Rule(budget=0.25, every=3, layers=3),
         Rule(budget=0.25, every=3, probe="heads3"),
     ],
 )
