@@ -125,8 +125,10 @@ def structured(setting: Setting, budgets: Sequence[float], questions: int) -> li
     selections = []
     for budget, parts in found.items():
         values = np.asarray(parts, np.float64)  # [P, Q, G, 2, n]
-        real = values[0, 0, 0, 0] >= 0  # padding comes last, alike everywhere
-        ids, attention = values[..., 0, real].astype(np.int32), values[..., 1, real]
+        real = values[..., 0, :] >= 0  # padding is anywhere, but alike in number
+        shape = (*real.shape[:3], int(real[0, 0, 0].sum()))
+        ids = values[..., 0, :][real].reshape(shape).astype(np.int32)
+        attention = values[..., 1, :][real].reshape(shape)
         selections.append(
             Selections(
                 name=f"structured at {budget:.0%}",

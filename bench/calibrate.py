@@ -22,11 +22,12 @@ from bench.simulation import Hardware, Script, Stage
 from ckv_jax import Engine
 from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.mapped_pool import MappedPool
+from ckv_jax.pipeline.memory import job_packs
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.storage.reader import PrefixReader
 
-JOB_PACKS = 16
 SECONDS = 1.0
+LOOPS = 3
 _SCORING = ("_select", "_project", "_by_keys", "_by_probe")
 _LAYERS = ("_run", "_attend_tokens", "_attend_all")
 
@@ -56,17 +57,14 @@ def hardware(lab: Lab, engine: Engine, recording: Recording, cold: Json) -> Hard
     threads = engine.config.io_threads
     prefix = lab.prefix(0, engine)
     with lab.store.reader(prefix) as reader:
-
-        def packs(rng: np.random.Generator) -> int:
-            return _read_packs(reader, rng)
-
-        alone = _read_loop(packs, 1)
-        together = max(alone, _read_loop(packs, threads))
+        packs = _Packs(reader, job_packs(prefix.layout), scattered=engine.system.chunked)
+        alone = _bandwidth(packs.read, 1)
+        together = max(alone, _bandwidth(packs.read, threads))
         probe = together
         if prefix.layout.probe != "none":
-            probe = _read_loop(lambda rng: _read_probe(reader, rng), 2)
+            probe = _bandwidth(_Probes(reader).read, 2)
         latency = statistics.median(_timed(lambda: _one_pack(reader)) for _ in range(20))
-        slower, busy = _contention(recording, packs, threads)
+        slower, busy = _contention(recording, packs.read, threads)
     jobs = max(1.0, cold["copies"])
     return Hardware(
         name="here",
@@ -150,6 +148,7 @@ def script(engine: Engine, cold: Json, calls: Calls) -> Script:
         return Script(
             kind="all" if everything else "tokens",
             stages=stages, pack_bytes=layout.pack_bytes, embed_s=embed, head_s=head,
+            packs_per_job=job_packs(layout),
         )  # fmt: skip
     plan = Plan.of(layout.num_layers, system)
     later = max(1, sum(not s.selects or s.period for s in plan.steps))
@@ -183,14 +182,22 @@ def _keys_ahead(row: Json, engine: Engine) -> float:
     )
 
 
-def _read_loop(read: Callable[[np.random.Generator], int], threads: int) -> float:
+Read = Callable[[np.random.Generator, dict[str, np.ndarray]], int]
+"""Reads something into a thread's own buffers and returns its bytes."""
+
+
+def _bandwidth(read: Read, threads: int) -> float:
+    return statistics.median(_read_loop(read, threads, SECONDS / LOOPS) for _ in range(LOOPS))
+
+
+def _read_loop(read: Read, threads: int, seconds: float) -> float:
     """Bytes a second of `threads` threads that call `read`."""
-    stop = time.perf_counter() + SECONDS
+    stop = time.perf_counter() + seconds
 
     def run(seed: int) -> int:
-        rng, done = np.random.default_rng(seed), 0
+        rng, buffers, done = np.random.default_rng(seed), dict[str, np.ndarray](), 0
         while time.perf_counter() < stop:
-            done += read(rng)
+            done += read(rng, buffers)
         return done
 
     start = time.perf_counter()
@@ -199,12 +206,39 @@ def _read_loop(read: Callable[[np.random.Generator], int], threads: int) -> floa
     return total / (time.perf_counter() - start)
 
 
-def _read_packs(reader: PrefixReader, rng: np.random.Generator) -> int:
-    layout, chunks = reader.prefix.layout, reader.prefix.num_chunks
-    ids = np.sort(rng.choice(chunks, min(JOB_PACKS, chunks), replace=False))
-    out = np.empty((len(ids), *layout.pack_shape), layout.numpy_dtype)
-    reader.read_packs(int(rng.integers(layout.groups)), ids, out)
-    return out.nbytes
+@dataclass(frozen=True, slots=True)
+class _Packs:
+    """Jobs as the engine has them: chunks here and there for ours, runs of chunks for rivals."""
+
+    reader: PrefixReader
+    count: int
+    scattered: bool
+
+    def read(self, rng: np.random.Generator, buffers: dict[str, np.ndarray]) -> int:
+        layout, chunks = self.reader.prefix.layout, self.reader.prefix.num_chunks
+        count = min(self.count, chunks)
+        if self.scattered:
+            ids = np.sort(rng.choice(chunks, count, replace=False))
+        else:
+            ids = np.arange(count) + int(rng.integers(chunks - count + 1))
+        shape = (count, *layout.pack_shape)
+        out = buffers.setdefault("packs", np.zeros(shape, layout.numpy_dtype))
+        self.reader.read_packs(int(rng.integers(layout.groups)), ids, out)
+        return out.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Probes:
+    """One layer's probe keys at a time."""
+
+    reader: PrefixReader
+
+    def read(self, rng: np.random.Generator, buffers: dict[str, np.ndarray]) -> int:
+        layout = self.reader.prefix.layout
+        shape = (self.reader.prefix.num_tokens, layout.probe_heads, layout.head_dim)
+        out = buffers.setdefault("probe", np.zeros(shape, layout.numpy_dtype))
+        self.reader.read_probe(int(rng.choice(layout.probe_layers)), out)
+        return out.nbytes
 
 
 def _one_pack(reader: PrefixReader) -> None:
@@ -212,34 +246,25 @@ def _one_pack(reader: PrefixReader) -> None:
     reader.read_packs(0, np.array([0]), np.empty((1, *layout.pack_shape), layout.numpy_dtype))
 
 
-def _read_probe(reader: PrefixReader, rng: np.random.Generator) -> int:
-    layout = reader.prefix.layout
-    shape = (reader.prefix.num_tokens, layout.probe_heads, layout.head_dim)
-    out = np.empty(shape, layout.numpy_dtype)
-    reader.read_probe(int(rng.choice(layout.probe_layers)), out)
-    return out.nbytes
-
-
 def _link(engine: Engine) -> float:
     """Bytes a second from a host buffer into the pool; as good as endless if they are one."""
     if isinstance(engine._parts.memory.pool, MappedPool):
         return 1e15
     layout = engine.layout
-    pool = DevicePool(4 * JOB_PACKS, layout.pack_shape, layout.numpy_dtype)
-    rows = np.zeros((JOB_PACKS, *layout.pack_shape), layout.numpy_dtype)
-    slots = np.arange(JOB_PACKS, dtype=np.int32)
+    packs = job_packs(layout)
+    pool = DevicePool(4 * packs, layout.pack_shape, layout.numpy_dtype)
+    rows = np.zeros((packs, *layout.pack_shape), layout.numpy_dtype)
+    slots = np.arange(packs, dtype=np.int32)
     pool.write(rows, slots).block_until_ready()
     times = [_timed(lambda: pool.write(rows, slots).block_until_ready()) for _ in range(10)]
     return rows.nbytes / statistics.median(times)
 
 
-def _contention(
-    recording: Recording, read: Callable[[np.random.Generator], int], threads: int
-) -> tuple[float, float]:
+def _contention(recording: Recording, read: Read, threads: int) -> tuple[float, float]:
     """How much longer calls take beside busy readers, and the readers' bytes a second meanwhile."""
     alone = statistics.median(_timed(recording.replay) for _ in range(REPLAYS))
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(_read_loop, read, threads)
+        reading = pool.submit(_read_loop, read, threads, SECONDS)
         spent = []
         while not reading.done():
             spent.append(_timed(recording.replay))

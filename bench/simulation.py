@@ -202,17 +202,16 @@ class Simulation:
         self._call(self._script.embed_s)
         for first, after in itertools.pairwise(firsts):
             yield from self._wait("probe", first)
-            self._call(stages[first].select_s + self._script.lookahead_s)
+            self._call(stages[first].select_s)
             self._start("probe", after)
             yield self._call(0.0)  # the device is through with everything before
             yield from self._machine.work(self._hardware.sync_overhead)
+            last = after == len(stages)
+            guess = None if last else self._call(self._script.lookahead_s)
             for index in range(first, after):
                 self._start("demand", index)
-            if after < len(stages):
-                end = firsts[firsts.index(after) + 1]
-                for index in range(after, end):
-                    self._start("speculate", index)
-                    self._start("waste", index)
+            if not self._script.lookahead_s:
+                self._speculate(after, firsts)
             for index in range(first, after):
                 yield from self._wait("speculate", index)
                 yield from self._wait("demand", index)
@@ -221,7 +220,17 @@ class Simulation:
                 )
                 self._call(stages[index].compute_s)
                 yield self._env.timeout(self._hardware.call_overhead)
+                if guess is not None and guess.is_alive:
+                    yield guess
+                self._speculate(after, firsts)
         yield self._call(self._script.head_s)
+
+    def _speculate(self, first: int, firsts: list[int]) -> None:
+        """Asks, once, for what the period that begins at stage `first` will probably need."""
+        if first < len(self._script.stages):
+            for index in range(first, firsts[firsts.index(first) + 1]):
+                self._start("speculate", index)
+                self._start("waste", index)
 
     def _all(self) -> Process:
         """AttentionStore: everything a few layers ahead, no selection."""
