@@ -27,7 +27,7 @@ def reference_folder() -> Path:
 
 def demo_document(
     seed: int = 0,
-    tokens: int = 1280,
+    tokens: int = 2048,
     *,
     questions: int = 50,
     asked: tuple[str, ...] = LEARNED,
