@@ -168,5 +168,5 @@ def test_another_layout_is_refused_with_the_fields_that_differ(tmp_path: Path) -
         prefix = engine.ingest(tokens(64))
         for asked in (prefix, prefix.id):
             (result,) = other.reprefill([Request(prefix=asked, suffix=[1])])
-            with pytest.raises(ValueError, match=r"digest \(stored 'none', got 'int8'\)"):
+            with pytest.raises(ValueError, match=r"digest \(stored 'none', got 'int4'\)"):
                 result.raise_for_error()
