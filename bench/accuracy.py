@@ -187,9 +187,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
+    parser.add_argument("--budgets", nargs="+", type=float, help="default: all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
+    budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
     count = args.documents or (2 if args.quick else 8)
     folder = args.checkpoint or reference_folder()
     pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
@@ -209,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system="ckv")
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
-            report["rows"] = list(measure(engine, recall, pages, args.systems, args.budgets))
+            report["rows"] = list(measure(engine, recall, pages, args.systems, budgets))
     print(summary(report["rows"]))
     report["coverage"] = [
         row for budget in (0.05, 0.25) for row in coverage(model, pages[:2], budget=budget)
