@@ -196,12 +196,13 @@ class PackSource:
     def _slots_for(self, n: int, *, demand: bool) -> np.ndarray | None:
         """Slots for `n` packs to be read into, where reads can go there and there is room.
 
-        Speculation leaves room for two demands of its own size.
+        Speculation leaves room for two demands of its own size. Nothing is waited for: without
+        slots the arena serves.
         """
         if self._memory.packs is None:
             return None
         spare = n if demand else 3 * n
-        self._make_room(spare)
+        self._make_room(spare, wait=False)
         return self._tiers.take(n) if self._tiers.free_slots >= spare else None
 
     def _stage_host(self, state: _Group, chunks: list[int]) -> None:
@@ -265,19 +266,27 @@ class PackSource:
     def _room(self, n: int) -> np.ndarray:
         """`n` device slots, if need be at the expense of reads that are not needed yet."""
         self._reap()
-        self._make_room(n)
+        self._make_room(n, wait=True)
         for group in sorted(self._groups, reverse=True):
             if self._tiers.free_slots >= n:
                 break
             self._read_elsewhere(group, self._groups[group])
         return self._tiers.take(n)
 
-    def _make_room(self, n: int) -> None:
-        """Gives back groups that are attended to, until `n` slots are free or none is left."""
+    def _make_room(self, n: int, *, wait: bool) -> None:
+        """Gives back groups that have been attended to, until `n` slots are free or none is left.
+
+        Calls still running may read a slot that a thread fills; with `wait` they are waited for,
+        else their groups stay. Writes that XLA makes come after them anyway.
+        """
         self._memory.reclaim()
         while self._tiers.free_slots < n and self._done:
-            group, after = self._done.pop(0)
-            after.block_until_ready()
+            group, after = self._done[0]
+            if self._memory.packs is not None and not after.is_ready():  # type: ignore[attr-defined]
+                if not wait:
+                    return
+                after.block_until_ready()
+            del self._done[0]
             self._admit(group)
 
     def _read_elsewhere(self, group: int, state: _Group) -> None:
