@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from bench.oracle import Oracle, Rule
 from bench.reference_answers import by_engine, by_transformers, counts
@@ -29,8 +31,6 @@ def test_the_folder_is_small_and_complete() -> None:
 
 
 def test_transformers_computes_the_same_logits(model: Qwen2) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     page = demo_ledger(0, 256, questions=1)
     tokens = np.concatenate([page.tokens, page.questions[0, : page.lengths[0]]])[None]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -44,8 +44,6 @@ def test_transformers_computes_the_same_logits(model: Qwen2) -> None:
 
 @pytest.mark.slow
 def test_three_families_are_answered_at_4096_tokens_by_both() -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
     pages = [demo_ledger(seed, 4096, asked=LEARNED) for seed in range(2)]
     for answers in (by_engine, by_transformers):
         found = counts(pages, answers(reference_folder(), pages))

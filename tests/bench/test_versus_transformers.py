@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import pytest
-
 from bench.versus_transformers import measure
 from ckv_jax.model.weights import random_model, save_pretrained
 from tests.engine_support import SMALL
 
 
 def test_every_figure_is_there(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     folder = tmp_path / "checkpoint"
     save_pretrained(random_model(SMALL, seed=1), folder)
     args = argparse.Namespace(

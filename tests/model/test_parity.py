@@ -37,7 +37,6 @@ def check(model: Qwen2, case: ParityCase, answers: dict[str, np.ndarray], stride
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers_live(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     case = CASES[name]
     save_pretrained(parity_model(case), tmp_path)
     model = load_pretrained(tmp_path, dtype=case.dtype)  # through the file that both sides read

@@ -28,7 +28,6 @@ from ckv_jax.storage import (
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """URL of a bucket on an S3 server of its own; the environment says where it is."""
-    pytest.importorskip("moto")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -154,7 +154,6 @@ def test_statistics_of_keys_and_values_apart(store: ChunkStore) -> None:
 
 
 def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     tokens = some_tokens(150)
     ingest(store, tokens[:96])
     prefix = ingest(store, tokens)
