@@ -63,6 +63,8 @@ class Stage:
     triples: int = 0  # copying is of so many shuffled triples: all that test words learn from
 
 
+_long = partial(Stage, batch=1, light=True, stretch=True, triples=341)
+
 STAGES = (
     Stage(name="copy", batch=64, steps=800, goal=0.9),
     Stage(name="192", batch=8, tokens=192, questions=24, steps=300, goal=0.95),
@@ -77,70 +79,50 @@ STAGES = (
         stretch=True,
         triples=170,
     ),
-    Stage(
+    _long(
         name="1024",
-        batch=1,
         tokens=1024,
         questions=112,
         steps=400,
         goal=0.97,
         rate=8e-4,
         density=3.0,
-        light=True,
-        stretch=True,
-        triples=341,
     ),
-    Stage(
+    _long(
         name="2048",
-        batch=1,
         tokens=2048,
         questions=160,
         steps=80,
         goal=0.97,
         rate=6e-4,
         density=2.5,
-        light=True,
-        stretch=True,
-        triples=341,
     ),
-    Stage(
+    _long(
         name="4096",
-        batch=1,
         tokens=4096,
         questions=160,
         steps=80,
         goal=0.985,
         rate=5e-4,
         density=1.2,
-        light=True,
-        stretch=True,
-        triples=341,
     ),
-    Stage(
+    _long(
         name="1024 again",
-        batch=1,
         tokens=1024,
         questions=112,
         steps=250,
         goal=1.01,
         rate=8e-4,
         density=3.0,
-        light=True,
-        stretch=True,
-        triples=341,
     ),
-    Stage(
+    _long(
         name="4096 cooling",
-        batch=1,
         tokens=4096,
         questions=160,
         steps=75,
         goal=1.01,
         rate=5e-4,
         density=1.2,
-        light=True,
-        stretch=True,
-        triples=341,
         cooling=True,
     ),
 )

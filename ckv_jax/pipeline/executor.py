@@ -136,7 +136,8 @@ class Executor:
                 if guess is not None and self._inter(period):
                     self._speculate(source, period + 1, np.asarray(guess))
                 # Bookkeeping, while the device computes.
-                self._record(view, period, chosen, np.asarray(attention))
+                groups = self._plan.groups(period)
+                self._memory.record(view, groups, chosen, np.asarray(attention))
                 real = int((batch.lengths > 0).sum())
                 trace.count_chunks(selected=int((chosen >= 0).sum()), total=real * view.num_chunks)
             self._remember(view, period, union)
@@ -174,17 +175,6 @@ class Executor:
             np.int32(view.prefix.num_tokens), np.int32(view.num_chunks), limits,
             n=n, window=self._system.score_window, chunk_tokens=self._system.chunk_tokens,
         )  # fmt: skip
-
-    def _record(
-        self, view: PrefixView, period: int, chosen: np.ndarray, attention: np.ndarray
-    ) -> None:
-        """I_j += A_j and F_j += 1 for every critical chunk of the period's groups (§4.4)."""
-        real = chosen >= 0
-        chunks, where = np.unique(chosen[real], return_inverse=True)
-        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
-        groups = self._plan.groups(period)
-        pages = np.concatenate([view.pages(group, chunks) for group in groups])
-        self._memory.tiers.record(pages, np.tile(total, len(groups)))
 
     def _submit(self, source: PackSource, period: int, union: np.ndarray) -> None:
         if self._system.prefetch == "none":

@@ -14,6 +14,7 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.pipeline.buckets import bucket
 from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.mapped_pool import MappedPool, in_host_memory
+from ckv_jax.pipeline.view import PrefixView
 from ckv_jax.storage.layout import Layout
 
 PagePool = DevicePool | MappedPool
@@ -58,6 +59,19 @@ class Memory:
         Returns what to wait for before `rows` may be overwritten, if anything.
         """
         return self.pool.write(rows, slots)
+
+    def record(
+        self, view: PrefixView, groups: range, chosen: np.ndarray, attention: np.ndarray
+    ) -> None:
+        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
+
+        `chosen` int32 [B, N], -1 where there is none, and their `attention` [B, N].
+        """
+        real = chosen >= 0
+        chunks, where = np.unique(chosen[real], return_inverse=True)
+        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
+        pages = np.concatenate([view.pages(group, chunks) for group in groups])
+        self.tiers.record(pages, np.tile(total, len(groups)))
 
     def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Host packs to device slots; returns the bytes moved."""

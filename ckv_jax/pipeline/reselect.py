@@ -75,8 +75,8 @@ class Reselect:
         )  # fmt: skip
         chosen = np.asarray(ids)
         union = np.unique(chosen[chosen >= 0])
-        self._record(period, chosen, np.asarray(attention))
         groups = self._plan.groups(period)
+        self._memory.record(self._view, groups, chosen, np.asarray(attention))
         for group in groups:
             self._source.keep_only(group, union)
             self._source.demand(group, union)
@@ -96,12 +96,3 @@ class Reselect:
             kept = [rows.take(hidden, batch_rows) for hidden in recent]
             recent.clear()
             recent.extend(kept)
-
-    def _record(self, period: int, chosen: np.ndarray, attention: np.ndarray) -> None:
-        """These chunks were critical once more (§4.4)."""
-        real = chosen >= 0
-        chunks, where = np.unique(chosen[real], return_inverse=True)
-        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
-        groups = self._plan.groups(period)
-        pages = np.concatenate([self._view.pages(group, chunks) for group in groups])
-        self._memory.tiers.record(pages, np.tile(total, len(groups)))
