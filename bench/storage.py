@@ -30,6 +30,7 @@ import numpy as np
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
 from ckv_jax.storage.manifest import GROUP, Manifest
+from ckv_jax.storage.packing import aligned
 from ckv_jax.storage.writer import draft_manifest
 
 TOKENS = 5008
@@ -60,7 +61,8 @@ def read_share(store: ChunkStore, prefix: Prefix, share: float) -> float:
     count = max(1, round(share * prefix.num_chunks))
     bursts = max(1, BURSTS if share < 1 else 2)
     rng = np.random.default_rng(int(time.time_ns()) % 2**32)
-    out = np.zeros((layout.groups, count, *layout.pack_shape), layout.numpy_dtype)
+    memory = aligned(layout.groups * count * layout.pack_bytes)  # as the engine's buffers are
+    out = memory.view(layout.numpy_dtype).reshape(layout.groups, count, *layout.pack_shape)
     total = 0.0
     with store.reader(prefix) as reader, ThreadPoolExecutor(layout.groups) as threads:
 
@@ -151,7 +153,8 @@ _FIRST = """
 import sys, time, numpy as np
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore
-out = np.zeros((1, *QWEN_7B.pack_shape), QWEN_7B.numpy_dtype)
+from ckv_jax.storage.packing import aligned
+out = aligned(QWEN_7B.pack_bytes).view(QWEN_7B.numpy_dtype).reshape(1, *QWEN_7B.pack_shape)
 tokens = some_tokens(int(sys.argv[2]))
 start = time.perf_counter()
 with ChunkStore.open(sys.argv[1]) as store:

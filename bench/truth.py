@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix
+from ckv_jax.storage.packing import aligned
 
 FINGERPRINT = Fingerprint({"weights": "truth", "dtype": "bits"})
 SMALL = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
@@ -101,7 +102,8 @@ def read_all(store: ChunkStore, prefix: Prefix) -> Outcome:
         return Outcome(0, 0, 0)
     with store.reader(prefix) as reader:
         ids = np.arange(prefix.num_chunks)
-        out = np.empty((len(ids), *layout.pack_shape), layout.numpy_dtype)
+        memory = aligned(len(ids) * layout.pack_bytes)  # as an engine's, fit for direct reads
+        out = memory.view(layout.numpy_dtype).reshape(len(ids), *layout.pack_shape)
         for group in range(layout.groups):
             good = reader.read_packs(group, ids, out)
             truth = packs_of(layout, prefix.tokens, group, reader.order)

@@ -71,6 +71,15 @@ class ArraySpec:
         """Exact size of a shard file: entries, index, crc of the index."""
         return self.stored(shard) * self.entry_bytes + 16 * self.shard_entries + 4
 
+    def offsets(self, row: int, columns: np.ndarray) -> tuple[int, np.ndarray]:
+        """(shard, int64 [n]): where the inner chunks `columns` of a row lie in its shard file.
+
+        A row is a group of layers, or a layer of keys or values with both apart.
+        """
+        rows = self.shard[0] // self.inner[0] * self.kv
+        first = row % rows * (self.shard_entries // rows)
+        return row // rows, (first + columns.astype(np.int64)) * self.entry_bytes
+
     def index(self, shard: int) -> bytes:
         """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""
         steps = self.shard[0] // self.inner[0]

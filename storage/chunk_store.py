@@ -5,6 +5,7 @@ Its promise: every fault becomes a miss and a recompute; never wrong KV, a hang 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from types import TracebackType
@@ -260,13 +261,16 @@ class ChunkStore:
     def _opener(self, span: Span) -> Any:
         def make() -> Segment:
             manifest = self.index.manifest(span.segment_id, span.checksum)
-            return self.open_segment(manifest, span.checksum)
+            return Segment(manifest, span.checksum, self._place)
 
         return make
 
     def open_segment(self, manifest: Manifest, checksum: str) -> Segment:
-        """Open a published segment; the caller closes it. Raises SegmentDamaged when it is gone."""
-        return Segment(manifest, checksum, self.files, self._place.context)
+        """Open a published segment, to be read as any zarr reader would, by its shards' indexes.
+
+        The caller closes it. Raises SegmentDamaged when it is gone.
+        """
+        return Segment(manifest, checksum, dataclasses.replace(self._place, queues=None))
 
     def _digest(self, prefix: Prefix, load: Any) -> Any:
         return self._digests.get(prefix.spans, load)
@@ -320,7 +324,7 @@ class ChunkStore:
         self._closed = True
         self._digests.clear()
         self.index.catalog.close()
-        self.files.close()
+        self._place.close()
 
     def __enter__(self) -> ChunkStore:
         return self

@@ -6,7 +6,10 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+
 from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.storage.kernel_queue import KernelRead
 from ckv_jax.storage.read_errors import READ_ERRORS
 
 MAX_IN_FLIGHT = 40 << 20
@@ -60,6 +63,11 @@ class Deadline:
         for future in begun:
             future.add_done_callback(flight.landed)
 
+    def follow(self, future: Any) -> None:
+        """Take a read into the set that holds no memory but its caller's; None: no read."""
+        if future is not None:
+            self._futures.append(future)
+
     def wait(self, future: Any, what: str) -> bool:
         """Wait for one read; False when it failed or is None.
 
@@ -80,9 +88,24 @@ class Deadline:
             return False
         return True
 
+    def wait_some(self, read: KernelRead, what: str) -> np.ndarray | None:
+        """What landed of a direct read since it was last asked, see `KernelRead.landed`.
+
+        Raises ReadTimeout when time is up, as `wait` does.
+        """
+        try:
+            return read.landed(timeout=max(0.0, self._end - time.monotonic()))
+        except TimeoutError:
+            raise self._late(what) from None
+
     def _late(self, what: str) -> ReadTimeout:
         futures = tuple(self._futures)
-        return ReadTimeout(what, self._seconds, lambda: all(f.done() for f in futures))
+
+        def settled() -> bool:
+            return all([f.done() for f in futures])  # asks each: it tells the read that it is late
+
+        settled()
+        return ReadTimeout(what, self._seconds, settled)
 
 
 class _Flight:

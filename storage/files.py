@@ -58,6 +58,9 @@ class Files(Protocol):
     def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
         """TensorStore's kvstore spec of one array of a segment."""
 
+    def open_direct(self, segment_id: str, name: str) -> int:
+        """A descriptor of a segment's file for direct reads; raises OSError where there is none."""
+
     def hold(self, segment_id: str) -> Hold:
         """Keep the segment from being removed; raises SegmentDamaged when it is gone."""
 

@@ -136,6 +136,14 @@ class LocalFiles:
     def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self._folder(segment_id)}/{array}/"}
 
+    def open_direct(self, segment_id: str, name: str) -> int:
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(f"{self._folder(segment_id)}/{name}", flags)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a plain file")
+        return fd
+
     def hold(self, segment_id: str) -> LocalHold:
         fd = self._open_manifest(segment_id)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -95,6 +96,9 @@ class ObjectFiles:
             **self._spec,
             "path": f"{self._spec.get('path', '')}{self._name(segment_id, array)}/",
         }
+
+    def open_direct(self, segment_id: str, name: str) -> int:
+        raise OSError(errno.ENOTSUP, "an object store has no direct reads")
 
     def hold(self, segment_id: str) -> NoHold:
         return NoHold()

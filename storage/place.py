@@ -14,6 +14,7 @@ import tensorstore as ts
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.files import Files
+from ckv_jax.storage.kernel_queue import KernelQueues
 from ckv_jax.storage.local import LocalFiles
 from ckv_jax.storage.objects import ObjectFiles
 
@@ -26,11 +27,19 @@ class Place:
       files: the place.
       context: TensorStore's settings for it: no cache, bounded concurrency.
       direct: whether reads and writes go past the page cache.
+      queues: for reads past TensorStore, too; None where that is not possible.
     """
 
     files: Files
     context: Any
     direct: bool
+    queues: KernelQueues | None = None
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        if self.queues is not None:
+            self.queues.close()
+        self.files.close()
 
 
 def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
@@ -45,7 +54,7 @@ def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
         direct = _use_direct_io(local.root, config.direct_io)
         context = _context(config, direct=direct)
         _wake(local.root, context)
-        return Place(local, context, direct)
+        return Place(local, context, direct, _queues(local.root) if direct else None)
     context = _context(config, direct=False)
     return Place(ObjectFiles(text, context, config.deadline_s), context, False)
 
@@ -67,6 +76,18 @@ def _wake(folder: Path, context: Any) -> None:
     """Ask TensorStore for anything: its threads take 5 ms to start, while the index is opened."""
     store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}, context=context).result()
     store.read("store.json")
+
+
+def _queues(folder: Path) -> KernelQueues | None:
+    """The kernel's own queues, where they can be had and do what they should."""
+    try:
+        queues = KernelQueues()
+    except OSError:
+        return None
+    if queues.works(folder / "store.json"):
+        return queues
+    queues.close()
+    return None
 
 
 def _use_direct_io(folder: Path, wish: bool | None) -> bool:

@@ -14,6 +14,7 @@ from ckv_jax.storage.deadline import Deadline, Gate
 from ckv_jax.storage.digest import DigestData
 from ckv_jax.storage.digest_reader import Run, read_digest
 from ckv_jax.storage.errors import StoreClosed
+from ckv_jax.storage.kernel_queue import KernelRead
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import Segment
 
@@ -118,15 +119,36 @@ class PrefixReader:
         places: np.ndarray,
         deadline: Deadline,
     ) -> list[_Read]:
-        """Start reading `chunks` into rows `places` of `data`, one batch for every span."""
+        """Start reading `chunks` into rows `places` of `data`: directly, or through TensorStore."""
         reads: list[_Read] = []
-        size = len(chunks) * data[:1].nbytes
+        through: list[_Read] = []
+        for segment, rows, local in self._split(chunks):
+            direct = segment and segment.begin_packs_direct(group, local, data, places[rows])
+            if segment and direct is None:
+                through.append((segment, rows, local, None))
+            else:
+                deadline.follow(direct)
+                reads.append((segment, rows, local, direct))
+        if through:
+            reads += self._begin_batch(group, through, data, places, deadline)
+        return reads
+
+    def _begin_batch(
+        self,
+        group: int,
+        parts: list[_Read],
+        data: np.ndarray,
+        places: np.ndarray,
+        deadline: Deadline,
+    ) -> list[_Read]:
+        """Start what `parts` asks for as one batch of TensorStore's."""
+        reads: list[_Read] = []
+        size = sum(len(local) for _, _, local, _ in parts) * data[:1].nbytes
         deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
-            for segment, rows, local in self._split(chunks):
-                future = segment and segment.begin_packs(
-                    group, local, _rows_of(data, places[rows]), batch
-                )
+            for segment, rows, local, _ in parts:
+                target = _rows_of(data, places[rows])
+                future = segment and segment.begin_packs(group, local, target, batch)
                 reads.append((segment, rows, local, future))
         deadline.watch([read[3] for read in reads], size)
         return reads
@@ -143,7 +165,12 @@ class PrefixReader:
     ) -> None:
         """Wait for a batch, and note which of its packs are good."""
         for segment, rows, local, future in reads:
-            if segment and deadline.wait(future, f"reading {len(local)} packs"):
+            what = f"reading {len(local)} packs"
+            if segment and isinstance(future, KernelRead):  # some are checked while others arrive
+                at, ids = places[piece][rows], np.arange(len(good))[piece][rows]
+                while (some := deadline.wait_some(future, what)) is not None:
+                    good[ids[some]] = segment.packs_good(group, local[some], data, at[some])
+            elif segment and deadline.wait(future, what):
                 good[piece][rows] = segment.packs_good(group, local, data, places[piece][rows])
 
     def _read_again(

@@ -11,8 +11,9 @@ import tensorstore as ts
 
 from ckv_jax.storage import checks
 from ckv_jax.storage.errors import SegmentDamaged
-from ckv_jax.storage.files import Files
+from ckv_jax.storage.kernel_queue import KernelRead, fits
 from ckv_jax.storage.manifest import Manifest
+from ckv_jax.storage.place import Place
 from ckv_jax.storage.read_errors import READ_ERRORS
 
 _NOTHING = np.zeros(0, np.uint8)
@@ -28,17 +29,16 @@ class Segment:
     the caller's buffer, and `*_good` says which parts of the buffer are what was written.
     """
 
-    def __init__(self, manifest: Manifest, checksum: str, files: Files, context: Any) -> None:
+    def __init__(self, manifest: Manifest, checksum: str, place: Place) -> None:
         self.manifest = manifest
         self.checksum = checksum
         self.id = manifest.segment_id
         self.users = 0
-        self._hold = files.hold(self.id)
-        self.missing = files.damaged(self.id, manifest.files)
+        self._files, self._context, self._queues = place.files, place.context, place.queues
+        self._hold = self._files.hold(self.id)
+        self.missing = self._files.damaged(self.id, manifest.files)
         """Shard files that are not there in full; nothing is read from them."""
         self._layout = manifest.layout
-        self._context = context
-        self._files = files
         self._seeds = {kind: checks.seed(self.id, kind) for kind in manifest.arrays}
         self._views: dict[tuple[str, int], Any] = {}
         try:
@@ -96,6 +96,25 @@ class Segment:
         """
         target = out if isinstance(out, ts.TensorStore) else ts.array(out)
         return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
+
+    def begin_packs_direct(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
+    ) -> KernelRead | None:
+        """Start reading packs past TensorStore, into `rows` of `out` [_, *pack], C-contiguous.
+
+        Returns None where that cannot be, and nothing was started.
+        """
+        if self._queues is None or not fits(out):
+            return None
+        spec = self.manifest.arrays["packs"]
+        shard, offsets = spec.offsets(group, chunks)
+        if spec.file(shard) in self.missing:
+            return None
+        try:
+            fd = self._files.open_direct(self.id, spec.file(shard))
+            return self._queues.read(fd, offsets, out, rows)
+        except OSError:
+            return None
 
     def packs_good(
         self, group: int, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray

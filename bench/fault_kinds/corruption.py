@@ -33,7 +33,7 @@ def flips(pristine: Path, count: int, kind: str) -> Tally:
         else:
             path = _pick(folder, rng, FLIPS[kind])
         data = bytearray(path.read_bytes())
-        tail = 16 * 4 * len(data) // (1 << 12) if kind == "flip index" else len(data)
+        tail = 16 * len(data) // LAYOUT.pack_bytes + 4 if kind == "flip index" else len(data)
         place = len(data) - 1 - int(rng.integers(max(1, min(tail, len(data)))))
         data[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(data)

@@ -18,7 +18,8 @@ from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreConfig
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""
 
-LAYOUT = dataclasses.replace(SMALL, digest="int8")
+LAYOUT = dataclasses.replace(SMALL, head_dim=16, digest="int8")
+"""Packs of a page: small, and yet read directly, as large ones are."""
 CONFIG = StoreConfig(deadline_s=5.0)
 
 

@@ -55,9 +55,9 @@ def passed(tally: Tally, *, caught: bool = True) -> None:
 
 @pytest.mark.parametrize("kind", corruption.FLIPS)
 def test_flipped_bits(pristine: Path, kind: str) -> None:
-    passed(
-        corruption.flips(pristine, 6, kind), caught=kind not in ("flip zarr.json", "flip catalog")
-    )
+    # Nothing of ours needs the index of a shard of packs while they are read directly.
+    unread = ("flip zarr.json", "flip catalog", "flip index")
+    passed(corruption.flips(pristine, 6, kind), caught=kind not in unread)
 
 
 @pytest.mark.parametrize("kind", corruption.SHARDS)

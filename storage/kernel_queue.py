@@ -1,0 +1,277 @@
+"""Linux's own asynchronous reads: from a file's blocks straight into memory, many with one call.
+
+What a read costs decides what it may serve, and a buffer between file and caller, with a thread to
+fill it and one to empty it, costs several times the transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+FILE_ALIGN = 4096
+"""What offsets and sizes of direct reads must be multiples of, on any disk."""
+MEMORY_ALIGN = 512
+"""What addresses of buffers must be multiples of; tried at open."""
+
+_DEPTH = 64  # reads in flight in one queue
+_CALLS = {  # io_setup, io_destroy, io_submit, io_getevents
+    "x86_64": (206, 207, 209, 208),
+    "aarch64": (0, 1, 2, 4),
+}
+_PREAD = 0
+_REQUEST = np.dtype(
+    [
+        ("index", "<u8"), ("key", "<u4"), ("flags", "<i4"), ("opcode", "<u2"), ("priority", "<i2"),
+        ("file", "<u4"), ("buffer", "<u8"), ("bytes", "<u8"), ("offset", "<i8"), ("rest", "<u8", 2),
+    ]
+)  # fmt: skip
+_EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
+
+
+def fits(out: np.ndarray) -> bool:
+    """Whether rows of `out` [n, ...], C-contiguous, can be read into directly."""
+    return out[0].nbytes % FILE_ALIGN == 0 and out.ctypes.data % MEMORY_ALIGN == 0
+
+
+class KernelQueues:
+    """Queues of the kernel, one for each call that reads at a time; thread-safe.
+
+    A read in flight is kept alive, with the buffer it writes into, until it has landed.
+    """
+
+    def __init__(self) -> None:
+        """Raises OSError where the system has no such queues."""
+        numbers = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
+        if numbers is None:
+            raise OSError(errno.ENOSYS, "no asynchronous reads on this system")
+        self._setup, self._destroy, self._submit, self._events = numbers
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._lock = threading.Lock()
+        self._closed = False
+        self._flying: set[KernelRead] = set()
+        self._idle = [self._new()]
+
+    def works(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a real file can be read so, into memory that is aligned no better than needed."""
+        page = np.empty(3 * FILE_ALIGN, np.uint8)
+        skip = -page.ctypes.data % FILE_ALIGN + MEMORY_ALIGN
+        size = min(os.stat(path).st_size, FILE_ALIGN)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            out = page[skip : skip + FILE_ALIGN].reshape(1, -1)
+            self.read(fd, np.zeros(1, np.int64), out, slice(None), size).result(timeout=1.0)
+        except OSError:
+            return False
+        return True
+
+    def read(
+        self, fd: int, offsets: np.ndarray, out: np.ndarray, rows: Any, expect: int | None = None
+    ) -> KernelRead:
+        """Start reading a row of `out` [m, ...] at each of `offsets` int64 [n].
+
+        Args:
+          fd: a file open for direct reads; closed when the read has landed, or cannot start.
+          offsets: where in the file, multiples of FILE_ALIGN.
+          out: C-contiguous, see `fits`.
+          rows: which n rows of `out` are filled: a slice, or ids.
+          expect: bytes that each read gives; default: a row's.
+
+        Raises:
+          OSError: nothing was started.
+        """
+        try:
+            with self._lock:
+                queue = self._idle.pop() if self._idle else None
+                given_up = [read for read in self._flying if read.given_up]
+            read = KernelRead(self, queue or self._new(), fd, offsets, out, rows, expect)
+        except BaseException:
+            os.close(fd)
+            raise
+        for old in given_up:
+            old.done()
+        with self._lock:
+            self._flying.add(read)
+        read.start()
+        return read
+
+    # -- for KernelRead: system calls, which let other threads run --------------------------------
+
+    def submit(self, queue: int, address: int, count: int) -> int:
+        """Hand `count` requests over, by pointers at `address`; how many were taken."""
+        return self._check(
+            self._submit, ctypes.c_ulong(queue), ctypes.c_long(count), ctypes.c_void_p(address)
+        )
+
+    def events(self, queue: int, least: int, out: np.ndarray, seconds: float) -> int:
+        """Wait for `least` events or until time is up; how many of `out` were filled."""
+        end = time.monotonic() + seconds
+        while True:
+            left = max(0.0, end - time.monotonic())
+            limit = np.array([int(left), int(left % 1 * 1e9)], np.int64)
+            try:
+                return self._check(
+                    self._events,
+                    ctypes.c_ulong(queue),
+                    ctypes.c_long(least),
+                    ctypes.c_long(len(out)),
+                    ctypes.c_void_p(out.ctypes.data),
+                    ctypes.c_void_p(limit.ctypes.data),
+                )
+            except InterruptedError:
+                continue
+
+    def landed(self, read: KernelRead, queue: int) -> None:
+        """Take the queue of a read back that has nothing in flight any more."""
+        with self._lock:
+            self._flying.discard(read)
+            if not self._closed:
+                self._idle.append(queue)
+                return
+        self._end(queue)
+
+    def _new(self) -> int:
+        queue = ctypes.c_ulong(0)
+        self._check(self._setup, ctypes.c_long(_DEPTH), ctypes.byref(queue))
+        return queue.value
+
+    def _end(self, queue: int) -> None:
+        with contextlib.suppress(OSError):
+            self._check(self._destroy, ctypes.c_ulong(queue))
+
+    def _check(self, number: int, *arguments: Any) -> int:
+        found = int(self._call(ctypes.c_long(number), *arguments))
+        if found < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return found
+
+    def close(self) -> None:
+        """Give idle queues back; reads in flight go on, and new ones are possible."""
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        for queue in idle:
+            self._end(queue)
+
+
+class KernelRead:
+    """Reads of one file that were started together; waited for like TensorStore's future."""
+
+    def __init__(
+        self,
+        queues: KernelQueues,
+        queue: int,
+        fd: int,
+        offsets: np.ndarray,
+        out: np.ndarray,
+        rows: Any,
+        expect: int | None,
+    ) -> None:
+        count, size = len(offsets), out[0].nbytes
+        self._queues, self._queue, self._fd, self._out = queues, queue, fd, out
+        self._expect = size if expect is None else expect
+        self._lock = threading.Lock()
+        self._left = count  # not handed over yet
+        self._flying = 0
+        self.given_up = False
+        """Whether nobody waits for it any more."""
+        self._error: OSError | None = None
+        self._done = False
+        self._requests = np.zeros(count, _REQUEST)
+        self._requests["index"] = np.arange(count)
+        self._requests["file"] = fd
+        self._requests["opcode"] = _PREAD
+        self._requests["buffer"] = out.ctypes.data + np.arange(len(out))[rows] * size
+        self._requests["bytes"] = size
+        self._requests["offset"] = offsets
+        self._pointers = self._requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
+        self._events = np.empty(min(count, _DEPTH), _EVENT)
+
+    def start(self) -> None:
+        """Hand over as many requests as the queue takes."""
+        with self._lock:
+            self._hand_over()
+
+    def landed(self, timeout: float) -> np.ndarray | None:
+        """Wait for a quarter of the reads: int64, those that landed in full since the last call.
+
+        Returns None when all have, or never will. Raises TimeoutError when nothing landed in time,
+        and what is in flight may still write into the buffer.
+        """
+        with self._lock:
+            if self._done:
+                return None
+            least = min(self._flying, max(4, len(self._events) // 4))
+            events = self._reap(least, timeout)
+            if not len(events):
+                raise TimeoutError
+            whole = events["result"] == self._expect
+            landed: np.ndarray = events["index"][whole].astype(np.int64)
+            return landed
+
+    def result(self, timeout: float) -> None:
+        """Wait until all has landed.
+
+        Raises:
+          TimeoutError: some is still in flight, and may write into the buffer.
+          OSError: some of it could not be read in full; nothing is in flight.
+        """
+        end = time.monotonic() + timeout
+        while self.landed(max(0.0, end - time.monotonic())) is not None:
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether nothing is in flight any more; only asked of reads that are given up."""
+        with self._lock:
+            self.given_up = True
+            if not self._done:
+                self._left = 0
+                self._reap(0, 0.0)
+            return self._done
+
+    def _reap(self, least: int, seconds: float) -> np.ndarray:
+        """Wait for `least` events, hand over as many requests, and return the events."""
+        found = self._queues.events(self._queue, least, self._events, seconds)
+        self._flying -= found
+        events = self._events[:found]
+        if (events["result"] != self._expect).any():
+            self._fail(-int(events["result"].min()))
+        self._hand_over()
+        return events
+
+    def _hand_over(self) -> None:
+        while self._left and self._flying < _DEPTH:
+            count = min(self._left, _DEPTH - self._flying)
+            at = self._pointers[len(self._pointers) - self._left :]
+            try:
+                taken = self._queues.submit(self._queue, at.ctypes.data, count)
+            except OSError as e:
+                if e.errno not in (errno.EAGAIN, errno.EINTR) or not self._flying:
+                    self._fail(e.errno or errno.EIO)
+                break
+            self._left -= taken
+            self._flying += taken
+        if not self._left and not self._flying:
+            self._land()
+
+    def _fail(self, code: int) -> None:
+        """Read no more; `code` is not positive where a read was short."""
+        code = code if code > 0 else errno.EIO
+        self._error = OSError(code, os.strerror(code))
+        self._left = 0
+
+    def _land(self) -> None:
+        self._done = True
+        os.close(self._fd)
+        self._queues.landed(self, self._queue)

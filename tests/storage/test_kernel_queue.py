@@ -1,0 +1,247 @@
+"""Reads past TensorStore: the same bytes, and every fault an error of the one read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fault_kinds import corruption
+from bench.fault_kinds.tally import make_store
+from bench.truth import FINGERPRINT, ingest, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    ReadTimeout,
+    StoreConfig,
+    kernel_queue,
+    verify_store,
+)
+from ckv_jax.storage.kernel_queue import FILE_ALIGN, KernelQueues
+from ckv_jax.storage.packing import aligned
+
+PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
+"""Packs of two pages: small, and read directly."""
+
+
+@pytest.fixture
+def queues(file: Path) -> Iterator[KernelQueues]:
+    try:
+        made = KernelQueues()
+    except OSError as e:
+        pytest.skip(f"no asynchronous reads here: {e}")
+    if not made.works(file):
+        pytest.skip("no direct I/O on this file system")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "pages"
+    path.write_bytes(np.random.default_rng(0).bytes(300 * FILE_ALIGN))
+    return path
+
+
+def opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+
+def rows(count: int) -> np.ndarray:
+    return aligned(count * FILE_ALIGN).reshape(count, FILE_ALIGN)
+
+
+def test_more_reads_than_a_queue_holds(queues: KernelQueues, file: Path) -> None:
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    ids = np.random.default_rng(1).permutation(len(pages))
+    out = rows(len(ids))
+    queues.read(opened(file), ids * FILE_ALIGN, out, slice(None)).result(timeout=5)
+    assert np.array_equal(out, pages[ids])
+
+
+def test_rows_that_lie_apart(queues: KernelQueues, file: Path) -> None:
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    out = rows(6)
+    where = np.array([5, 0, 2])
+    queues.read(opened(file), np.array([7, 8, 9]) * FILE_ALIGN, out, where).result(timeout=5)
+    assert np.array_equal(out[where], pages[7:10])
+    assert not out[[1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("offsets", [[0, 299, 300], [1 << 40], [FILE_ALIGN + 8]])
+def test_what_cannot_be_read_in_full(queues: KernelQueues, file: Path, offsets: list[int]) -> None:
+    """Past the end, and no multiple of a block."""
+    places = np.array(offsets) * (FILE_ALIGN if len(offsets) == 3 else 1)
+    fd = opened(file)
+    read = queues.read(fd, places, rows(len(places)), slice(None))
+    with pytest.raises(OSError):
+        read.result(timeout=5)
+    assert read.done()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
+
+
+def test_a_file_that_is_not_open(queues: KernelQueues) -> None:
+    fd = os.open("/", os.O_RDONLY)
+    with pytest.raises(OSError):
+        queues.read(fd, np.zeros(2, np.int64), rows(2), slice(None)).result(timeout=5)
+
+
+def test_a_late_read_settles(queues: KernelQueues, file: Path) -> None:
+    """Given up at once: it may land later, keeps its buffer until then, and its queue returns."""
+    for _ in range(50):
+        read = queues.read(opened(file), np.arange(300) * FILE_ALIGN, rows(300), slice(None))
+        with contextlib.suppress(TimeoutError):
+            read.result(timeout=0.0)
+        while not read.done():
+            pass
+    assert not queues._flying and len(queues._idle) == 1
+
+
+def test_queues_outlive_their_close(file: Path, queues: KernelQueues) -> None:
+    queues.close()
+    for _ in range(2):
+        queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
+        queues.close()
+    assert not queues._idle
+
+
+# -- in the store ------------------------------------------------------------------------------
+
+
+def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the packs that are read directly from now on."""
+    counts: list[int] = []
+    real = KernelQueues.read
+
+    def counted(self: KernelQueues, fd: int, offsets: np.ndarray, *rest: object) -> object:
+        counts.append(len(offsets))
+        return real(self, fd, offsets, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KernelQueues, "read", counted)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PAGES,
+        Layout(num_layers=3, num_kv_heads=4, head_dim=32, pack_layers=1, kv_together=False),
+        Layout(num_layers=7, num_kv_heads=2, head_dim=32, pack_layers=4, dtype="float32"),
+        Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=1, reordered=False),
+    ],
+    ids=str,
+)
+def test_the_same_packs(
+    folder: Path, queues: KernelQueues, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = direct_reads(monkeypatch)
+    tokens = some_tokens(16 * 90 + 5)
+    with ChunkStore.open(folder) as store:
+        ingest(store, tokens[: 16 * 80], layout=layout)
+        prefix = ingest(store, tokens, layout=layout)
+        assert len(prefix.spans) == 2
+        assert read_all(store, prefix).right == layout.groups * 91
+        assert sum(counts[1:]) == layout.groups * 91  # the first one is the trial at open
+        with store.reader(prefix) as reader:  # in no order, over both segments
+            ids = np.random.default_rng(0).permutation(91)
+            out = aligned(91 * layout.pack_bytes).view(layout.numpy_dtype)
+            out = out.reshape(91, *layout.pack_shape)
+            assert reader.read_packs(1, ids, out).all()
+            again = np.empty((1, *layout.pack_shape), layout.numpy_dtype)
+            for row in (0, 45, 90):
+                assert reader.read_packs(1, ids[row : row + 1], again).all()
+                assert np.array_equal(again[0].view(np.uint8), out[row].view(np.uint8))
+
+
+def test_memory_that_does_not_fit_goes_through_tensorstore(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64), layout=PAGES)
+        counts = direct_reads(monkeypatch)
+        memory = aligned(4 * PAGES.pack_bytes + 16)[16:]
+        out = memory.view(PAGES.numpy_dtype).reshape(4, *PAGES.pack_shape)
+        with store.reader(prefix) as reader:
+            assert reader.read_packs(0, np.arange(4), out).all()
+    assert not counts
+
+
+def test_queues_that_are_used_up(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel gives no queue, or takes no reads, TensorStore reads."""
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64), layout=PAGES)
+
+        def refuse(self: KernelQueues, *_: object) -> int:
+            raise OSError(errno.EAGAIN, "no more")
+
+        monkeypatch.setattr(KernelQueues, "submit", refuse)
+        assert read_all(store, prefix).right == PAGES.groups * 4
+        monkeypatch.setattr(KernelQueues, "_check", refuse)
+        assert read_all(store, prefix).right == PAGES.groups * 4
+    with ChunkStore.open(folder) as store:
+        assert read_all(store, prefix).right == PAGES.groups * 4
+
+
+def test_other_systems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_queue, "_CALLS", {})
+    with ChunkStore.open(folder) as store:
+        assert read_all(store, ingest(store, some_tokens(64), layout=PAGES)).right == 8
+
+
+def test_a_read_that_takes_too_long(folder: Path, queues: KernelQueues) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(deadline_s=1e-6)) as store:
+        prefix = ingest(store, some_tokens(16 * 200), layout=PAGES)
+        out = aligned(200 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
+        out = out.reshape(200, *PAGES.pack_shape)
+        with store.reader(prefix) as reader:
+            with pytest.raises(ReadTimeout, match="200 packs") as error:
+                reader.read_packs(0, np.arange(200), out)
+            while not error.value.settled():
+                pass
+            assert reader.read_packs(0, np.arange(200), out, deadline_s=5.0).all()
+    assert store.gate.bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["flip data", "flip index", *corruption.SHARDS])
+def test_faults_without_direct_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """`test_faults.py` reads directly where it can; here everything goes through TensorStore."""
+    monkeypatch.setattr(kernel_queue, "_CALLS", {})
+    make_store(tmp_path / "pristine")
+    sweep = corruption.flips if kind.startswith("flip") else corruption.shards
+    tally = sweep(tmp_path / "pristine", 4, kind)
+    assert tally.ok and tally.caught, tally
+
+
+def test_verify_reads_what_direct_reads_do_not_need(folder: Path, queues: KernelQueues) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64), layout=PAGES)
+        shard = sorted((folder / "segments").glob("*/*/packs/c.0.*"))[0]
+        data = bytearray(shard.read_bytes())
+        data[-7] ^= 1  # of the shard's index, for other readers of zarr
+        shard.write_bytes(data)
+        assert read_all(store, prefix).right == PAGES.groups * 4
+        assert not verify_store(store).ok
+
+
+def test_a_fault_found_directly_is_read_again(folder: Path, queues: KernelQueues) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64), layout=PAGES)
+        shard = sorted((folder / "segments").glob("*/*/packs/c.0.*"))[0]
+        data = bytearray(shard.read_bytes())
+        data[2 * PAGES.pack_bytes + 3] ^= 4
+        shard.write_bytes(data)
+        found = read_all(store, prefix)
+        assert (found.right, found.refused, found.wrong) == (PAGES.groups * 4 - 1, 1, 0)
+        again = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=PAGES)
+        assert again.num_tokens == 32
