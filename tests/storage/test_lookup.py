@@ -46,7 +46,9 @@ def test_what_two_prefixes_share_is_stored_once(store: ChunkStore) -> None:
     for seed in (1, 2, 3):
         ingest(store, np.concatenate([shared, some_tokens(32, seed)]))
         usage.append(store.usage())
-    assert usage[1] - usage[0] == usage[2] - usage[1] < usage[0] / 2
+    second, third = usage[1] - usage[0], usage[2] - usage[1]
+    assert abs(second - third) < 16  # the time in a manifest has a digit more or less
+    assert second < usage[0] / 2
     assert len(store.prefixes()) == 3
 
 
