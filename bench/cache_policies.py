@@ -8,7 +8,8 @@ draws. Caches hold 15% and 36% of the data set, as in the paper. Selections come
 generator; with `--structured` from requests to the structured model of all benchmarks; or from a
 file of `bench.accuracy --traces`.
 
-`lead` is the attention-guided policy's hit rate less another's, with a 95% interval over the draws.
+`lead` is, for each policy that attention guides, its hit rate less another's, with a 95% interval
+over the draws.
 `ever_used` is the share of all packs that any request of a draw wants: where that fits into memory,
 every policy keeps everything and only the split between device and host can differ. Requests are
 independent of each other here, as the paper draws them; then a pack's true frequency is all there
@@ -40,6 +41,7 @@ STRUCTURED = LabSetting(prefixes=24, prefix_tokens=2000)
 QUESTIONS = 24
 """Of each prefix, with `--structured`."""
 TIERS = ("device", "host", "memory")
+GUIDED = ("attention", "frequency-attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,7 @@ def request(tiers: Tiers, pages: np.ndarray, masses: np.ndarray) -> None:
 
 
 def compare(selections: Selections, setting: Setting) -> list[dict[str, Any]]:
-    """A row for each policy: means over the draws, and the attention-guided policy's lead."""
+    """A row for each policy: means over the draws, and the leads of those guided by attention."""
     draws = {
         policy: [replay(selections, policy, setting, draw) for draw in range(setting.draws)]
         for policy in POLICIES
@@ -153,7 +155,8 @@ def compare(selections: Selections, setting: Setting) -> list[dict[str, Any]]:
         row["ever_used"] = float(np.mean([one["ever_used"] for one in rows]))
         row["demotions_per_request"] = float(np.mean([r["demotions_per_request"] for r in rows]))
         row["lead"] = {
-            tier: interval(rates["attention"][tier] - rates[policy][tier]) for tier in TIERS
+            ours: {tier: interval(rates[ours][tier] - rates[policy][tier]) for tier in TIERS}
+            for ours in GUIDED
         }
         compared.append(row)
     return compared
@@ -169,17 +172,20 @@ def interval(values: np.ndarray) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Whether the attention-guided policy leads LFU and LRU, in one line."""
-    said = []
-    for row in rows:
-        if row["policy"] in ("lfu", "lru"):
-            for tier in ("device", "memory"):
-                lead = row["lead"][tier]
-                mean, half = 100 * lead["mean"], 100 * lead["half_width"]
-                word = "no telling" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
-                said.append(f"{row['policy']} {tier} {mean:+.2f} ± {half:.2f} ({word})")
+    """Whether the policies that attention guides lead LFU and LRU, in a line each."""
     name, used = rows[0]["selections"], rows[0]["ever_used"]
-    return f"{name}, {used:.0%} of packs ever used; attention against " + ", ".join(said)
+    lines = [f"{name}, {used:.0%} of packs ever used"]
+    for ours in GUIDED:
+        said = []
+        for row in rows:
+            if row["policy"] in ("lfu", "lru"):
+                for tier in ("device", "memory"):
+                    lead = row["lead"][ours][tier]
+                    mean, half = 100 * lead["mean"], 100 * lead["half_width"]
+                    word = "no telling" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
+                    said.append(f"{row['policy']} {tier} {mean:+.2f} ± {half:.2f} ({word})")
+        lines.append(f"  {ours} against " + ", ".join(said))
+    return "\n".join(lines)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -78,11 +78,11 @@ def calls_of(system: SystemConfig) -> tuple[str, bool]:
 def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
     """Rows with both caches; ours also with the other cache policies."""
     budget, rows = lab.setting.budgets[0], []
-    policies: tuple[PolicyName, ...] = ("attention", "lfu", "lru")
+    rivals: tuple[PolicyName, ...] = ("lfu", "lru")
     for name in systems:
         system = system_named(name)
         floors = compute_floor_ms(lab, name, lab.setting.budgets[:1])
-        for policy in policies if name in OURS else (system.policy,):
+        for policy in (system.policy, *(rivals if name in OURS else ())):
             variant = "warm" if policy == system.policy else f"warm-{policy}"
             changed = dataclasses.replace(system, policy=policy)
             part = warm_run(lab, changed, variant, budget, requests)

@@ -11,7 +11,7 @@ Selector = Literal["none", "all", "chunk", "h2o", "impress"]
 """What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""
 Prefetch = Literal["none", "intra", "inter"]
 Speculate = Literal["previous", "lookahead"]
-PolicyName = Literal["attention", "lru", "lfu", "importance-ratio"]
+PolicyName = Literal["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]
 
 MIB = 2**20
 GB = 10**9

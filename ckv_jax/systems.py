@@ -69,7 +69,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 overfetch=1.25,
                 score_window=4,
                 score_layers=4,
-                policy="attention",
+                policy="frequency-attention",
             ),
         )
     }

@@ -69,13 +69,22 @@ class KernelQueues:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
             out = page[skip : skip + FILE_ALIGN].reshape(1, -1)
-            self.read(fd, np.zeros(1, np.int64), out, slice(None), size).result(timeout=1.0)
+            self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size).result(
+                timeout=1.0
+            )
         except OSError:
             return False
         return True
 
     def read(
-        self, fd: int, offsets: np.ndarray, out: np.ndarray, rows: Any, expect: int | None = None
+        self,
+        fd: int,
+        offsets: np.ndarray,
+        out: np.ndarray,
+        rows: Any,
+        *,
+        sizes: np.ndarray | None = None,
+        expect: int | None = None,
     ) -> KernelRead:
         """Start reading a row of `out` [m, ...] at each of `offsets` int64 [n].
 
@@ -84,7 +93,8 @@ class KernelQueues:
           offsets: where in the file, multiples of FILE_ALIGN.
           out: C-contiguous, see `fits`.
           rows: which n rows of `out` are filled: a slice, or ids.
-          expect: bytes that each read gives; default: a row's.
+          sizes: int64 [n], bytes of each read, from the start of its row on; default: a row's.
+          expect: bytes that each read gives; default: its size.
 
         Raises:
           OSError: nothing was started.
@@ -93,7 +103,7 @@ class KernelQueues:
             with self._lock:
                 queue = self._idle.pop() if self._idle else None
                 given_up = [read for read in self._flying if read.given_up]
-            read = KernelRead(self, queue or self._new(), fd, offsets, out, rows, expect)
+            read = KernelRead(self, queue or self._new(), fd, offsets, out, rows, sizes, expect)
         except BaseException:
             os.close(fd)
             raise
@@ -174,11 +184,11 @@ class KernelRead:
         offsets: np.ndarray,
         out: np.ndarray,
         rows: Any,
+        sizes: np.ndarray | None,
         expect: int | None,
     ) -> None:
         count, size = len(offsets), out[0].nbytes
         self._queues, self._queue, self._fd, self._out = queues, queue, fd, out
-        self._expect = size if expect is None else expect
         self._lock = threading.Lock()
         self._left = count  # not handed over yet
         self._flying = 0
@@ -191,8 +201,11 @@ class KernelRead:
         self._requests["file"] = fd
         self._requests["opcode"] = _PREAD
         self._requests["buffer"] = out.ctypes.data + np.arange(len(out))[rows] * size
-        self._requests["bytes"] = size
+        self._requests["bytes"] = size if sizes is None else sizes
         self._requests["offset"] = offsets
+        self._expect = self._requests["bytes"].astype(np.int64)
+        if expect is not None:
+            self._expect[:] = expect
         self._pointers = self._requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
         self._events = np.empty(min(count, _DEPTH), _EVENT)
 
@@ -214,8 +227,7 @@ class KernelRead:
             events = self._reap(least, timeout)
             if not len(events):
                 raise TimeoutError
-            whole = events["result"] == self._expect
-            landed: np.ndarray = events["index"][whole].astype(np.int64)
+            landed: np.ndarray = events["index"][self._whole(events)].astype(np.int64)
             return landed
 
     def result(self, timeout: float) -> None:
@@ -245,10 +257,14 @@ class KernelRead:
         found = self._queues.events(self._queue, least, self._events, seconds)
         self._flying -= found
         events = self._events[:found]
-        if (events["result"] != self._expect).any():
+        if not self._whole(events).all():
             self._fail(-int(events["result"].min()))
         self._hand_over()
         return events
+
+    def _whole(self, events: np.ndarray) -> np.ndarray:
+        whole: np.ndarray = np.equal(events["result"], self._expect[events["index"]])
+        return whole
 
     def _hand_over(self) -> None:
         while self._left and self._flying < _DEPTH:

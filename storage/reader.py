@@ -254,18 +254,29 @@ class PrefixReader:
         """Read the first tokens of a segment's probe layer into `part`; how many are good."""
         block = segment.manifest.arrays["probe"].inner[1]
         step = max(1, _PIECE_BYTES // (block * part[0].nbytes)) * block
-        begun = []
+        begun: list[tuple[int, Any]] = []
         for at in range(0, len(part), step):
-            piece = part[at : at + step]
-            deadline.admit(piece.nbytes, "waiting to read a probe")
-            future = segment.begin_probe(row, at, piece, None)
-            deadline.watch([future], piece.nbytes)
-            begun.append((at, future))
+            direct = segment.begin_probe_direct(row, at, part[at : at + step])
+            deadline.follow(direct)
+            through = None if direct else self._begin_probe(segment, row, part, at, step, deadline)
+            begun.append((at, direct or through))
         arrived = len(part)
-        for at, future in begun:
-            if not deadline.wait(future, "reading a probe"):
-                arrived = min(arrived, at)
+        for at, future in begun:  # all of them: none may write when this returns
+            good = deadline.wait(future, "reading a probe")
+            if not good and isinstance(future, KernelRead):
+                again = self._begin_probe(segment, row, part, at, step, deadline)
+                good = deadline.wait(again, "reading a probe again")
+            arrived = arrived if good else min(arrived, at)
         return segment.probe_good(row, part[:arrived])
+
+    def _begin_probe(
+        self, segment: Segment, row: int, part: np.ndarray, at: int, step: int, deadline: Deadline
+    ) -> Any:
+        piece = part[at : at + step]
+        deadline.admit(piece.nbytes, "waiting to read a probe")
+        future = segment.begin_probe(row, at, piece, None)
+        deadline.watch([future], piece.nbytes)
+        return future
 
     def _token_runs(self) -> list[Run]:
         """(span, segment, first token, end token) of every span, in tokens of the prefix."""

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from ckv_jax.storage import checks
 from ckv_jax.storage.errors import SegmentDamaged
-from ckv_jax.storage.kernel_queue import KernelRead, fits
+from ckv_jax.storage.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.manifest import Manifest
 from ckv_jax.storage.place import Place
 from ckv_jax.storage.read_errors import READ_ERRORS
@@ -20,6 +20,7 @@ _NOTHING = np.zeros(0, np.uint8)
 _NOTHING.flags.writeable = False
 _OPEN_S = 10.0  # for asking an object store where a bucket is; a folder is not asked at all
 _PARAMS_S = 60.0  # for a few kilobytes a layer
+_PROBE_READ = 64  # pages of one direct read of a probe
 
 
 class Segment:
@@ -106,13 +107,25 @@ class Segment:
         """
         if self._queues is None or not fits(out):
             return None
-        spec = self.manifest.arrays["packs"]
-        shard, offsets = spec.offsets(group, chunks)
-        if spec.file(shard) in self.missing:
+        shard, offsets = self.manifest.arrays["packs"].offsets(group, chunks)
+        return self._begin_direct("packs", shard, offsets, out, rows)
+
+    def _begin_direct(
+        self,
+        kind: str,
+        shard: int,
+        offsets: np.ndarray,
+        out: np.ndarray,
+        rows: np.ndarray,
+        sizes: np.ndarray | None = None,
+    ) -> KernelRead | None:
+        assert self._queues is not None
+        name = self.manifest.arrays[kind].file(shard)
+        if name in self.missing:
             return None
         try:
-            fd = self._files.open_direct(self.id, spec.file(shard))
-            return self._queues.read(fd, offsets, out, rows)
+            fd = self._files.open_direct(self.id, name)
+            return self._queues.read(fd, offsets, out, rows, sizes=sizes)
         except OSError:
             return None
 
@@ -130,6 +143,21 @@ class Segment:
         """Start reading tokens of a probe layer, from `at` on, into `out` [t, K', D]."""
         end = at + len(out)
         return self._begin("probe", row, ts.array(out), lambda view: view[at:end], batch)
+
+    def begin_probe_direct(self, row: int, at: int, out: np.ndarray) -> KernelRead | None:
+        """The same past TensorStore; None where that cannot be, and nothing was started."""
+        size = out[:1].nbytes
+        pages, rest = divmod(out.nbytes, FILE_ALIGN)
+        if self._queues is None or rest or at * size % FILE_ALIGN:
+            return None
+        data = out.reshape(-1).view(np.uint8).reshape(pages, FILE_ALIGN)
+        if not fits(data):
+            return None
+        starts = np.arange(0, pages, _PROBE_READ)
+        sizes = np.minimum(_PROBE_READ, pages - starts) * FILE_ALIGN
+        shard, first = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
+        offsets = first[0] + at * size + starts * FILE_ALIGN
+        return self._begin_direct("probe", shard, offsets, data, starts, sizes)
 
     def probe_good(self, row: int, data: np.ndarray) -> int:
         """Leading tokens of `data` [t, K', D] that are as written; t is whole chunks or all."""

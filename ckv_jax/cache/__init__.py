@@ -3,6 +3,7 @@
 from ckv_jax.cache.policy import (
     POLICIES,
     AttentionGuided,
+    FrequencyThenAttention,
     ImportanceRatio,
     Lfu,
     Lru,
@@ -14,6 +15,7 @@ from ckv_jax.cache.tiers import Moves, PoolExhausted, Tiers, TierStats
 __all__ = [
     "POLICIES",
     "AttentionGuided",
+    "FrequencyThenAttention",
     "HostPool",
     "ImportanceRatio",
     "Lfu",

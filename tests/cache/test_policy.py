@@ -3,7 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckv_jax.cache import POLICIES, AttentionGuided, ImportanceRatio, Lfu, Lru, Policy
+from ckv_jax.cache import (
+    POLICIES,
+    AttentionGuided,
+    FrequencyThenAttention,
+    ImportanceRatio,
+    Lfu,
+    Lru,
+    Policy,
+)
 
 IMPORTANCE = np.array([0.0, 1.5, 0.25, 2.0])
 FREQUENCY = np.array([0, 2, 4, 2], np.uint32)
@@ -16,6 +24,10 @@ def scores(policy: Policy) -> list[float]:
 
 def test_attention_guided_is_importance_times_frequency() -> None:
     assert scores(AttentionGuided()) == [0.0, 3.0, 1.0, 4.0]
+
+
+def test_attention_decides_among_equals_only() -> None:
+    assert scores(FrequencyThenAttention()) == pytest.approx([0.0, 2.6, 4.2, 2 + 2 / 3])
 
 
 def test_lru_orders_by_recency() -> None:

@@ -114,7 +114,7 @@ def answers(engine: Engine) -> list[np.ndarray]:
     name=st.sampled_from(["contiguous-kv", "ckv"]),
     prefetch=st.sampled_from(["none", "intra", "inter"]),
     lookahead=st.booleans(),
-    policy=st.sampled_from(["attention", "lru", "lfu", "importance-ratio"]),
+    policy=st.sampled_from(["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]),
     device_packs=st.integers(0, 80),
     host_packs=st.integers(0, 80),
     work_packs=st.sampled_from([24, 64, 300]),

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from ckv_jax.storage import (
     kernel_queue,
     verify_store,
 )
-from ckv_jax.storage.kernel_queue import FILE_ALIGN, KernelQueues
+from ckv_jax.storage.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.packing import aligned
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
@@ -120,9 +121,9 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     real = KernelQueues.read
 
-    def counted(self: KernelQueues, fd: int, offsets: np.ndarray, *rest: object) -> object:
+    def counted(self: KernelQueues, fd: int, offsets: np.ndarray, *a: Any, **k: Any) -> KernelRead:
         counts.append(len(offsets))
-        return real(self, fd, offsets, *rest)  # type: ignore[arg-type]
+        return real(self, fd, offsets, *a, **k)
 
     monkeypatch.setattr(KernelQueues, "read", counted)
     return counts
@@ -158,6 +159,39 @@ def test_the_same_packs(
             for row in (0, 45, 90):
                 assert reader.read_packs(1, ids[row : row + 1], again).all()
                 assert np.array_equal(again[0].view(np.uint8), out[row].view(np.uint8))
+
+
+@pytest.mark.parametrize("probe", ["keys", "heads"])
+@pytest.mark.parametrize("chunks", [1, 41, 701])
+def test_the_same_probes(
+    folder: Path, queues: KernelQueues, probe: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page, an odd number of them, and more than one piece; then one that is damaged."""
+    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2, probe=probe)
+    tokens = some_tokens(16 * chunks)
+    with ChunkStore.open(folder) as store:
+        counts = direct_reads(monkeypatch)
+        prefix = ingest(store, tokens, layout=layout)
+        rows = len(tokens), layout.probe_heads, layout.head_dim
+        out = aligned(np.prod(rows) * 2).view(layout.numpy_dtype).reshape(rows)
+        unfit = np.empty(out.size + 8, layout.numpy_dtype)[8:].reshape(rows)
+        with store.reader(prefix) as reader:
+            for layer in layout.probe_layers:
+                before = len(counts)
+                assert reader.read_probe(layer, out) == len(tokens)
+                assert len(counts) > before
+                assert reader.read_probe(layer, unfit) == len(tokens)
+                assert np.array_equal(out.view(np.uint8), unfit.view(np.uint8))
+            (shard,) = (folder / "segments").glob("*/*/probe/c.*")
+            damage(shard, out[:1].nbytes * (len(tokens) - 5))
+            assert reader.read_probe(layout.probe_layers[0], out) == len(tokens) - 16
+            assert not out[-16:].view(np.uint8).any()
+
+
+def damage(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
 
 
 def test_memory_that_does_not_fit_goes_through_tensorstore(
