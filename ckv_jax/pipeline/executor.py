@@ -101,7 +101,7 @@ class Executor:
     ) -> FirstToken:
         """First tokens of `batch`. Packs stay in their slots until `source` is finished."""
         start = np.int32(view.prefix.num_tokens)
-        self._speculate_first(view, source)
+        self._speculate_first(view, batch, source)
         probes.ahead(0)
         hidden = self._compute.embed(batch.tokens)
         masses, selections, contexts = [], [], []
@@ -138,9 +138,9 @@ class Executor:
                 # Bookkeeping, while the device computes.
                 groups = self._plan.groups(period)
                 self._memory.record(view, groups, chosen, np.asarray(attention))
+                self._remember(view, period, chosen, np.asarray(attention))
                 real = int((batch.lengths > 0).sum())
                 trace.count_chunks(selected=int((chosen >= 0).sum()), total=real * view.num_chunks)
-            self._remember(view, period, union)
             masses.append(mass)
             selections.append(chosen)
         began = time.perf_counter_ns()
@@ -189,16 +189,25 @@ class Executor:
         for group in self._plan.groups(period):
             source.speculate(group, chunks)
 
-    def _speculate_first(self, view: PrefixView, source: PackSource) -> None:
-        """Reads what the request before selected first, where requests are alike."""
+    def _speculate_first(self, view: PrefixView, batch: Batch, source: PackSource) -> None:
+        """Reads the best of what the request before selected first, where requests are alike."""
         if self._system.prefetch == "inter" and view.recurrence >= RECURRENCE:
-            self._speculate(source, 0, view.last_selection[0])
+            self._speculate(source, 0, view.opening[: batch.limits.sum()])
 
-    def _remember(self, view: PrefixView, period: int, union: np.ndarray) -> None:
-        before = view.last_selection.get(period)
-        if period == 0 and before is not None:
-            view.recurrence = len(np.intersect1d(before, union)) / max(1, len(before))
-        view.last_selection[period] = union
+    def _remember(
+        self, view: PrefixView, period: int, chosen: np.ndarray, attention: np.ndarray
+    ) -> None:
+        taken = chosen >= 0
+        view.last_selection[period] = union = np.unique(chosen[taken])
+        if period:
+            return
+        most = np.zeros(view.num_chunks, np.float32)
+        np.maximum.at(most, chosen[taken], attention[taken])
+        best = union[np.argsort(-most[union], kind="stable")]
+        n = min(len(best), len(view.opening))
+        again = len(np.intersect1d(best[:n], view.opening[:n]))
+        view.recurrence = again / n if n else 0.0
+        view.opening = best
 
     def _step(
         self, view: PrefixView, source: PackSource, step: Step, chosen: np.ndarray,

@@ -31,9 +31,11 @@ class PrefixView:
     chunk_lengths: np.ndarray
     """int32 [M]: valid tokens of each chunk."""
     last_selection: dict[int, np.ndarray] = field(default_factory=dict)
-    """Period -> chunk ids of the request before, to speculate the first period."""
+    """Period -> chunk ids of the request before."""
+    opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int [n]: those of the first period, most attended first, to speculate it the next time."""
     recurrence: float = 0.0
-    """Share of the first period's last selection that the request after it selected again."""
+    """Share of the best of `opening` that were among as many best of the request after."""
     digest: list[Probe] | None = None
     """One probe a layer, on the device, padded to `probe_chunks`."""
 
