@@ -51,6 +51,8 @@ def variants(system: SystemConfig) -> dict[str, SystemConfig]:
     if system.name in OURS:
         found["no-prefetch"] = dataclasses.replace(system, prefetch="none")
         found["intra"] = dataclasses.replace(system, prefetch="intra")
+        if not system.speculate_always:
+            found["always"] = dataclasses.replace(system, speculate_always=True)
     return found
 
 

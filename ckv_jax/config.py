@@ -51,6 +51,8 @@ class SystemConfig:
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
     read costs its bytes, one that was not costs a read's latency."""
+    speculate_always: bool = True
+    """False: only after periods whose packs took longer to read than to choose (`pace.py`)."""
     policy: PolicyName = "attention"
     score_window: int | None = None
     """Only the last so many suffix queries score the probe; None: all of them."""

@@ -67,6 +67,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 digest="int4",
                 speculate="lookahead",
                 overfetch=1.25,
+                speculate_always=False,
                 score_window=4,
                 score_layers=4,
                 policy="frequency-attention",

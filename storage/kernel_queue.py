@@ -69,9 +69,7 @@ class KernelQueues:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
             out = page[skip : skip + FILE_ALIGN].reshape(1, -1)
-            self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size).result(
-                timeout=1.0
-            )
+            self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size).result(timeout=1.0)
         except OSError:
             return False
         return True

@@ -19,6 +19,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.buckets import batch_bucket, chunk_bucket, suffix_bucket
 from ckv_jax.pipeline.compute import Compute
 from ckv_jax.pipeline.memory import Memory
+from ckv_jax.pipeline.pace import Pace
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.source import PackSource
@@ -95,6 +96,7 @@ class Executor:
         self._memory = memory
         self._plan = plan
         self._system = system
+        self._pace = Pace()
 
     def run(
         self, view: PrefixView, batch: Batch, source: PackSource, probes: Probes, trace: Trace
@@ -105,7 +107,6 @@ class Executor:
         probes.ahead(0)
         hidden = self._compute.embed(batch.tokens)
         masses, selections, contexts = [], [], []
-        guess: Array | None = None
         for period in range(self._plan.periods):
             layers = self._plan.scoring_layers(period)
             ids, attention, mass = self._choose(
@@ -116,16 +117,17 @@ class Executor:
             ready = time.perf_counter_ns()
             trace.add("compute", "compute", began, ready, period=period - 1)
             chosen = np.asarray(ids)
-            trace.add("select", "host", ready, time.perf_counter_ns(), period=period)
-            if self._system.speculate == "lookahead" and self._inter(period):
-                # Not before: it would take the cores from the selection that is waited for.
-                more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
-                first = [self._plan.first_layer(period + 1)]
-                guess, _, _ = self._choose(
-                    view, batch, hidden, start, period + 1, first, probes, more
-                )
+            selected = time.perf_counter_ns()
+            trace.add("select", "host", ready, selected, period=period)
+            self._pace.selected((selected - ready) * 1e-9)
             union = np.unique(chosen[chosen >= 0])
-            self._submit(source, period, union)
+            missing = self._submit(source, period, union)
+            guess = None
+            if self._inter(period) and self._ahead_pays(view, missing):
+                if self._system.speculate == "previous":
+                    self._speculate(source, period + 1, union)
+                else:
+                    guess = self._guess(view, batch, hidden, start, period + 1, probes)
             probes.used(period)
             probes.ahead(period + 1)  # behind the packs, which are needed sooner
             for step in self._plan.period_steps(period):
@@ -133,7 +135,7 @@ class Executor:
                 contexts.append(context)
                 if not step.selects:
                     continue
-                if guess is not None and self._inter(period):
+                if guess is not None:
                     self._speculate(source, period + 1, np.asarray(guess))
                 # Bookkeeping, while the device computes.
                 groups = self._plan.groups(period)
@@ -145,6 +147,7 @@ class Executor:
             selections.append(chosen)
         began = time.perf_counter_ns()
         logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))
+        self._pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
         trace.add("compute", "compute", began, time.perf_counter_ns(), period=period)
         attention_mass = np.stack([np.asarray(mass) for mass in masses])
@@ -176,13 +179,26 @@ class Executor:
             n=n, window=self._system.score_window, chunk_tokens=self._system.chunk_tokens,
         )  # fmt: skip
 
-    def _submit(self, source: PackSource, period: int, union: np.ndarray) -> None:
+    def _guess(
+        self, view: PrefixView, batch: Batch, hidden: Array, start: np.int32, period: int,
+        probes: Probes,
+    ) -> Array:  # fmt: skip
+        """What `period` will probably select, by this hidden state and its own queries."""
+        more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
+        first = [self._plan.first_layer(period)]
+        ids, _, _ = self._choose(view, batch, hidden, start, period, first, probes, more)
+        return ids
+
+    def _ahead_pays(self, view: PrefixView, missing: int) -> bool:
+        """Whether to speculate after a period that had to read so many packs."""
+        num_bytes = missing * view.prefix.layout.pack_bytes
+        return self._system.speculate_always or self._pace.ahead_pays(num_bytes)
+
+    def _submit(self, source: PackSource, period: int, union: np.ndarray) -> int:
+        """Starts the reads of a period; how many of its packs are not cached."""
         if self._system.prefetch == "none":
-            return
-        for group in self._plan.groups(period):
-            source.demand(group, union)
-        if self._inter(period) and self._system.speculate == "previous":
-            self._speculate(source, period + 1, union)
+            return 0
+        return sum(source.demand(group, union) for group in self._plan.groups(period))
 
     def _speculate(self, source: PackSource, period: int, ids: np.ndarray) -> None:
         chunks = np.unique(ids[ids >= 0])

@@ -73,8 +73,11 @@ class PackSource:
     def __exit__(self, *_: object) -> None:
         self.finish()
 
-    def demand(self, group: int, chunks: np.ndarray) -> None:
-        """Starts reading those of `chunks` that are neither cached nor in flight."""
+    def demand(self, group: int, chunks: np.ndarray) -> int:
+        """Starts reading those of `chunks` that are neither cached nor in flight.
+
+        Returns how many are not cached.
+        """
         state = self._groups.setdefault(group, _Group())
         wanted = set(chunks.tolist())
         already = 0
@@ -87,6 +90,7 @@ class PackSource:
         self._trace.count("demanded", already + len(missing))
         self._trace.count("covered", already)
         self._submit(group, state, missing, demand=True)
+        return already + len(missing)
 
     def speculate(self, group: int, chunks: np.ndarray) -> None:
         """The same at low priority; what is not demanded later was read in vain."""

@@ -232,12 +232,15 @@ def test_host_memory_stays_at_the_largest_parameter(tmp_path: Path) -> None:
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     del model
     load_pretrained(tmp_path)  # compiles, so that only data is counted below
-    tracemalloc.start()
-    try:
-        load_pretrained(tmp_path)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    peaks = []
+    for _ in range(3):  # the least counts: other threads allocate, too
+        tracemalloc.start()
+        try:
+            load_pretrained(tmp_path)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    peak = min(peaks)
     assert file_bytes > 8 * largest
     assert largest / 2 < peak < 3 * largest
 

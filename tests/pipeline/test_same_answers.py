@@ -143,6 +143,7 @@ def test_logits_are_bit_identical(
         prefetch=prefetch,
         policy=policy,
         speculate="lookahead" if lookahead and name == "ckv" else "previous",
+        speculate_always=True,  # so that it happens, whatever it costs here
     )
     config = dataclasses.replace(
         plain.config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -352,7 +353,9 @@ def test_the_bulk_run_reports_no_fault_that_got_through(tmp_path: Path) -> None:
 def test_a_gate_that_is_shut_is_a_timeout(pristine: Path) -> None:
     with ChunkStore.open(pristine, config=CONFIG) as store:
         found = store.longest_prefix(prompts()[0], fingerprint=FINGERPRINT, layout=LAYOUT)
-        out = np.empty((2, *LAYOUT.pack_shape), LAYOUT.numpy_dtype)
+        values = 2 * math.prod(LAYOUT.pack_shape)
+        out = np.empty(values + 1, LAYOUT.numpy_dtype)[1:]  # at no block: TensorStore's to read
+        out = out.reshape(2, *LAYOUT.pack_shape)
         with store.reader(found) as reader:
             assert store.gate.enter(MAX_IN_FLIGHT, 1)
             with pytest.raises(ReadTimeout, match="waiting to read packs") as error:
