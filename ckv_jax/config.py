@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Literal, get_args
 
 from ckv_jax.checks import check_number, check_text, check_whole
@@ -154,8 +155,11 @@ class EngineConfig:
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
         check_number("read_deadline_s", self.read_deadline_s)
-        if not self.read_deadline_s > 0:
-            raise ValueError(f"got read_deadline_s={self.read_deadline_s}, expected more than 0")
+        if not 0 < self.read_deadline_s <= TIMEOUT_MAX:
+            raise ValueError(
+                f"got read_deadline_s={self.read_deadline_s}, expected more than 0 seconds, "
+                f"at most {TIMEOUT_MAX:.0f}"
+            )
         if not isinstance(self.salt, str):
             raise ValueError(f"got salt={self.salt!r}, expected a text")
         check_text(self.salt)

@@ -23,6 +23,7 @@ from ckv_jax.config import EngineConfig
         {"max_batch": True},
         {"read_deadline_s": 0},
         {"read_deadline_s": float("nan")},
+        {"read_deadline_s": float("inf")},
         {"read_deadline_s": None},
         {"salt": 5},
     ],
