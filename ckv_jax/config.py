@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Literal, get_args
 
+from ckv_jax.checks import check_number, check_text, check_whole
 from ckv_jax.storage.layout import Layout
 
 Selector = Literal["none", "all", "chunk", "h2o", "impress"]
@@ -23,7 +25,8 @@ def _one_of(name: str, value: object, kind: object) -> None:
 
 
 def check_budget(budget: float) -> float:
-    """`budget` itself, or `ValueError` unless 0 < budget <= 1."""
+    """`budget` itself, or `ValueError` unless it is a number and 0 < budget <= 1."""
+    check_number("budget", budget)
     if not 0.0 < budget <= 1.0:
         raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
     return budget
@@ -147,13 +150,18 @@ class EngineConfig:
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"got dtype={self.dtype!r}, expected bfloat16, float16 or float32")
         for name in ("device_cache_bytes", "host_cache_bytes", "digest_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 0")
+            check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
             "max_batch", "admit_bytes",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name}={getattr(self, name)}, expected at least 1")
-        if self.read_deadline_s <= 0:
-            raise ValueError(f"got read_deadline_s={self.read_deadline_s}, expected more than 0")
+            check_whole(name, getattr(self, name), least=1)
+        check_number("read_deadline_s", self.read_deadline_s)
+        if not 0 < self.read_deadline_s <= TIMEOUT_MAX:
+            raise ValueError(
+                f"got read_deadline_s={self.read_deadline_s}, expected more than 0 seconds, "
+                f"at most {TIMEOUT_MAX:.0f}"
+            )
+        if not isinstance(self.salt, str):
+            raise ValueError(f"got salt={self.salt!r}, expected a text")
+        check_text(self.salt)

@@ -64,7 +64,7 @@ class Demo:
             checkpoint=demo_checkpoint(cache),
             trained=False,
             text=handbook() if text is None else text,
-            questions=((question or QUESTION, None),),
+            questions=((QUESTION if question is None else question, None),),
             runs=5,
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Progress, ingest
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
@@ -32,6 +33,7 @@ from ckv_jax.serving.streams import result_of
 from ckv_jax.serving.warmup import warm
 from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import system_named
 
@@ -70,14 +72,23 @@ class Engine(Answering):
     ) -> Self:
         """Loads a Qwen2.5 checkpoint folder (HF format) and opens or creates the store at a URL.
 
-        Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store.
+        Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
+        `ValueError` for a system that does not exist or does not suit the model. A store is made
+        only when all else is right.
         """
         config = config or EngineConfig()
+        system = _system(config)
         path = Path(folder)
         model = load_pretrained(path, dtype=config.dtype)
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
-        return cls(model, tokenizer, ChunkStore.open(store), fingerprint, config)
+        _layout(system, model.config, config)
+        opened = ChunkStore.open(store)
+        try:
+            return cls(model, tokenizer, opened, fingerprint, config)
+        except BaseException:
+            opened.close()
+            raise
 
     def variant(self, config: EngineConfig, *, store: ChunkStore | None = None) -> Engine:
         """An engine over the same model with another configuration, and perhaps another store.
@@ -107,14 +118,8 @@ class Engine(Answering):
         self.store = store
         self.fingerprint = fingerprint
         self.model_config = model = compute.config
-        system = config.system
-        self.system: SystemConfig = system_named(system) if isinstance(system, str) else system
-        self.layout = self.system.layout(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=config.dtype,
-        )
+        self.system = _system(config)
+        self.layout = _layout(self.system, model, config)
         self._parts = Parts.build(
             compute=compute, store=store, system=self.system, layout=self.layout, config=config
         )
@@ -283,3 +288,16 @@ class Engine(Answering):
     @property
     def _window(self) -> int:
         return 2 * self.config.max_batch  # one batch computing, one waiting
+
+
+def _system(config: EngineConfig) -> SystemConfig:
+    return system_named(config.system) if isinstance(config.system, str) else config.system
+
+
+def _layout(system: SystemConfig, model: ModelConfig, config: EngineConfig) -> Layout:
+    return system.layout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=config.dtype,
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckv_jax.checks import check_number
 from ckv_jax.config import check_budget
 from ckv_jax.errors import CkvError
 from ckv_jax.storage.prefix import Prefix
@@ -31,10 +32,16 @@ class Request:
     def __post_init__(self) -> None:
         if self.budget is not None:
             check_budget(self.budget)
+        if not hasattr(self.suffix, "__len__"):
+            raise ValueError(f"got suffix={self.suffix!r}, expected text or token ids")
         if len(self.suffix) == 0:
             raise ValueError("got an empty suffix, expected text or at least one token")
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
+        if self.id is not None and not isinstance(self.id, str):
+            raise ValueError(f"got id={self.id!r}, expected a text")
+        if self.deadline_s is not None:
+            check_number("deadline_s", self.deadline_s)
+            if not self.deadline_s > 0:
+                raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

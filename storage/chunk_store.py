@@ -229,10 +229,11 @@ class ChunkStore:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def reader(self, prefix: Prefix) -> PrefixReader:
+    def reader(self, prefix: Prefix, *, deadline_s: float | None = None) -> PrefixReader:
         """Open a prefix for reading; its segments stay until the reader is closed.
 
-        A segment that is gone already reads as missing packs, never as an error.
+        A segment that is gone already reads as missing packs, never as an error. `deadline_s`:
+        seconds for each of its calls; default: the store's.
         """
         self._check_open()
         segments = self._acquire(prefix.spans)
@@ -240,7 +241,7 @@ class ChunkStore:
         return PrefixReader(
             prefix,
             segments,
-            deadline_s=self.config.deadline_s,
+            deadline_s=self.config.deadline_s if deadline_s is None else deadline_s,
             gate=self.gate,
             report=self.index.report,
             release=self._segments.release,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,11 @@ class StoreConfig:
             raise ValueError(f"max_bytes: got {self.max_bytes}, expected None or at least 0")
         if not 1 <= self.io_concurrency <= 1024:
             raise ValueError(f"io_concurrency: got {self.io_concurrency}, expected 1 to 1024")
-        if not self.deadline_s > 0:
-            raise ValueError(f"deadline_s: got {self.deadline_s}, expected seconds above 0")
+        if not 0 < self.deadline_s <= TIMEOUT_MAX:
+            raise ValueError(
+                f"deadline_s: got {self.deadline_s}, expected seconds above 0, "
+                f"at most {TIMEOUT_MAX:.0f}"
+            )
         if self.eviction not in ("attention", "lru"):
             raise ValueError(f"eviction: got {self.eviction!r}, expected 'attention' or 'lru'")
         if self.digest_bytes < 0:

@@ -38,6 +38,10 @@ _REQUEST = np.dtype(
 _EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
 
 
+_IN_FLIGHT: set[KernelRead] = set()
+"""Reads that the kernel may still write for: they outlive whoever asked, and their store."""
+
+
 def fits(out: np.ndarray) -> bool:
     """Whether rows of `out` [n, ...], C-contiguous, can be read into directly."""
     return out[0].nbytes % FILE_ALIGN == 0 and out.ctypes.data % MEMORY_ALIGN == 0
@@ -46,7 +50,8 @@ def fits(out: np.ndarray) -> bool:
 class KernelQueues:
     """Queues of the kernel, one for each call that reads at a time; thread-safe.
 
-    A read in flight is kept alive, with the buffer it writes into, until it has landed.
+    A read in flight is kept alive, with the buffer it writes into, until it has landed; if nobody
+    waits for it any more, that is seen when the next one starts.
     """
 
     def __init__(self) -> None:
@@ -58,7 +63,6 @@ class KernelQueues:
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._lock = threading.Lock()
         self._closed = False
-        self._flying: set[KernelRead] = set()
         self._idle = [self._new()]
 
     def works(self, path: str | os.PathLike[str]) -> bool:
@@ -69,8 +73,13 @@ class KernelQueues:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
             out = page[skip : skip + FILE_ALIGN].reshape(1, -1)
-            self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size).result(timeout=1.0)
+            read = self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size)
         except OSError:
+            return False
+        try:
+            read.result(timeout=1.0)
+        except OSError:
+            read.done()  # a late one is given up
             return False
         return True
 
@@ -98,18 +107,19 @@ class KernelQueues:
           OSError: nothing was started.
         """
         try:
+            read = KernelRead(self, fd, offsets, out, rows, sizes, expect)
+            for old in list(_IN_FLIGHT):
+                if old.given_up:
+                    old.done()
             with self._lock:
                 queue = self._idle.pop() if self._idle else None
-                given_up = [read for read in self._flying if read.given_up]
-            read = KernelRead(self, queue or self._new(), fd, offsets, out, rows, sizes, expect)
+            if queue is None:
+                queue = self._new()
         except BaseException:
             os.close(fd)
             raise
-        for old in given_up:
-            old.done()
-        with self._lock:
-            self._flying.add(read)
-        read.start()
+        _IN_FLIGHT.add(read)
+        read.start(queue)
         return read
 
     # -- for KernelRead: system calls, which let other threads run --------------------------------
@@ -140,8 +150,8 @@ class KernelQueues:
 
     def landed(self, read: KernelRead, queue: int) -> None:
         """Take the queue of a read back that has nothing in flight any more."""
+        _IN_FLIGHT.discard(read)
         with self._lock:
-            self._flying.discard(read)
             if not self._closed:
                 self._idle.append(queue)
                 return
@@ -177,7 +187,6 @@ class KernelRead:
     def __init__(
         self,
         queues: KernelQueues,
-        queue: int,
         fd: int,
         offsets: np.ndarray,
         out: np.ndarray,
@@ -186,7 +195,8 @@ class KernelRead:
         expect: int | None,
     ) -> None:
         count, size = len(offsets), out[0].nbytes
-        self._queues, self._queue, self._fd, self._out = queues, queue, fd, out
+        self._queues, self._fd, self._out = queues, fd, out
+        self._queue = 0
         self._lock = threading.Lock()
         self._left = count  # not handed over yet
         self._flying = 0
@@ -207,9 +217,10 @@ class KernelRead:
         self._pointers = self._requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
         self._events = np.empty(min(count, _DEPTH), _EVENT)
 
-    def start(self) -> None:
+    def start(self, queue: int) -> None:
         """Hand over as many requests as the queue takes."""
         with self._lock:
+            self._queue = queue
             self._hand_over()
 
     def landed(self, timeout: float) -> np.ndarray | None:

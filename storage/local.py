@@ -61,8 +61,10 @@ class LocalFiles:
                 os.close(os.open(self.root / name, FOLDER))
             if not marker.exists():
                 self._replace(marker, json.dumps(_FORMAT).encode())
+        except FileExistsError as e:
+            raise StoreError(f"{e.filename}: is a file, expected a folder") from e
         except OSError as e:
-            raise StoreError(f"{self.root}: cannot be used as a store: {e}") from e
+            raise StoreError(f"{self.root}: cannot be used as a store: {e.strerror}") from e
 
     def _check_marker(self, marker: Path) -> None:
         try:

@@ -45,6 +45,8 @@ class Place:
 def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
     """The place behind `url`; raises StoreError when it cannot be used."""
     text = os.fspath(url)
+    if not text:
+        raise ValueError("url: got nothing, expected a folder, file://, s3://, gs:// or memory://")
     parts = urlsplit(text) if "://" in text else None
     if parts is None or parts.scheme == "file":
         path = Path(unquote(parts.path) if parts else text)

@@ -75,7 +75,7 @@ class PrefixReader:
             partial last chunk is zero past its tokens.
           rows: distinct int [n], the rows of an `out` of any length that the packs go to; None:
             the first n, in order. Other rows are left alone.
-          deadline_s: seconds for the whole call; default: the store's.
+          deadline_s: seconds for the whole call; default: the reader's.
 
         Returns:
           bool [n]: False where the pack is bad or missing; such rows of `out` are zero.

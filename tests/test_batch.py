@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,6 +158,9 @@ def test_every_bad_request_fails_alone(served: Served, prefix: Prefix, tmp_path:
         (Request(prefix=prefix, suffix=tokens(2000)), ContextOverflow, "140 prefix and 2000"),
         (Request(prefix=prefix, suffix=[128]), ValueError, "token ids"),
         (Request(prefix=prefix, suffix="text"), ValueError, "no tokenizer"),
+        (Request(prefix=prefix, suffix=[[1], [1, 2]]), ValueError, "several shapes"),  # type: ignore[list-item]
+        (Request(prefix=prefix, suffix=[2**70]), ValueError, "expected integers"),
+        (Request(prefix=5, suffix=[1]), ValueError, "got int"),  # type: ignore[arg-type]
         (Request(prefix=prefix, suffix=[1], id="x"), ValueError, "'x' twice"),
         (Request(prefix=prefix, suffix=[1], deadline_s=1e-9), DeadlineExceeded, "1e-09 s"),
     ]
@@ -183,6 +187,8 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
         engine.reprefill([])
     with pytest.raises(ValueError, match="empty batch"):
         engine.generate([])
+    with pytest.raises(TypeError, match="got Request, expected a list"):
+        engine.reprefill(Request(prefix=prefix, suffix=[1]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dict"):
         engine.reprefill([{"prefix": prefix.id}])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="2 samplings, expected 1"):
@@ -197,6 +203,23 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
         Request(prefix=prefix, suffix="")
     with pytest.raises(ValueError, match="deadline_s=0"):
         Request(prefix=prefix, suffix=[1], deadline_s=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"suffix": 5},
+        {"budget": "0.5"},
+        {"budget": True},
+        {"deadline_s": "soon"},
+        {"deadline_s": float("nan")},
+        {"id": 5},
+    ],
+)
+def test_requests_name_the_field_that_is_wrong(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"got {name}="):
+        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
 
 
 def test_a_stream_gives_every_result_once_and_takes_requests_as_it_goes(

@@ -158,6 +158,7 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
         (["ask", "{home}/checkpoint", "why?", "--dtype", "float32"], "dtype"),
         (["ask", "{home}/checkpoint", "why?", "--system", "contiguous-kv"], "digest"),
         (["ask", "{home}/other", "why?"], "weights"),
+        (["demo", "--question", " "], "empty"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -167,9 +168,27 @@ def test_bad_input_is_one_clear_line(
     names = {"home": home, "wrong": stored[:-1] + ("0" if stored[-1] != "0" else "1")}
     names["prefix"] = stored[:12]
     before = sorted((home / "kv").rglob("*"))
-    done = ckv(*(arg.format(**names) for arg in args), "--store", home / "kv", cache=home, code=1)
+    more = () if args[0] == "demo" else ("--store", home / "kv")
+    done = ckv(*(arg.format(**names) for arg in args), *more, cache=home, code=1)
     assert says.format(**names) in done.stderr
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["prune", "--max-bytes", "0"]])
+def test_looking_after_no_store_makes_none(tmp_path: Path, command: list[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "there is no store" in ckv(*command, empty, cache=tmp_path, code=1).stderr
+    assert list(empty.iterdir()) == []
+
+
+def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path) -> None:
+    store = tmp_path / "kv"
+    ckv(
+        "ingest", home / "checkpoint", home / "text.txt", "--system", "magic", "--store", store,
+        cache=home, code=1,
+    )  # fmt: skip
+    assert not store.exists()
 
 
 def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> None:

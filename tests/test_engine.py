@@ -153,6 +153,19 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
             ].raise_for_error()
 
 
+@pytest.mark.parametrize("system", ["contiguous-kv", "as-lru"])
+def test_reads_that_are_late_for_the_engines_deadline_are_computed(
+    tmp_path: Path, system: str
+) -> None:
+    with small_engine(tmp_path, system=system, read_deadline_s=1e-9) as engine:
+        prefix = engine.ingest(tokens(300))
+        request = Request(prefix=prefix, suffix=tokens(5, seed=2), budget=1.0)
+        expected = engine.recompute(request)
+        (result,) = engine.reprefill([request])
+        assert engine._parts.prefetcher.stats.errors > 0
+        assert scale_error(result.logits, expected.logits) < 1e-4
+
+
 def test_another_model_does_not_get_this_ones_prefix(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         prefix = engine.ingest(tokens(64))

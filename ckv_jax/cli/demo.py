@@ -46,6 +46,8 @@ def demo(
     package. Each row is one budget: time to the first token, what was read from SSD, and how far
     the answer is from reading everything.
     """
+    if question is not None and not question.strip():
+        raise ValueError("the question is empty")
     terminal = Terminal(as_json=json)
     own = None if text is None else read_text(text)
     with terminal.status("loading JAX and the checkpoint"):

@@ -11,12 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ckv_jax.checks import check_text
 from ckv_jax.cli.output import json_line
+from ckv_jax.config import check_budget
 from ckv_jax.model.sampling import SamplingParams
 
 __all__ = ["BadLine", "Job", "Results", "read_jobs"]
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
+_START = b'{"line": '  # of every result
 _KNOWN = {"id", "prefix", "question", "budget"} | _SAMPLING
 
 
@@ -66,7 +69,8 @@ def read_jobs(path: Path, *, prefix: str | None = None) -> Iterator[Job | BadLin
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(raw)
+        values = json.loads(raw.strip())
+        check_text(json.dumps(values, ensure_ascii=False))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"not JSON: {error}") from error
     except RecursionError as error:
@@ -93,17 +97,13 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
     if not isinstance(named, str) or not named:
         raise ValueError("got no prefix, expected the id of a stored one (or --prefix)")
     budget = values.get("budget")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, float))):
-        raise ValueError(f"got budget={budget!r}, expected a number")
-    if budget is not None and not 0 < budget <= 1:
-        raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
     return Job(
         line=line,
         digest=digest,
         id=id,
         prefix=named,
         question=_question(values.get("question")),
-        budget=None if budget is None else float(budget),
+        budget=None if budget is None else float(check_budget(budget)),
         sampling=_sampling(values),
     )
 
@@ -118,19 +118,11 @@ def _question(value: Any) -> str | tuple[int, ...]:
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:
     given = {name: values[name] for name in _SAMPLING & values.keys()}
-    for name, value in given.items():
-        default = getattr(SamplingParams(), name)
-        if name == "stop" and isinstance(value, str):
-            value = [value]
-        if isinstance(default, tuple):
-            kind = str if name == "stop" else int
-            if not isinstance(value, list) or not all(type(item) is kind for item in value):
-                raise ValueError(f"got {name}={value!r}, expected a list of {kind.__name__}")
-            given[name] = tuple(value)
-        elif isinstance(default, float) and type(value) in (int, float):
-            given[name] = float(value)
-        elif type(value) is not type(default):
-            raise ValueError(f"got {name}={value!r}, expected {type(default).__name__}")
+    for name in given.keys() & {"stop", "stop_token_ids"}:
+        value = [given[name]] if isinstance(given[name], str) else given[name]
+        if not isinstance(value, list):
+            raise ValueError(f"got {name}={value!r}, expected a list")
+        given[name] = tuple(value)
     return SamplingParams(**({"max_tokens": 1} | given))
 
 
@@ -138,7 +130,8 @@ class Results:
     """The result file: one JSON object a line, appended and flushed one by one.
 
     Answers that are there already are kept. A last line that a kill cut in half is removed at
-    open, and so are errors: those requests are tried again.
+    open, and so are errors: those requests are tried again. Raises `ValueError` for a file of
+    anything else, and leaves it as it is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,7 +145,7 @@ class Results:
         before = path.read_bytes()
         kept = []
         for raw in before.splitlines(keepends=True):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and raw[: len(_START)] == _START[: len(raw)]:
                 break
             try:
                 value = json.loads(raw)

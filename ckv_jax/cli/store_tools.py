@@ -152,7 +152,7 @@ def open_store(url: str) -> ChunkStore:
     from ckv_jax.storage.chunk_store import ChunkStore
 
     path = url.removeprefix("file://")
-    if "://" not in path and not Path(path).is_dir():
+    if "://" not in path and not (Path(path).is_dir() and any(Path(path).iterdir())):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
     return ChunkStore.open(url)
 

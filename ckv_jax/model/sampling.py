@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from ckv_jax.checks import check_number, check_whole
+
 __all__ = ["SamplingArrays", "SamplingParams", "sample", "stack_params"]
+
+
+_HOTTEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +40,21 @@ class SamplingParams:
     """Generation ends before any of these strings."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"got temperature={self.temperature}, expected 0 or more")
+        for name in ("temperature", "top_p"):
+            check_number(name, getattr(self, name))
+        if not 0.0 <= self.temperature <= _HOTTEST:
+            raise ValueError(f"got temperature={self.temperature}, expected 0 to {_HOTTEST:.2g}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"got top_p={self.top_p}, expected a share in (0, 1]")
-        if self.top_k < 0:
-            raise ValueError(f"got top_k={self.top_k}, expected 0 (all) or more")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"got seed={self.seed}, expected 0 to 2**32 - 1")
-        if self.max_tokens < 1:
-            raise ValueError(f"got max_tokens={self.max_tokens}, expected at least 1")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"got stop_token_ids={self.stop_token_ids}, expected ids of 0 or more")
-        if isinstance(self.stop, str) or any(not text for text in self.stop):
+        check_whole("top_k", self.top_k, least=0, most=2**31 - 1)
+        check_whole("seed", self.seed, least=0, most=2**32 - 1)
+        check_whole("max_tokens", self.max_tokens, least=1)
+        for name in ("stop_token_ids", "stop"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"got {name}={getattr(self, name)!r}, expected a tuple")
+        for token in self.stop_token_ids:
+            check_whole("stop_token_ids", token, least=0)
+        if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"got stop={self.stop!r}, expected a tuple of non-empty strings")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from ckv_jax.checks import check_text
 from ckv_jax.errors import CheckpointError
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
@@ -37,7 +38,8 @@ class Tokenizer:
         return value
 
     def encode(self, text: str) -> Int[np.ndarray, " n"]:
-        """Token ids, int32; empty for an empty text."""
+        """Token ids, int32; empty for an empty text. `ValueError` if it is not Unicode."""
+        check_text(text)
         ids = self._backend.encode(text, add_special_tokens=False)
         return np.asarray(ids, np.int32)
 

@@ -100,6 +100,8 @@ class Answering(ABC):
 
 
 def _some(requests: Sequence[Request]) -> list[Request]:
+    if not isinstance(requests, Sequence):
+        raise TypeError(f"got {type(requests).__name__}, expected a list of Requests")
     if len(requests) == 0:
         raise ValueError("got an empty batch, expected at least one request")
     return list(requests)

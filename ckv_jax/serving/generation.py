@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from ckv_jax.checks import check_whole
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Placed, Request
@@ -28,8 +29,7 @@ class Sampled:
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise ValueError(f"got {type(self.params).__name__}, expected SamplingParams")
-        if self.reselect_every < 0:
-            raise ValueError(f"got reselect_every={self.reselect_every}, expected 0 or more")
+        check_whole("reselect_every", self.reselect_every, least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

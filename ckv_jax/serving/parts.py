@@ -39,6 +39,7 @@ class Parts:
     prefetcher: Prefetcher
     probe_threads: ThreadPoolExecutor
     key_buffers: KeyBuffers
+    read_deadline_s: float
 
     @classmethod
     def build(
@@ -82,6 +83,7 @@ class Parts:
             ),
             probe_threads=ThreadPoolExecutor(2, "ckv-probe"),
             key_buffers=KeyBuffers(),
+            read_deadline_s=config.read_deadline_s,
         )
 
     def current(self, prefix: Prefix) -> Prefix:

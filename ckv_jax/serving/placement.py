@@ -48,7 +48,12 @@ class Placement:
             if self._tokenizer is None:
                 raise ValueError("got text, expected token ids: this engine has no tokenizer")
             return self._tokenizer.encode(text)
-        tokens = np.asarray(text)
+        if not isinstance(text, (Sequence, np.ndarray)):
+            raise ValueError(f"got {type(text).__name__}, expected a text or token ids")
+        try:
+            tokens = np.asarray(text)
+        except ValueError as error:
+            raise ValueError("got tokens of several shapes, expected integers [n]") from error
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(f"got tokens {tokens.dtype}{tokens.shape}, expected integers [n]")
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._model.vocab_size:

@@ -74,7 +74,9 @@ class SparseSession:
     def _open(self, hold: bool) -> None:
         parts, prefix = self._parts, self._prefix
         trace = Trace()
-        reader = self._exit.enter_context(parts.store.reader(prefix))
+        reader = self._exit.enter_context(
+            parts.store.reader(prefix, deadline_s=parts.read_deadline_s)
+        )
         view = self._exit.enter_context(parts.views.using(prefix))
         order = reader.order if prefix.layout.reordered else None
         recovery = Recovery(prefix, parts.prefill, order)

@@ -61,6 +61,13 @@ def test_a_short_line_takes_the_defaults(tmp_path: Path) -> None:
         ({"question": "q", "beams": 4}, "unknown field beams"),
         ({"question": "q", "id": [1]}, "id"),
         ({"question": "q", "prefix": 3}, "prefix"),
+        ({"question": "q", "seed": 2**70}, "seed"),
+        ({"question": "q", "top_k": 2**40}, "top_k"),
+        ({"question": "q", "temperature": 1e300}, "temperature"),
+        ({"question": "q", "temperature": True}, "temperature"),
+        ({"question": "q", "stop_token_ids": 3}, "stop_token_ids"),
+        (b'{"question": "half \\ud800"}', "half of one"),
+        (b'{"question": "q", "id": "\\udfff"}', "half of one"),
     ],
 )
 def test_a_bad_line_says_why_and_the_next_is_read(tmp_path: Path, line: object, says: str) -> None:
@@ -93,9 +100,10 @@ def test_results_survive_a_kill_and_errors_are_tried_again(tmp_path: Path) -> No
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["Dear Walter,\n", "Dear Walter,", '{"question": "why?"}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "letter.txt"
-    path.write_text("Dear Walter,\n")
+    path.write_text(text)
     with pytest.raises(ValueError, match=r"letter\.txt"):
         Results(path)
-    assert path.read_text() == "Dear Walter,\n"
+    assert path.read_text() == text

@@ -125,6 +125,16 @@ def test_seeds_and_steps_differ() -> None:
         ({"stop_token_ids": (3, -1)}, "stop_token_ids"),
         ({"stop": ("",)}, "stop="),
         ({"stop": "end"}, "stop='end'"),
+        ({"stop": (5,)}, "stop="),
+        ({"stop_token_ids": 5}, "stop_token_ids=5"),
+        ({"stop_token_ids": (1.5,)}, "stop_token_ids=1.5"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"temperature": 1e300}, "temperature=1e"),
+        ({"top_p": None}, "top_p=None"),
+        ({"top_k": 2**40}, "top_k="),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5"),
+        ({"max_tokens": True}, "max_tokens=True"),
     ],
 )
 def test_bad_parameters_are_named(changes: dict[str, Any], message: str) -> None:

@@ -32,6 +32,11 @@ def test_text_comes_back(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode("the cat")) < len("the cat")
 
 
+def test_half_a_character_is_no_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"'\\ud800' at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
 def test_special_tokens_are_text_only_when_asked(tokenizer: Tokenizer) -> None:
     end = tokenizer.eos_token_id
     assert end is not None

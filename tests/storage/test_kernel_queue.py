@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,37 @@ def test_a_late_read_settles(queues: KernelQueues, file: Path) -> None:
             read.result(timeout=0.0)
         while not read.done():
             pass
-    assert not queues._flying and len(queues._idle) == 1
+    assert not kernel_queue._IN_FLIGHT and len(queues._idle) == 1
+
+
+def test_a_buffer_outlives_everybody_until_its_read_has_landed(
+    queues: KernelQueues, file: Path
+) -> None:
+    gone = KernelQueues()
+    out = rows(8)
+    read = gone.read(opened(file), np.arange(8) * FILE_ALIGN, out, slice(None))
+    alive = weakref.ref(out)
+    gone.close()
+    del gone, read, out
+    gc.collect()
+    assert alive() is not None
+    (left,) = kernel_queue._IN_FLIGHT
+    left.given_up = True
+    while kernel_queue._IN_FLIGHT:  # the next read, of any store, sees that it has landed
+        again = queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None))
+        again.result(timeout=5)
+    del left, again
+    gc.collect()
+    assert alive() is None
+
+
+def test_rows_that_are_not_there_cost_no_queue(queues: KernelQueues, file: Path) -> None:
+    fd = opened(file)
+    with pytest.raises(IndexError):
+        queues.read(fd, np.zeros(1, np.int64), rows(1), np.array([7]))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert len(queues._idle) == 1 and not kernel_queue._IN_FLIGHT
 
 
 def test_queues_outlive_their_close(file: Path, queues: KernelQueues) -> None:

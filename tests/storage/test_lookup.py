@@ -187,8 +187,12 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(StoreError, match="not a store"):
         ChunkStore.open(tmp_path)
-    with pytest.raises(StoreError, match="cannot be used"):
+    with pytest.raises(StoreError, match="is a file, expected a folder"):
         ChunkStore.open(tmp_path / "thesis.txt")
+    with pytest.raises(StoreError, match="cannot be used"):
+        ChunkStore.open(tmp_path / "thesis.txt" / "store")
+    with pytest.raises(ValueError, match="got nothing"):
+        ChunkStore.open("")
     with pytest.raises(ValueError, match="url: got"):
         ChunkStore.open("http://example.org/x")
     newer = tmp_path / "newer"
