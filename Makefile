@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
 
 test: $(VENV)/.tested
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.tested types
 	$(VENV)/bin/ruff check .
