@@ -122,10 +122,26 @@ def test_keys_in_blocks_change_nothing(kind: str) -> None:
     case, rng = Case(), np.random.default_rng()
     probe, _ = make_probe(rng, kind, case)
     args = (make_queries(rng, case), probe, jnp.int32(150), jnp.asarray(case.lengths, jnp.int32))
-    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "logits_bytes"))
+    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "block_tokens", "logits_bytes"))
     whole = run(*args, chunk_tokens=case.chunk)
-    by_blocks = run(*args, chunk_tokens=case.chunk, logits_bytes=4 * 2 * 9 * 4 * 16 * 3)
-    np.testing.assert_allclose(by_blocks, whole, rtol=1e-5, atol=1e-6)
+    by_logits = run(*args, chunk_tokens=case.chunk, logits_bytes=4 * 2 * 9 * 4 * 16 * 3)
+    by_tokens = run(*args, chunk_tokens=case.chunk, block_tokens=5 * case.chunk)
+    by_chunk = run(*args, chunk_tokens=case.chunk, block_tokens=1)
+    for blocks in (by_logits, by_tokens, by_chunk):
+        np.testing.assert_allclose(blocks, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_temporary_memory_does_not_grow_with_the_batch() -> None:
+    """Blocks bound it: 32 sequences over 5,120 keys would be 84 MB of logits at once."""
+    rng = np.random.default_rng()
+    case = Case(queries=4, tokens=5120, heads=8, kv_heads=4, lengths=(4,) * 32)
+    probe, _ = make_probe(rng, "int4", case)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    run = jax.jit(reference.score, static_argnames="chunk_tokens")
+    call = run.lower(make_queries(rng, case), probe, jnp.int32(5008), lengths, chunk_tokens=16)
+    memory = call.compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 16 * 2**20
 
 
 def test_keys_as_bit_patterns() -> None:
