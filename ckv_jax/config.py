@@ -50,7 +50,8 @@ class SystemConfig:
     speculate: Speculate = "previous"
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
-    read costs its bytes, one that was not costs a read's latency."""
+    read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
+    excess."""
     policy: PolicyName = "attention"
     score_window: int | None = None
     """Only the last so many suffix queries score the probe; None: all of them."""

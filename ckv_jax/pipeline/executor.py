@@ -59,6 +59,16 @@ def selected_chunks(budget: float, num_chunks: int) -> int:
     return max(1, math.ceil(round(budget * num_chunks, 9)))
 
 
+def guessed_chunks(limits: np.ndarray, overfetch: float) -> np.ndarray:
+    """How many chunks lookahead speculates for each row, int32 [B], of which it selects `limits`.
+
+    Rows share the excess: guesses are read as one, and what one row nearly chose another chose.
+    """
+    share = 1 + (overfetch - 1) / len(limits)
+    more: np.ndarray = np.ceil(limits * share).astype(np.int32)
+    return more
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a step attended to: enough for decode to go on from there."""
@@ -119,7 +129,7 @@ class Executor:
             trace.add("select", "host", ready, time.perf_counter_ns(), period=period)
             if self._system.speculate == "lookahead" and self._inter(period):
                 # Not before: it would take the cores from the selection that is waited for.
-                more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
+                more = guessed_chunks(batch.limits, self._system.overfetch)
                 first = [self._plan.first_layer(period + 1)]
                 guess, _, _ = self._choose(
                     view, batch, hidden, start, period + 1, first, probes, more

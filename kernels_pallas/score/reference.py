@@ -3,9 +3,9 @@
 The softmax runs over blocks of keys. Of each block only every chunk's sum of exponentials and
 the block's maximum stay, [rows, M] in place of [rows, T]; one rescaling at the end makes the sums
 exact. Matmuls go one KV head at a time with the G query heads folded into rows, which is the
-fastest order on a CPU. Blocks are small: what a block unpacks and computes stays in the caches,
-and the call's temporary memory far below the 32 MiB from which the allocator maps fresh pages for
-every call, whose faults took longer than the scoring itself.
+fastest order on a CPU. Blocks keep the temporary memory of a call over several layers below the
+32 MiB from which the allocator maps fresh pages for every call: their faults took longer than the
+scoring itself. Smaller blocks than that leave a second core with nothing to do.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["score"]
 
-_BLOCK_TOKENS = 512  # keys at a time, at most; more go in blocks
-_LOGITS_BYTES = 4 * 2**20  # of float32 logits at a time, all KV heads
+_LOGITS_BYTES = 4 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -32,25 +31,24 @@ def score(
     q_lengths: Array,
     chunk_tokens: int,
     *,
-    block_tokens: int = _BLOCK_TOKENS,
     logits_bytes: int = _LOGITS_BYTES,
 ) -> Array:
-    """See `api.score`. Keys go in blocks of at most `block_tokens`, at least one chunk, whose
-    logits take at most `logits_bytes`."""
+    """See `api.score`. Keys go in blocks whose logits take at most `logits_bytes`."""
     batch, queries, heads, dim = q.shape
     tokens, kv_heads, _ = probe.shape
     group = heads // kv_heads
     rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
     rows = rows.reshape(kv_heads, batch * queries * group, dim)
     chunks = tokens // chunk_tokens
-    limit = min(block_tokens // chunk_tokens, logits_bytes // (4 * rows.size // dim * chunk_tokens))
-    # A power of two divides the chunks of an engine's probe: no copy to pad it.
-    block = 1 << max(1, limit).bit_length() - 1
-    if chunks <= block:
+    most = max(1, logits_bytes // (4 * batch * queries * heads * chunk_tokens))
+    if chunks <= most:
         part, top = _block(rows, probe, num_tokens, chunk_tokens)
         sums, tops = part[None], top[None]
     else:
-        blocks = -(-chunks // block)
+        blocks = -(-chunks // most)
+        # Blocks without padding, if there are: padding copies the whole probe.
+        blocks = next((n for n in range(blocks, 2 * blocks) if chunks % n == 0), blocks)
+        block = -(-chunks // blocks)
         starts = block * chunk_tokens * jnp.arange(blocks, dtype=jnp.int32)
         parts, join = _split(probe, blocks, blocks * block * chunk_tokens, q.dtype)
         sums, tops = lax.map(
