@@ -53,7 +53,8 @@ class SystemConfig:
     speculate: Speculate = "previous"
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
-    read costs its bytes, one that was not costs a read's latency."""
+    read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
+    excess."""
     speculate_always: bool = True
     """False: only after periods whose packs took longer to read than to choose (`pace.py`)."""
     policy: PolicyName = "attention"

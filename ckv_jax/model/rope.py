@@ -52,13 +52,11 @@ def apply_rope(
 ) -> Float[Array, "B S H D"]:
     """Rotate dimension d against d + D/2 (HF's halves, not neighbours); float32 in and out.
 
-    The halves are swapped by a reversal: XLA's CPU backend fuses one, where it writes split and
-    joined halves to memory (28 layers of 32 tokens: 21 ms against 27 ms in all).
+    The halves are swapped by a roll, which XLA's CPU backend fuses into one vectorised loop: of a
+    reversal of halves it makes a loop over single elements, three times as slow.
     """
-    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    swapped = jax.lax.rev(halves, (3,)).reshape(x.shape)
     cos, sin = (jnp.broadcast_to(t[:, :, None, :], x.shape) for t in (cos, sin))
-    return x * cos + swapped * sin
+    return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
 
 
 def _attention_factor(scaling: RopeScaling) -> float:

@@ -60,6 +60,16 @@ def selected_chunks(budget: float, num_chunks: int) -> int:
     return max(1, math.ceil(round(budget * num_chunks, 9)))
 
 
+def guessed_chunks(limits: np.ndarray, overfetch: float) -> np.ndarray:
+    """How many chunks lookahead speculates for each row, int32 [B], of which it selects `limits`.
+
+    Rows share the excess: guesses are read as one, and what one row nearly chose another chose.
+    """
+    share = 1 + (overfetch - 1) / len(limits)
+    more: np.ndarray = np.ceil(limits * share).astype(np.int32)
+    return more
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a step attended to: enough for decode to go on from there."""
@@ -184,7 +194,7 @@ class Executor:
         probes: Probes,
     ) -> Array:  # fmt: skip
         """What `period` will probably select, by this hidden state and its own queries."""
-        more = np.ceil(batch.limits * self._system.overfetch).astype(np.int32)
+        more = guessed_chunks(batch.limits, self._system.overfetch)
         first = [self._plan.first_layer(period)]
         ids, _, _ = self._choose(view, batch, hidden, start, period, first, probes, more)
         return ids

@@ -3,12 +3,15 @@
 The softmax runs over blocks of keys. Of each block only every chunk's sum of exponentials and
 the block's maximum stay, [rows, M] in place of [rows, T]; one rescaling at the end makes the sums
 exact. Matmuls go one KV head at a time with the G query heads folded into rows, which is the
-fastest order on a CPU.
+fastest order on a CPU. Blocks keep the temporary memory of a call over several layers below the
+32 MiB from which the allocator maps fresh pages for every call: their faults took longer than the
+scoring itself. Smaller blocks than that leave a second core with nothing to do.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,7 +20,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["score"]
 
-_LOGITS_BYTES = 8 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
+_LOGITS_BYTES = 4 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -37,17 +40,20 @@ def score(
     rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
     rows = rows.reshape(kv_heads, batch * queries * group, dim)
     chunks = tokens // chunk_tokens
-    block = max(1, logits_bytes // (4 * batch * queries * heads * chunk_tokens))
-    if chunks <= block:
+    most = max(1, logits_bytes // (4 * batch * queries * heads * chunk_tokens))
+    if chunks <= most:
         part, top = _block(rows, probe, num_tokens, chunk_tokens)
         sums, tops = part[None], top[None]
     else:
-        blocks = -(-chunks // block)
-        stacked = _split(probe, blocks, blocks * block * chunk_tokens, q.dtype)
+        blocks = -(-chunks // most)
+        # Blocks without padding, if there are: padding copies the whole probe.
+        blocks = next((n for n in range(blocks, 2 * blocks) if chunks % n == 0), blocks)
+        block = -(-chunks // blocks)
         starts = block * chunk_tokens * jnp.arange(blocks, dtype=jnp.int32)
+        parts, join = _split(probe, blocks, blocks * block * chunk_tokens, q.dtype)
         sums, tops = lax.map(
-            lambda item: _block(rows, item[0], num_tokens - item[1], chunk_tokens),
-            (stacked, starts),
+            lambda item: _block(rows, join(*item[1:]), num_tokens - item[0], chunk_tokens),
+            (starts, *parts),
         )
     top = jnp.max(tops, axis=0)  # [K, rows]
     sums = sums * jnp.exp(tops - top[None])[..., None]  # [blocks, K, rows, chunks of a block]
@@ -123,8 +129,11 @@ def _look_up(probe: PqKeys, dtype: jnp.dtype) -> Array:
     return keys.reshape(-1, kv_heads, subspaces * width)
 
 
-def _split(probe: Probe, blocks: int, tokens: int, dtype: jnp.dtype) -> Probe:
-    """Pads the tokens with zeros and splits them into `blocks`: [T, ...] -> [blocks, T', ...]."""
+def _split(
+    probe: Probe, blocks: int, tokens: int, dtype: jnp.dtype
+) -> tuple[tuple[Array, ...], Callable[..., Probe]]:
+    """Pads the tokens with zeros and splits them into `blocks`: arrays [blocks, T', ...], and
+    what makes a probe of one block of each."""
 
     def cut(array: Array) -> Array:
         array = jnp.pad(array, ((0, tokens - array.shape[0]),) + ((0, 0),) * (array.ndim - 1))
@@ -132,13 +141,14 @@ def _split(probe: Probe, blocks: int, tokens: int, dtype: jnp.dtype) -> Probe:
 
     match probe:
         case Keys(keys):
-            return Keys(cut(_bits(keys, dtype)))
+            return (cut(_bits(keys, dtype)),), Keys
         case Int8Keys(codes, scale):
-            return Int8Keys(cut(codes), cut(scale))
+            return (cut(codes), cut(scale)), Int8Keys
         case Int4Keys(codes, scale):
-            return Int4Keys(cut(codes), cut(scale))
+            return (cut(codes), cut(scale)), Int4Keys
         case PqKeys(codes, codebooks):
-            return PqKeys(cut(codes), jnp.broadcast_to(codebooks, (blocks, *codebooks.shape)))
+            books = codebooks.astype(dtype)  # once, not in every block
+            return (cut(codes),), lambda part: PqKeys(part, books)
 
 
 def _bits(keys: Array, dtype: jnp.dtype) -> Array:

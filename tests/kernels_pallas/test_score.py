@@ -124,8 +124,29 @@ def test_keys_in_blocks_change_nothing(kind: str) -> None:
     args = (make_queries(rng, case), probe, jnp.int32(150), jnp.asarray(case.lengths, jnp.int32))
     run = jax.jit(reference.score, static_argnames=("chunk_tokens", "logits_bytes"))
     whole = run(*args, chunk_tokens=case.chunk)
-    by_blocks = run(*args, chunk_tokens=case.chunk, logits_bytes=4 * 2 * 9 * 4 * 16 * 3)
-    np.testing.assert_allclose(by_blocks, whole, rtol=1e-5, atol=1e-6)
+    for chunks in (1, 3, 9):  # in 13 blocks, in 5 with padding, in 2 with padding
+        logits_bytes = 4 * 2 * 9 * 4 * 16 * chunks
+        by_blocks = run(*args, chunk_tokens=case.chunk, logits_bytes=logits_bytes)
+        np.testing.assert_allclose(by_blocks, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_selection_by_four_layers_takes_little_memory(batch: int) -> None:
+    """Beyond 32 MiB the allocator maps, and faults in, fresh pages for every call."""
+    rng = np.random.default_rng()
+    case = Case(
+        queries=4, tokens=5120, num_tokens=5008, heads=8, kv_heads=4, dim=128, lengths=(4,) * batch
+    )
+    probes = tuple(make_probe(rng, "int4", case)[0] for _ in range(4))
+
+    def run(q: jax.Array, probes: tuple[Probe, ...], tokens: jax.Array, n: jax.Array) -> jax.Array:
+        return sum((score(q, p, num_tokens=tokens, q_lengths=n, chunk_tokens=16)) for p in probes)
+
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    call = jax.jit(run).lower(make_queries(rng, case), probes, jnp.int32(5008), lengths)
+    memory = call.compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 32 * 2**20
 
 
 def test_keys_as_bit_patterns() -> None:
