@@ -103,6 +103,11 @@ def replay(selections: Selections, policy: str, setting: Setting, draw: int = 0)
         used.update(wanted.tolist())
         start = time.perf_counter()
         request(tiers, wanted, masses)
+        if tiers.observes:
+            every = bases[prefix] + np.arange(each)
+            others = np.setdiff1d(every, wanted, assume_unique=True)
+            everywhere = selections.everywhere[prefix, question].reshape(-1)
+            tiers.observe(others, everywhere[others - bases[prefix]])
         spent.append(1e3 * (time.perf_counter() - start))
     assert before is not None
     now = {name: value - before[name] for name, value in asdict(tiers.stats).items()}

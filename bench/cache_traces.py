@@ -29,9 +29,14 @@ class Selections:
     """float [P, Q, G, N]: Equation 1's A of each."""
     important: np.ndarray
     """float [P, Q, G, N]: share of the chunk's tokens among the question's important tokens."""
+    everywhere: np.ndarray
+    """float [P, Q, G, M]: A of every chunk."""
 
     def __post_init__(self) -> None:
-        if not self.chunks.shape == self.attention.shape == self.important.shape:
+        shape = self.chunks.shape
+        if not shape == self.attention.shape == self.important.shape or (
+            self.everywhere.shape != (*shape[:3], self.num_chunks)
+        ):
             raise ValueError(f"got arrays of different shapes for selections {self.name!r}")
 
 
@@ -50,6 +55,7 @@ def synthetic(
     shape = (prefixes, questions, groups, count)
     chosen = np.zeros(shape, np.int32)
     attention, important = np.zeros(shape), np.zeros(shape)
+    everywhere = np.zeros((*shape[:3], chunks), np.float32)
     zipf = 1.0 / np.arange(1, chunks + 1)
     for prefix in range(prefixes):
         common = rng.normal(size=chunks)
@@ -67,6 +73,7 @@ def synthetic(
             limit = -np.partition(-flat, count * tokens - 1, axis=1)[:, count * tokens - 1]
             share = (per_token >= limit[:, None, None]).mean(-1)
             chosen[prefix, :, group] = ids
+            everywhere[prefix, :, group] = score
             attention[prefix, :, group] = np.take_along_axis(score, ids, 1)
             important[prefix, :, group] = np.take_along_axis(share, ids, 1)
     return Selections(
@@ -75,11 +82,12 @@ def synthetic(
         chunks=chosen,
         attention=attention,
         important=important,
+        everywhere=everywhere,
     )
 
 
 def recorded(path: Path) -> Iterator[Selections]:
-    """Selections of a file: `RULE` int [P, Q, G, N] beside `RULE attention` float of that shape.
+    """Selections of a file: `RULE` int [P, Q, G, N] beside `RULE attention` float [P, Q, G, M].
 
     `RULE important` may give the shares of important tokens. Without it every token of a chosen
     chunk counts as important, as in ContiguousKV, where the chunk is what is selected.
@@ -90,13 +98,15 @@ def recorded(path: Path) -> Iterator[Selections]:
             if f"{rule} attention" not in arrays:
                 raise ValueError(f"got no array '{rule} attention' in {path}, expected one")
             chunks = arrays[rule].astype(np.int32)
+            everywhere = arrays[f"{rule} attention"]
             shares = f"{rule} important"
             yield Selections(
                 name=rule,
-                num_chunks=int(chunks.max()) + 1,
+                num_chunks=everywhere.shape[-1],
                 chunks=chunks,
-                attention=arrays[f"{rule} attention"].astype(np.float64),
+                attention=np.take_along_axis(everywhere, chunks, axis=-1).astype(np.float64),
                 important=arrays[shares] if shares in arrays else np.ones(chunks.shape),
+                everywhere=everywhere,
             )
 
 
@@ -105,7 +115,7 @@ def structured(setting: Setting, budgets: Sequence[float], questions: int) -> li
 
     All of a prefix's questions at one budget after the other; every period is a group.
     """
-    found: dict[float, list[list[list[np.ndarray]]]] = {budget: [] for budget in budgets}
+    found: dict[float, list[list[list[tuple[np.ndarray, ...]]]]] = {b: [] for b in budgets}
     with Lab(setting) as lab, lab.engine(SYSTEMS["contiguous-kv"]) as engine:
         for prefix in range(setting.prefixes):
             for budget in budgets:
@@ -115,7 +125,7 @@ def structured(setting: Setting, budgets: Sequence[float], questions: int) -> li
                         lab.ask(engine, prefix, prefix * questions + question, budget)
                     asked.append(
                         [
-                            np.stack([np.asarray(leaf)[0] for leaf in result[:2]])
+                            tuple(np.asarray(result[i])[0] for i in (0, 1, 3))
                             for call, result in zip(calls.calls, calls.results, strict=True)
                             if call.name == "_select"
                         ]
@@ -124,18 +134,21 @@ def structured(setting: Setting, budgets: Sequence[float], questions: int) -> li
         chunks = lab.prefix(0, engine).num_chunks
     selections = []
     for budget, parts in found.items():
-        values = np.asarray(parts, np.float64)  # [P, Q, G, 2, n]
-        real = values[..., 0, :] >= 0  # padding is anywhere, but alike in number
+        padded, attention, scores = (
+            np.array([[[call[i] for call in asked] for asked in part] for part in parts])
+            for i in range(3)
+        )  # [P, Q, G, n], the same, [P, Q, G, M and more]
+        real = padded >= 0  # padding is anywhere, but alike in number
         shape = (*real.shape[:3], int(real[0, 0, 0].sum()))
-        ids = values[..., 0, :][real].reshape(shape).astype(np.int32)
-        attention = values[..., 1, :][real].reshape(shape)
+        ids = padded[real].reshape(shape)
         selections.append(
             Selections(
                 name=f"structured at {budget:.0%}",
                 num_chunks=chunks,
                 chunks=ids,
-                attention=attention,
+                attention=attention[real].reshape(shape).astype(np.float64),
                 important=np.ones(ids.shape),
+                everywhere=scores[..., :chunks],
             )
         )
     return selections

@@ -180,8 +180,8 @@ def traces(model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], path: 
     """Chosen chunks of many questions, for `bench.cache_policies --traces`.
 
     For each rule an int16 array `[documents, questions, groups, n]` of chunk ids under its name,
-    and under `NAME attention` a float32 array of that shape: Equation 1's A of each, by the true
-    keys of the layer that chose. Group g leads layers `g * every` to `(g + 1) * every - 1`.
+    and under `NAME attention` float32 `[documents, questions, groups, chunks]`: Equation 1's A of
+    every chunk, by the true keys of the layer that chose. Group g leads layers `g * every` to `(g + 1) * every - 1`.
     """
     arrays: dict[str, list[np.ndarray]] = {}
     for page in pages:
@@ -191,7 +191,6 @@ def traces(model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], path: 
             mask, scores = (x[:: rule.every] for x in (answers.chosen, answers.scores))  # [G, Q, M]
             ids = np.nonzero(mask)[2].reshape(*mask.shape[:2], rule.count(len(page.tokens)))
             shares = scores / scores.sum(-1, keepdims=True)  # over all queries and heads
-            shares = np.take_along_axis(shares, ids, axis=2)
             arrays.setdefault(name, []).append(ids.swapaxes(0, 1).astype(np.int16))
             arrays.setdefault(f"{name} attention", []).append(shares.swapaxes(0, 1))
     path.parent.mkdir(parents=True, exist_ok=True)

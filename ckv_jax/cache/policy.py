@@ -1,14 +1,14 @@
 """Cache policies: what a page is worth. A higher score stays in memory longer.
 
-A policy sees only a page's own history, so that a score changes when the page is used and at no
-other time; `Tiers` relies on this to keep its heaps lazily.
+A policy sees only a page's own history, so that a score changes only when the page is used or
+scored; `Tiers` relies on this to keep its heaps lazily.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ _RECENCY = 2.0**-32  # below one whole load for any clock a process can reach
 
 class Policy(Protocol):
     """The worth of pages from their history; every array is `[n]`, one entry a page."""
+
+    sees_all: ClassVar[bool]
+    """Whether attention counts that a chunk received without being chosen."""
 
     def score(
         self,
@@ -42,6 +45,8 @@ class AttentionGuided:
     used it) and F how often it was loaded. Neither is aged or normalised.
     """
 
+    sees_all = False
+
     def score(
         self,
         importance: npt.NDArray[np.float64],
@@ -57,8 +62,11 @@ class FrequencyThenAttention:
 
     Equation 2's product lets one question's strong attention outweigh several loads, which costs
     hits where every question has chunks of its own: with the reference checkpoint's selections it
-    stays below LFU. As what LFU uses recency for, attention tells it more.
+    stays below LFU. What attention tells beyond the loads is how near to being chosen a chunk has
+    been, so that I sums Equation 1's A over all requests, not only those that chose it.
     """
+
+    sees_all = True
 
     def score(
         self,
@@ -73,6 +81,8 @@ class FrequencyThenAttention:
 class Lru:
     """Least recently used: the tick of the latest use."""
 
+    sees_all = False
+
     def score(
         self,
         importance: npt.NDArray[np.float64],
@@ -85,6 +95,8 @@ class Lru:
 
 class Lfu:
     """Least frequently used; among equals, the least recently used goes first."""
+
+    sees_all = False
 
     def score(
         self,
@@ -102,6 +114,8 @@ class ImportanceRatio:
     The engine records that share (0 to 1) where `AttentionGuided` records attention. The paper
     gives no window for its average; the average over all accesses needs none and never forgets.
     """
+
+    sees_all = False
 
     def score(
         self,

@@ -75,6 +75,21 @@ class PageTable:
         self.score[pages] = score
         return fell
 
+    @property
+    def observes(self) -> bool:
+        """Whether the policy wants attention that came without a use."""
+        return self._policy.sees_all
+
+    def see(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+        """Record attention without a use; returns whose score fell, bool `[n]`."""
+        importance = self.importance[pages] + attention
+        score = self._policy.score(importance, self.frequency[pages], self.last_used[pages])
+        score = _checked(score)
+        fell = score < self.score[pages]
+        self.importance[pages] = importance
+        self.score[pages] = score
+        return fell
+
     def check(self, pages: Pages) -> None:
         """Refuse ids that were never given out, and ids that come twice."""
         if not len(pages):

@@ -198,16 +198,22 @@ class Tiers:
         values = np.asarray(attention, np.float64)
         if values.shape != pages.shape:
             raise ValueError(f"got {values.shape} attention values, expected {pages.shape}")
-        fell = table.use(pages, values)
-        on_device = table.device_slot[pages] >= 0
-        on_host = table.host_slot[pages] >= 0
-        if fell.any():
-            for heap, here in ((self._device_heap, on_device), (self._host_heap, on_host)):
-                heap.add(pages[fell & here], table.score)
-        hits, host_hits = int(on_device.sum()), int(on_host.sum())
+        self._reorder(pages, table.use(pages, values))
+        hits = int((table.device_slot[pages] >= 0).sum())
+        host_hits = int((table.host_slot[pages] >= 0).sum())
         self.stats.device_hits += hits
         self.stats.host_hits += host_hits
         self.stats.misses += len(pages) - hits - host_hits
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy wants `observe`, see `Policy.sees_all`."""
+        return self._table.observes
+
+    def observe(self, pages: Pages, attention: npt.NDArray[np.floating]) -> None:
+        """I += A for distinct pages that were scored but not used. Shapes as for `record`."""
+        self._table.check(pages)
+        self._reorder(pages, self._table.see(pages, np.asarray(attention, np.float64)))
 
     def admit(self, pages: Pages, slots: SlotArray) -> Moves:
         """A request is over: decide who stays where (§4.4), given its pages and their slots.
@@ -276,6 +282,13 @@ class Tiers:
         """(importance float32, frequency uint32), `[n_pages]` each, as the store persists them."""
         part = slice(base, base + n_pages)
         return self._table.importance[part].astype(np.float32), self._table.frequency[part].copy()
+
+    def _reorder(self, pages: Pages, fell: npt.NDArray[np.bool_]) -> None:
+        """Tells the heaps of scores that fell; those that rose are found when their turn comes."""
+        fallen, table = pages[fell], self._table
+        if len(fallen):
+            self._device_heap.add(fallen[table.device_slot[fallen] >= 0], table.score)
+            self._host_heap.add(fallen[table.host_slot[fallen] >= 0], table.score)
 
     def _leave_host(self, pages: Pages) -> None:
         """Pages that just entered the device tier give up their host slots, if they had any."""

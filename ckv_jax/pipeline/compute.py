@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,19 @@ if TYPE_CHECKING:
 
 LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K, D], elements or their bit patterns
+
+
+class Selection(NamedTuple):
+    """What a selection found, on the device."""
+
+    ids: Int32[Array, "B n"]
+    """Chosen chunks, ascending, -1 past a row's limit."""
+    attention: Float32[Array, "B n"]
+    """Their A_j (Equation 1, summed over the layers), 0 past the limit."""
+    mass: Float32[Array, " B"]
+    """The share of all attention mass that they hold."""
+    scores: Float32[Array, "B M"]
+    """A_j of every chunk."""
 
 
 def compiled(*calls: Callable[..., Any]) -> int:
@@ -130,19 +143,18 @@ class Compute:
         n: int,
         window: int | None,
         chunk_tokens: int,
-    ) -> tuple[Int32[Array, "B n"], Float32[Array, "B n"], Float32[Array, " B"]]:
+    ) -> Selection:
         """The top `limits[b]` <= n chunks for the queries of these layers (Equation 1, summed).
 
-        Returns ascending chunk ids with -1 for those past the limit, their attention A_j, and
-        the share of all attention mass that they hold. `probes`: one a layer; `start`: position
-        of the first suffix token; `window`: only so many last queries score.
+        `probes`: one a layer; `start`: position of the first suffix token; `window`: only so many
+        last queries score.
         """
         states = tuple(self._layers[layer] for layer in layers)
-        ids, attention, mass = self._select(
+        found = self._select(
             states, hidden, start, q_lengths, tuple(probes), num_tokens, num_chunks,
             limits, n=n, window=window, chunk_tokens=chunk_tokens,
         )  # fmt: skip
-        return ids, attention, mass
+        return Selection(*found)
 
     def run(
         self,
@@ -231,7 +243,7 @@ def _select_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[A
         inside = (rank < limits[:, None]) & (ids >= 0)
         ids, attention = jnp.where(inside, ids, -1), jnp.where(inside, attention, 0.0)
         total = jnp.maximum(scores.sum(axis=1), jnp.finfo(jnp.float32).tiny)
-        return ids, attention, attention.sum(axis=1) / total
+        return ids, attention, attention.sum(axis=1) / total, scores
 
     return choose
 

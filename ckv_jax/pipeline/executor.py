@@ -17,7 +17,7 @@ from jax import Array
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.buckets import batch_bucket, chunk_bucket, suffix_bucket
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.compute import Compute, Selection
 from ckv_jax.pipeline.memory import Memory
 from ckv_jax.pipeline.pace import Pace
 from ckv_jax.pipeline.plan import Plan, Step
@@ -101,12 +101,14 @@ class FirstToken:
 class Executor:
     """The schedule of one model and system. Engine thread only."""
 
-    def __init__(self, compute: Compute, memory: Memory, plan: Plan, system: SystemConfig) -> None:
+    def __init__(
+        self, compute: Compute, memory: Memory, plan: Plan, system: SystemConfig, pace: Pace
+    ) -> None:
         self._compute = compute
         self._memory = memory
         self._plan = plan
         self._system = system
-        self._pace = Pace()
+        self._pace = pace
 
     def run(
         self, view: PrefixView, batch: Batch, source: PackSource, probes: Probes, trace: Trace
@@ -119,14 +121,14 @@ class Executor:
         masses, selections, contexts = [], [], []
         for period in range(self._plan.periods):
             layers = self._plan.scoring_layers(period)
-            ids, attention, mass = self._choose(
+            selection = self._choose(
                 view, batch, hidden, start, period, layers, probes, batch.limits
             )
             began = time.perf_counter_ns()
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
             trace.add("compute", "compute", began, ready, period=period - 1)
-            chosen = np.asarray(ids)
+            chosen = np.asarray(selection.ids)
             selected = time.perf_counter_ns()
             trace.add("select", "host", ready, selected, period=period)
             self._pace.selected((selected - ready) * 1e-9)
@@ -149,11 +151,11 @@ class Executor:
                     self._speculate(source, period + 1, np.asarray(guess))
                 # Bookkeeping, while the device computes.
                 groups = self._plan.groups(period)
-                self._memory.record(view, groups, chosen, np.asarray(attention))
-                self._remember(view, period, chosen, np.asarray(attention))
+                self._memory.record(view, groups, selection)
+                self._remember(view, period, selection)
                 real = int((batch.lengths > 0).sum())
                 trace.count_chunks(selected=int((chosen >= 0).sum()), total=real * view.num_chunks)
-            masses.append(mass)
+            masses.append(selection.mass)
             selections.append(chosen)
         began = time.perf_counter_ns()
         logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))
@@ -181,7 +183,7 @@ class Executor:
     def _choose(
         self, view: PrefixView, batch: Batch, hidden: Array, start: np.int32, period: int,
         layers: Sequence[int], probes: Probes, limits: np.ndarray,
-    ) -> tuple[Array, Array, Array]:  # fmt: skip
+    ) -> Selection:  # fmt: skip
         n = min(chunk_bucket(int(limits.max())), view.probe_chunks)
         return self._compute.select(
             layers, hidden, start, batch.lengths, probes.get(layers, period),
@@ -196,8 +198,7 @@ class Executor:
         """What `period` will probably select, by this hidden state and its own queries."""
         more = guessed_chunks(batch.limits, self._system.overfetch)
         first = [self._plan.first_layer(period)]
-        ids, _, _ = self._choose(view, batch, hidden, start, period, first, probes, more)
-        return ids
+        return self._choose(view, batch, hidden, start, period, first, probes, more).ids
 
     def _ahead_pays(self, view: PrefixView, missing: int) -> bool:
         """Whether to speculate after a period that had to read so many packs."""
@@ -220,9 +221,8 @@ class Executor:
         if self._system.prefetch == "inter" and view.recurrence >= RECURRENCE:
             self._speculate(source, 0, view.opening[: batch.limits.sum()])
 
-    def _remember(
-        self, view: PrefixView, period: int, chosen: np.ndarray, attention: np.ndarray
-    ) -> None:
+    def _remember(self, view: PrefixView, period: int, selection: Selection) -> None:
+        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
         taken = chosen >= 0
         view.last_selection[period] = union = np.unique(chosen[taken])
         if period:

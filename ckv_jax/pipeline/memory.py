@@ -12,6 +12,7 @@ from ckv_jax.cache.pool import HostPool, slots_for
 from ckv_jax.cache.tiers import Moves, Tiers
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.pipeline.buckets import bucket
+from ckv_jax.pipeline.compute import Selection
 from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.mapped_pool import MappedPool, in_host_memory
 from ckv_jax.pipeline.view import PrefixView
@@ -60,18 +61,22 @@ class Memory:
         """
         return self.pool.write(rows, slots)
 
-    def record(
-        self, view: PrefixView, groups: range, chosen: np.ndarray, attention: np.ndarray
-    ) -> None:
+    def record(self, view: PrefixView, groups: range, selection: Selection) -> None:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
 
-        `chosen` int32 [B, N], -1 where there is none, and their `attention` [B, N].
+        Where the policy says so, I_j += A_j for those of all other chunks, too.
         """
+        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
         real = chosen >= 0
         chunks, where = np.unique(chosen[real], return_inverse=True)
         total = np.bincount(where, weights=attention[real], minlength=len(chunks))
         pages = np.concatenate([view.pages(group, chunks) for group in groups])
         self.tiers.record(pages, np.tile(total, len(groups)))
+        if self.tiers.observes:
+            others = np.setdiff1d(np.arange(view.num_chunks), chunks, assume_unique=True)
+            seen = np.asarray(selection.scores)[real.any(axis=1)].sum(axis=0)[others]
+            pages = np.concatenate([view.pages(group, others) for group in groups])
+            self.tiers.observe(pages, np.tile(seen, len(groups)))
 
     def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Host packs to device slots; returns the bytes moved."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from ckv_jax.trace import Span
 
@@ -23,6 +24,16 @@ class Pace:
     def __init__(self) -> None:
         self._select_s: deque[float] = deque(maxlen=_KEPT)
         self._byte_s: deque[float] = deque(maxlen=_KEPT)
+        self._always = False
+
+    @contextmanager
+    def always(self) -> Iterator[None]:
+        """Reading ahead pays, for the `with` block: to compile what it takes."""
+        self._always = True
+        try:
+            yield
+        finally:
+            self._always = False
 
     def selected(self, seconds: float) -> None:
         """A selection took so long once its hidden state was there."""
@@ -40,7 +51,7 @@ class Pace:
 
     def ahead_pays(self, num_bytes: int) -> bool:
         """Whether to guess, where a period had to read so many bytes; yes until this is known."""
-        if not self._select_s or not self._byte_s:
+        if self._always or not self._select_s or not self._byte_s:
             return True
         reading = num_bytes * statistics.median(self._byte_s)
         return reading > statistics.median(self._select_s)

@@ -67,16 +67,16 @@ class Reselect:
         hidden = jnp.concatenate([*recent, *[recent[-1]] * missing], axis=1)
         count = np.where(self._limits > 0, len(recent), 0).astype(np.int32)
         layers = self._plan.scoring_layers(period)
-        ids, attention, _ = self._compute.select(
+        selection = self._compute.select(
             layers, hidden, newest - np.int32(len(recent) - 1), count,
             self._probes.get(layers, period), np.int32(self._view.prefix.num_tokens),
             np.int32(self._view.num_chunks), self._limits,
             n=self._size, window=None, chunk_tokens=self._chunk_tokens,
         )  # fmt: skip
-        chosen = np.asarray(ids)
+        chosen = np.asarray(selection.ids)
         union = np.unique(chosen[chosen >= 0])
         groups = self._plan.groups(period)
-        self._memory.record(self._view, groups, chosen, np.asarray(attention))
+        self._memory.record(self._view, groups, selection)
         for group in groups:
             self._source.keep_only(group, union)
             self._source.demand(group, union)

@@ -12,6 +12,7 @@ from ckv_jax.pipeline.key_buffers import KeyBuffers
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layerwise import LayerwiseExecutor
 from ckv_jax.pipeline.memory import Memory, job_packs
+from ckv_jax.pipeline.pace import Pace
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefetcher import Prefetcher
 from ckv_jax.pipeline.prefill import DensePrefill
@@ -34,6 +35,7 @@ class Parts:
     views: Views
     prefill: DensePrefill
     executor: Executor | LayerwiseExecutor
+    pace: Pace
     reorderer: Reorderer | None
     rows: KvRows
     prefetcher: Prefetcher
@@ -54,6 +56,7 @@ class Parts:
         """Allocates the pools and starts the threads."""
         plan = Plan.of(compute.num_layers, system)
         memory = Memory(layout, config, system)
+        pace = Pace()
         views = Views(store, memory.tiers, digest_bytes=config.digest_bytes)
         prefill = DensePrefill(compute, block=config.prefill_block)
         reorderer = None
@@ -61,7 +64,7 @@ class Parts:
             reorderer = Reorderer(store, prefill, replaced=views.drop)
         executor: Executor | LayerwiseExecutor
         if system.chunked:
-            executor = Executor(compute, memory, plan, system)
+            executor = Executor(compute, memory, plan, system, pace)
         else:
             note = reorderer.note if reorderer is not None else None
             executor = LayerwiseExecutor(compute, compute.layerwise, memory, system, note)
@@ -74,6 +77,7 @@ class Parts:
             views=views,
             prefill=prefill,
             executor=executor,
+            pace=pace,
             reorderer=reorderer,
             rows=KvRows(compute),
             prefetcher=Prefetcher(

@@ -37,7 +37,10 @@ def warm(
                 request = Request(prefix=prefix, suffix=[0])
                 tokens = np.zeros(min(suffix, max_suffix), np.int32)
                 placed = Placed(request=request, prefix=prefix, suffix=tokens, budget=budget)
-                with SparseSession(parts, [placed] * batch, hold=max_tokens > 0) as session:
+                with (
+                    parts.pace.always(),
+                    SparseSession(parts, [placed] * batch, hold=max_tokens > 0) as session,
+                ):
                     if max_tokens:
                         _warm_decode(session, len(tokens) + max_tokens)
 

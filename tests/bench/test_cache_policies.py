@@ -46,7 +46,9 @@ def test_hit_rates_are_shares_of_all_uses(policy: str) -> None:
 def test_a_cache_for_everything_hits_once_warm_and_none_never_hits() -> None:
     one = np.zeros((1, 1, 1, 4), np.int32) + np.arange(4)
     ones = np.ones(one.shape)
-    selections = Selections(name="x", num_chunks=4, chunks=one, attention=ones, important=ones)
+    selections = Selections(
+        name="x", num_chunks=4, chunks=one, attention=ones, important=ones, everywhere=ones
+    )
     full = replay(selections, "attention", Setting(requests=9, device=1.0, host=0.0))
     assert full["hit_rate"] == {"device": 1.0, "host": 0.0, "memory": 1.0}
     host = replay(selections, "attention", Setting(requests=9, device=0.0, host=1.0))
@@ -58,9 +60,10 @@ def test_a_cache_for_everything_hits_once_warm_and_none_never_hits() -> None:
 def test_recorded_selections_and_the_report(tmp_path: Path, monkeypatch) -> None:
     source = synthetic(0.25, **SMALL)
     file = tmp_path / "traces.npz"
-    np.savez(file, ckv=source.chunks.astype(np.int16), **{"ckv attention": source.attention})
+    np.savez(file, ckv=source.chunks.astype(np.int16), **{"ckv attention": source.everywhere})
     (loaded,) = recorded(file)
     np.testing.assert_array_equal(loaded.chunks, source.chunks)
+    np.testing.assert_allclose(loaded.attention, source.attention, rtol=1e-6)
     assert (loaded.important == 1).all()
     report, chart = tmp_path / "out.json", tmp_path / "out.png"
     monkeypatch.setattr(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckv_jax.cache import AttentionGuided, Lru, PoolExhausted, Tiers
+from ckv_jax.cache import AttentionGuided, FrequencyThenAttention, Lru, PoolExhausted, Tiers
 
 
 def ids(*pages: int) -> np.ndarray:
@@ -154,6 +154,27 @@ def test_of_equal_scores_the_higher_page_leaves_first() -> None:
     use(tiers, {4: 0.0, 2: 0.0})
     use(tiers, {7: 0.0})
     assert (tiers.lookup(ids(2, 4, 7))[0] >= 0).tolist() == [True, False, True]
+
+
+def test_attention_without_a_use_decides_among_equal_frequencies() -> None:
+    tiers = Tiers(1, 0, 1, FrequencyThenAttention())
+    assert tiers.observes and not Tiers(1, 0, 1, AttentionGuided()).observes
+    tiers.register(4)
+    tiers.observe(ids(1), np.array([3.0]))
+    use(tiers, {0: 0.5})
+    use(tiers, {1: 0.25})  # used as often, but scored higher before
+    assert (tiers.lookup(ids(0, 1))[0] >= 0).tolist() == [False, True]
+    tiers.observe(ids(0, 1), np.array([9.0, 0.0]))
+    use(tiers, {2: 5.0})  # above page 1, which is still the one in memory
+    assert (tiers.lookup(ids(0, 1, 2))[0] >= 0).tolist() == [False, False, True]
+    tiers.observe(ids(2), np.array([9.0]))
+    use(tiers, {3: 6.0})
+    assert tiers.lookup(ids(2))[0][0] >= 0  # its score rose while it was in memory
+    use(tiers, {0: 0.0})
+    assert tiers.lookup(ids(0))[0][0] >= 0  # two uses are more than any attention
+    assert tiers.scores(0, 4)[1].tolist() == [2, 1, 1, 1]
+    with pytest.raises(ValueError, match="twice"):
+        tiers.observe(ids(1, 1), np.ones(2))
 
 
 def test_a_restart_goes_on_with_persisted_scores() -> None:
