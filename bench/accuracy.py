@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench.accuracy_plot import plot_accuracy, plot_coverage
+from bench.common import budget_share, existing_path
 from bench.digests import KINDS, bytes_per_token
 from bench.oracle import Answers, Oracle, Rule
 from bench.selection_study import coverage, interval, quick_rules, rules, study, tally, traces
@@ -182,12 +183,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--traces", type=Path, help="write chosen chunk ids here (npz)")
     parser.add_argument("--plot", type=Path, help="draw accuracy here, coverage in *_coverage")
-    parser.add_argument("--checkpoint", type=Path, help="default: the reference checkpoint")
+    parser.add_argument(
+        "--checkpoint", type=existing_path, help="default: the reference checkpoint"
+    )
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--budgets", nargs="+", type=float, help="default: all; three if --quick")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
     budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)

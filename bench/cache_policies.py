@@ -32,7 +32,7 @@ from scipy import stats
 
 from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
 from bench.common import Setting as LabSetting
-from bench.common import table
+from bench.common import budget_share, existing_path, table
 from ckv_jax.cache import POLICIES, Tiers
 
 __all__ = ["Selections", "Setting", "main", "recorded", "replay", "synthetic", "workload"]
@@ -221,7 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, required=True, help="write the report here")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--traces", type=Path, help="recorded selections (npz)")
+    source.add_argument("--traces", type=existing_path, help="recorded selections (npz)")
     source.add_argument("--structured", action="store_true", help="ask the structured model")
     parser.add_argument("--quick", action="store_true", help="smaller prefixes with --structured")
     parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--device", type=float, default=0.15, help="share of the packs")
     parser.add_argument("--host", type=float, default=0.36, help="share of the packs")
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.05, 0.25])
+    parser.add_argument("--budgets", nargs="+", type=budget_share, default=[0.05, 0.25])
     args = parser.parse_args()
     setting = Setting(requests=args.requests, device=args.device, host=args.host, draws=args.draws)
     if args.traces:

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from bench.workload import TEMPLATES
 from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.systems import SYSTEMS
 
 RIVALS = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
 OURS = ("contiguous-kv", "ckv")
@@ -66,6 +68,12 @@ class Setting:
     shots: int = 100
     """Examples in a prefix of a task."""
 
+    def __post_init__(self) -> None:
+        named = {name: getattr(self, name) for name in ("checkpoint", "task", "train", "test")}
+        missing = [name for name, value in named.items() if value is None]
+        if missing and len(missing) < len(named):
+            raise ValueError(f"got no {', '.join(missing)}, expected all of {', '.join(named)}")
+
     def to_json(self) -> Json:
         """Plain JSON values."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "folder"}
@@ -80,20 +88,28 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--quick", action="store_true", help="at most 3 minutes on 2 quiet cores")
     p.add_argument("--json", type=Path, help="write the result to this file")
     p.add_argument("--plot", type=Path, help="draw the figure into this PNG")
-    p.add_argument("--model", help=f"published shape (default {full.model})")
+    p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     p.add_argument("--prefix-tokens", type=int)
     p.add_argument("--suffix-tokens", type=int)
     p.add_argument("--prefixes", type=int, help="how many different prefixes are stored")
-    p.add_argument("--budgets", type=float, nargs="+")
-    p.add_argument("--systems", nargs="+")
+    p.add_argument("--budgets", type=budget_share, nargs="+", help="shares of the prefix in (0, 1]")
+    p.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=", ".join(SYSTEMS)
+    )
     p.add_argument("--repeats", type=int, help="measured requests a system and budget")
     p.add_argument("--seed", type=int)
     p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
-    p.add_argument("--checkpoint", type=Path, help="HF folder; default: structured random weights")
-    p.add_argument("--task", help="sst2, subj, trec or rte, with --checkpoint, --train and --test")
-    p.add_argument("--train", type=Path, help='JSONL of {"text", "label"} for the prefixes')
-    p.add_argument("--test", type=Path, help='JSONL of {"text", "label"} for the questions')
+    p.add_argument(
+        "--checkpoint", type=existing_path, help="HF folder; default: structured weights"
+    )
+    p.add_argument("--task", choices=TEMPLATES, help="with --checkpoint, --train and --test")
+    p.add_argument(
+        "--train", type=existing_path, help='JSONL of {"text", "label"} for the prefixes'
+    )
+    p.add_argument(
+        "--test", type=existing_path, help='JSONL of {"text", "label"} for the questions'
+    )
     p.add_argument("--shots", type=int, help="examples a prefix")
     p.set_defaults(_quick=quick, _full=full)
     return p
@@ -110,7 +126,25 @@ def setting_of(args: argparse.Namespace) -> Setting:
     values = {name: getattr(base, name) for name in Setting.__slots__} | given
     for name in ("budgets", "systems"):
         values[name] = tuple(values[name])
-    return Setting(**values)
+    try:
+        return Setting(**values)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def budget_share(text: str) -> float:
+    """A budget from the command line."""
+    budget = float(text)
+    if not 0 < budget <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a share of the prefix in (0, 1]")
+    return budget
+
+
+def existing_path(text: str) -> Path:
+    """A file or folder from the command line that must be there."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no {text}")
+    return Path(text)
 
 
 def summary(values: Sequence[float]) -> Json:

@@ -69,7 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="OUT", help="where the counts go")
     parser.add_argument("--quick", action="store_true", help="a tenth of the faults")
-    parser.add_argument("--only", metavar="KIND", help="one kind")
+    parser.add_argument("--only", choices=FULL, metavar="KIND", help="one kind")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # an index that is lost on purpose need not be reported
     total, found = Tally(), {}

@@ -24,11 +24,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import Json, Setting, machine, table
+from bench.common import Json, Setting, budget_share, machine, table
 from bench.disk import FILE_BYTES, Disk
 from bench.kernels import kernel_rows
 from bench.lab import Lab
 from bench.ttft import cold, speedups
+from ckv_jax.model.config import PUBLISHED
+from ckv_jax.systems import SYSTEMS
 
 FULL = Setting(model="7B", prefixes=1, prefix_tokens=5008, repeats=10, budgets=(0.05, 0.25))
 TINY = dataclasses.replace(FULL, model="tiny", prefix_tokens=400, repeats=2, budgets=(0.25,))
@@ -144,17 +146,21 @@ def main() -> None:
     )
     p.add_argument("--out", type=Path, required=True, help="folder of results; resumes from it")
     p.add_argument("--tiny", action="store_true", help="a toy model, for any machine")
-    p.add_argument("--models", nargs="+", default=["7B", "14B", "32B"])
-    p.add_argument("--systems", nargs="+")
-    p.add_argument("--budgets", type=float, nargs="+")
+    p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
+    p.add_argument("--systems", nargs="+", choices=SYSTEMS)
+    p.add_argument("--budgets", type=budget_share, nargs="+")
     p.add_argument("--prefix-tokens", type=int)
     p.add_argument("--suffix-tokens", type=int)
     p.add_argument("--repeats", type=int)
     p.add_argument("--only", nargs="+", help="run only these stages")
     args = p.parse_args()
+    runs = stages(args)
+    unknown = sorted({*(args.only or ())} - runs.keys())
+    if unknown:
+        p.error(f"got stages {', '.join(unknown)}, expected some of {', '.join(runs)}")
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Json] = {}
-    for name, run in stages(args).items():
+    for name, run in runs.items():
         path = args.out / f"{name}.json"
         if path.is_file():
             results[name] = json.loads(path.read_text(encoding="utf-8"))
@@ -169,7 +175,9 @@ def main() -> None:
             "machine": machine(),
         }
         found["stage_s"] = round(time.perf_counter() - start, 1)
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        partial_path = path.with_suffix(".tmp")  # a kill must not leave half a result
+        partial_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        partial_path.replace(path)
         results[name] = found
         late = ", over its 9 minutes" if found["stage_s"] > STAGE_LIMIT_S else ""
         print(f"{name}: {found['stage_s']} s{late}", flush=True)

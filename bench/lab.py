@@ -180,15 +180,12 @@ class Lab:
 def _model_and_work(setting: Setting) -> tuple[Qwen2, Fingerprint, Synthetic | FewShot]:
     """Structured weights and random tokens, or a checkpoint and a task."""
     if setting.checkpoint is None:
-        if setting.task is not None:
-            raise ValueError(f"got task={setting.task!r} without a checkpoint to answer it")
         config, work = SHAPES[setting.model], _synthetic(setting)
         # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
         made = {"weights": f"structured, seed {setting.seed}", "config": setting.model}
         fingerprint = Fingerprint(made | {"dtype": setting.dtype, "tokenizer": "", "rope": ""})
         return structured_model(config, dtype=setting.dtype, seed=setting.seed), fingerprint, work
-    if setting.task is None or setting.train is None or setting.test is None:
-        raise ValueError("got a checkpoint, expected --task, --train and --test with it")
+    assert setting.task is not None and setting.train is not None and setting.test is not None
     model = load_pretrained(setting.checkpoint, dtype=setting.dtype)
     tasks = FewShot(
         load_tokenizer(setting.checkpoint).encode,

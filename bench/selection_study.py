@@ -181,7 +181,8 @@ def traces(model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], path: 
 
     For each rule an int16 array `[documents, questions, groups, n]` of chunk ids under its name,
     and under `NAME attention` float32 `[documents, questions, groups, chunks]`: Equation 1's A of
-    every chunk, by the true keys of the layer that chose. Group g leads layers `g * every` to `(g + 1) * every - 1`.
+    every chunk, by the true keys of the layer that chose. Group g leads layers `g * every` to
+    `(g + 1) * every - 1`.
     """
     arrays: dict[str, list[np.ndarray]] = {}
     for page in pages:

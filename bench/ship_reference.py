@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.common import existing_path
 from bench.reference_answers import by_engine, by_transformers, counts
 from bench.selection_study import interval
 from bench.tasks import tokenizer
@@ -131,7 +132,9 @@ def card(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, required=True, help="the folder of a training run")
+    parser.add_argument(
+        "--run", type=existing_path, required=True, help="the folder of a training run"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--documents", type=int, default=4, help="test ledgers at each length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])

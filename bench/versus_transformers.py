@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import budget_share
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import PUBLISHED, ModelConfig
@@ -176,7 +177,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
     parser.add_argument("--model", choices=PUBLISHED, default="0.5B")
     parser.add_argument("--system", choices=SYSTEMS, default="ckv")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.25, 1.0])
+    parser.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
     parser.add_argument("--prefix-tokens", type=int, default=5000)
     parser.add_argument("--suffix-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=15)

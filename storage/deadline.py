@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
@@ -42,13 +43,31 @@ class Gate:
 
 
 class Deadline:
-    """The time that the reads of one call may take together; used by one thread."""
+    """The time that the reads of one call may take together; used by one thread.
+
+    A context manager: what leaves it by an error, but for ReadTimeout, waits until nothing is in
+    flight any more, since whoever gets the error takes the buffer as free. Raises ReadTimeout
+    instead when time is up.
+    """
 
     def __init__(self, seconds: float, gate: Gate) -> None:
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         self._gate = gate
         self._futures: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, ReadTimeout):
+            for future in self._futures:
+                self.wait(future, "waiting for reads after an error")
 
     def admit(self, num_bytes: int, what: str) -> None:
         """Wait for the gate; raises ReadTimeout. What is admitted must be given to `watch`."""

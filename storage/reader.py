@@ -94,21 +94,22 @@ class PrefixReader:
                 f"chunks: got ids in [{chunks.min()}, {chunks.max()}], "
                 f"expected [0, {self.prefix.num_chunks})"
             )
-        deadline = self._deadline(deadline_s)
         data = out.view(layout.disk_dtype)
         places = np.arange(len(chunks)) if rows is None else rows
         good = np.zeros(len(chunks), bool)
         size = max(1, _PIECE_BYTES // layout.pack_bytes)
         begun: list[tuple[slice, list[_Read]]] = []
-        for start in range(0, len(chunks), size):
-            piece = slice(start, start + size)
-            begun.append((piece, self._begin(group, chunks[piece], data, places[piece], deadline)))
-            if len(begun) > _PIECES:
-                self._finish(group, *begun.pop(0), data, places, good, deadline)
-        for piece, reads in begun:
-            self._finish(group, piece, reads, data, places, good, deadline)
-        if not good.all():
-            self._read_again(group, chunks, data, places, good, deadline)
+        with self._deadline(deadline_s) as deadline:
+            for start in range(0, len(chunks), size):
+                piece = slice(start, start + size)
+                reads = self._begin(group, chunks[piece], data, places[piece], deadline)
+                begun.append((piece, reads))
+                if len(begun) > _PIECES:
+                    self._finish(group, *begun.pop(0), data, places, good, deadline)
+            for piece, reads in begun:
+                self._finish(group, piece, reads, data, places, good, deadline)
+            if not good.all():
+                self._read_again(group, chunks, data, places, good, deadline)
         return good
 
     def _begin(
@@ -232,20 +233,20 @@ class PrefixReader:
         row = layout.probe_layers.index(layer)
         self._check(out, (self.prefix.num_tokens, layout.probe_heads, layout.head_dim))
         data = out.view(layout.disk_dtype)
-        deadline = self._deadline(deadline_s)
-        for span, segment, start, end in self._token_runs():
-            # A span that starts inside its segment is read, and checked, from the start.
-            skip = span.first_chunk * layout.chunk_tokens
-            shape = (skip + end - start, *data.shape[1:])
-            part = np.empty(shape, data.dtype) if skip else data[start:end]
-            whole = self._read_probe_part(segment, row, part, deadline) if segment else 0
-            good = max(0, whole - skip)
-            if skip:
-                data[start : start + good] = part[skip : skip + good]
-            if whole < len(part):
-                data[start + good :] = 0
-                self._report(segment, whole // layout.chunk_tokens, f"probe of layer {layer}")
-                return start + good
+        with self._deadline(deadline_s) as deadline:
+            for span, segment, start, end in self._token_runs():
+                # A span that starts inside its segment is read, and checked, from the start.
+                skip = span.first_chunk * layout.chunk_tokens
+                shape = (skip + end - start, *data.shape[1:])
+                part = np.empty(shape, data.dtype) if skip else data[start:end]
+                whole = self._read_probe_part(segment, row, part, deadline) if segment else 0
+                good = max(0, whole - skip)
+                if skip:
+                    data[start : start + good] = part[skip : skip + good]
+                if whole < len(part):
+                    data[start + good :] = 0
+                    self._report(segment, whole // layout.chunk_tokens, f"probe of layer {layer}")
+                    return start + good
         return self.prefix.num_tokens
 
     def _read_probe_part(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, Prefix, StoreConfig
+from ckv_jax.storage import ChunkStore, Prefix, StoreConfig
 
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""
@@ -91,7 +91,7 @@ class Served:
         return Served(self.whole and other.whole, self.wrong + other.wrong)
 
 
-def prompts(layout: Layout = LAYOUT) -> list[np.ndarray]:
+def prompts() -> list[np.ndarray]:
     """A document, and two that continue its first part."""
     document = some_tokens(150)
     return [document, *(np.append(document[:96], some_tokens(60, seed)) for seed in (1, 2))]

@@ -45,7 +45,7 @@ class AttentionGuided:
     used it) and F how often it was loaded. Neither is aged or normalised.
     """
 
-    sees_all = False
+    sees_all: ClassVar[bool] = False
 
     def score(
         self,
@@ -66,7 +66,7 @@ class FrequencyThenAttention:
     been, so that I sums Equation 1's A over all requests, not only those that chose it.
     """
 
-    sees_all = True
+    sees_all: ClassVar[bool] = True
 
     def score(
         self,
@@ -81,7 +81,7 @@ class FrequencyThenAttention:
 class Lru:
     """Least recently used: the tick of the latest use."""
 
-    sees_all = False
+    sees_all: ClassVar[bool] = False
 
     def score(
         self,
@@ -96,7 +96,7 @@ class Lru:
 class Lfu:
     """Least frequently used; among equals, the least recently used goes first."""
 
-    sees_all = False
+    sees_all: ClassVar[bool] = False
 
     def score(
         self,
@@ -115,7 +115,7 @@ class ImportanceRatio:
     gives no window for its average; the average over all accesses needs none and never forgets.
     """
 
-    sees_all = False
+    sees_all: ClassVar[bool] = False
 
     def score(
         self,

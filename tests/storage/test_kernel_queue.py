@@ -27,6 +27,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
 from ckv_jax.storage.packing import aligned
+from ckv_jax.storage.segment import Segment
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""
@@ -275,6 +276,27 @@ def test_a_read_that_takes_too_long(folder: Path, queues: KernelQueues) -> None:
                 pass
             assert reader.read_packs(0, np.arange(200), out, deadline_s=5.0).all()
     assert store.gate.bytes == 0
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_nothing_is_written_after_an_error(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """A check that fails in an unforeseen way, while other packs of the call are on their way."""
+    if not direct:
+        monkeypatch.setattr(kernel_queue, "_CALLS", {})
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(16 * 200), layout=PAGES)
+        out = aligned(200 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
+        out = out.reshape(200, *PAGES.pack_shape)
+
+        def out_of_memory(*_: object) -> np.ndarray:
+            raise MemoryError
+
+        monkeypatch.setattr(Segment, "packs_good", out_of_memory)
+        with store.reader(prefix) as reader, pytest.raises(MemoryError):
+            reader.read_packs(0, np.arange(200), out)
+        assert not kernel_queue._IN_FLIGHT and store.gate.bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["flip data", "flip index", *corruption.SHARDS])
