@@ -44,6 +44,10 @@ class TierModel:
             self.frequency[page] += 1
             self.last_used[page] = self.clock
 
+    def observe(self, pages: list[int], attention: list[float]) -> None:
+        for page, mass in zip(pages, attention, strict=True):
+            self.importance[page] += mass
+
     def admit(self, slots: dict[int, int]) -> None:
         """`slots`: page -> device slot it sits in."""
         pushed = []

@@ -18,6 +18,8 @@ WORK = 8
 class Novelty:
     """A policy of ours whose scores fall with use, unlike those of the package."""
 
+    sees_all = True
+
     def score(
         self,
         importance: np.ndarray,
@@ -27,7 +29,19 @@ class Novelty:
         return (1.0 + importance) / (1.0 + frequency)
 
 
-MAKERS = {**POLICIES, "novelty": Novelty}
+class Boredom(Novelty):
+    """One whose scores fall with attention."""
+
+    def score(
+        self,
+        importance: np.ndarray,
+        frequency: np.ndarray,
+        last_used: np.ndarray,
+    ) -> np.ndarray:
+        return (1.0 + frequency) / (1.0 + importance)
+
+
+MAKERS = {**POLICIES, "novelty": Novelty, "boredom": Boredom}
 
 
 class TiersAgainstModel(RuleBasedStateMachine):
@@ -110,6 +124,13 @@ class TiersAgainstModel(RuleBasedStateMachine):
             self.host_held[target] = page
         device, host = self.tiers.lookup(moves.dropped)
         assert (device < 0).all() and (host < 0).all()
+
+    @rule(data=st.data(), mass=st.sampled_from([0.25, 1.0, 4.0]))
+    def observe(self, data: st.DataObject, mass: float) -> None:
+        known = sorted(self.model.importance)
+        pages = data.draw(st.lists(st.sampled_from(known), max_size=5, unique=True))
+        self.tiers.observe(np.array(pages, np.int64), np.full(len(pages), mass))
+        self.model.observe(pages, [mass] * len(pages))
 
     @rule(index=st.integers(0, 3))
     @precondition(lambda self: len(self.ranges) > 1)

@@ -76,9 +76,10 @@ class UnsteadyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def reader(self, prefix: Prefix) -> UnsteadyReader:
+    def reader(self, prefix: Prefix, *, deadline_s: float) -> UnsteadyReader:
         self._seed += 1
-        return UnsteadyReader(self._store.reader(prefix), self._seed, self._failing)
+        reader = self._store.reader(prefix, deadline_s=deadline_s)
+        return UnsteadyReader(reader, self._seed, self._failing)
 
 
 @pytest.fixture(scope="module")
