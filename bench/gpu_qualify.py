@@ -158,12 +158,17 @@ def main() -> None:
     unknown = sorted({*(args.only or ())} - runs.keys())
     if unknown:
         p.error(f"got stages {', '.join(unknown)}, expected some of {', '.join(runs)}")
+    # Models have stages of their own; everything else must be as before to be put together.
+    said = {k: v for k, v in vars(args).items() if k not in ("out", "models", "only")}
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Json] = {}
     for name, run in runs.items():
         path = args.out / f"{name}.json"
         if path.is_file():
             results[name] = json.loads(path.read_text(encoding="utf-8"))
+            before = results[name].get("arguments")
+            if before != said:
+                p.error(f"{path} is of {before}, got {said}: name another --out")
             print(f"{name}: done before", flush=True)
             continue
         if args.only and name not in args.only:
@@ -171,6 +176,7 @@ def main() -> None:
         start = time.perf_counter()
         found = run() | {
             "stage": name,
+            "arguments": said,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
         }

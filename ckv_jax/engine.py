@@ -10,6 +10,7 @@ from typing import Self
 
 import numpy as np
 
+from ckv_jax.checks import check_whole
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Progress, ingest
@@ -250,6 +251,9 @@ class Engine(Answering):
         `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`, texts
         of up to so many tokens.
         """
+        check_whole("max_batch", max_batch, least=1)
+        check_whole("max_suffix", max_suffix, least=1)
+        check_whole("max_tokens", max_tokens, least=0)
         budgets = [self.config.budget] if budgets is None else budgets
         self._placement.check_context(prefix.num_tokens, max_suffix, max_tokens)
         with self._lock:

@@ -191,6 +191,8 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
         engine.reprefill(Request(prefix=prefix, suffix=[1]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dict"):
         engine.reprefill([{"prefix": prefix.id}])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="max_batch=0"):
+        engine.warmup(prefix, max_batch=0)
     with pytest.raises(ValueError, match="2 samplings, expected 1"):
         engine.generate(Request(prefix=prefix, suffix=[1]), [SamplingParams()] * 2)
     with pytest.raises(ValueError, match="reselect_every=-1"):

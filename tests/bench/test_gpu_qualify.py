@@ -57,3 +57,8 @@ def test_tiny_runs_all_stages_and_resumes(
     gpu_qualify.main()
     assert capsys.readouterr().out.count("done before") == len(results)
     assert (tmp_path / "report.txt").is_file()
+    other = ["gpu_qualify", "--tiny", "--out", str(tmp_path), "--repeats", "3"]
+    monkeypatch.setattr(sys, "argv", other)
+    with pytest.raises(SystemExit):
+        gpu_qualify.main()
+    assert "name another --out" in capsys.readouterr().err
