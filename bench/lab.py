@@ -129,6 +129,14 @@ class Lab:
                     writer.write(0, kv)
                     self._prefixes[index, layout.hex] = writer.commit()
 
+    def forget_scores(self) -> None:
+        """What engines have learned of packs and kept, so that the next one starts as the first."""
+        for prefix in self._prefixes.values():
+            for span in prefix.spans:
+                scores = self.store.load_scores(span.segment_id)
+                if scores is not None:
+                    self.store.save_scores(span.segment_id, *(0 * column for column in scores))
+
     def prefix(self, index: int, engine: Engine) -> Prefix:
         """Prefix `index` in the layout of `engine`, stored if it is not yet."""
         self.ingest(index, [engine.system])

@@ -102,6 +102,7 @@ def warm_requests(lab: Lab, requests: int) -> list[int]:
 
 def warm_run(lab: Lab, system: SystemConfig, variant: str, budget: float, requests: int) -> Taken:
     """Requests against filled caches; the first half fills them and is not counted."""
+    lab.forget_scores()
     total = lab.kv_bytes * lab.setting.prefixes
     device, host = int(DEVICE_SHARE * total), int(HOST_SHARE * total)
     taken: list[Sample] = []
