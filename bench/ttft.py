@@ -5,8 +5,9 @@
 Systems take turns, request by request, over the same prefixes and questions. `default` rows are
 cold: no pack is kept from one request to the next and all reads are direct; digests of `ckv` stay
 in memory (`digest_bytes` says how much) and IMPRESS's reordering is done before. `no-prefetch` and
-`intra` rows take the reading ahead away again. `warm` rows have a device cache of 15% and a host
-cache of 36% of the data set, requests drawn normally over the prefixes.
+`intra` rows take the reading ahead away again, `always` has `ckv` look ahead also where that does
+not pay. `warm` rows have a device cache of 15% and a host cache of 36% of the data set, requests
+drawn normally over the prefixes, and know nothing of earlier runs.
 
 The compute floor is a replay of the bare jitted calls of a request, back to back with everything
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
