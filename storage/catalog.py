@@ -75,6 +75,7 @@ class Catalog:
     ) -> None:
         self._describe = describe
         self._present = present
+        self._released: set[str] = set()  # reservations given back, until the disk takes note
         self._db = Database(path, _SCHEMA, self._fill)
 
     def _fill(self, db: sqlite3.Connection) -> None:
@@ -189,10 +190,15 @@ class Catalog:
 
     def usage(self) -> int:
         """Bytes of all segments and reservations."""
+        self._note_released()
+        released = tuple(self._released)
         sane = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"
-        parts = (f"SELECT total(bytes) FROM {t} WHERE {sane}" for t in ("segments", "reservations"))
-        query = "SELECT " + " + ".join(f"({part})" for part in parts)
-        return int(self._db.read(query, ())[0][0])
+        mine = f"name NOT IN ({','.join('?' * len(released))})"
+        query = (
+            f"SELECT (SELECT total(bytes) FROM segments WHERE {sane})"
+            f" + (SELECT total(bytes) FROM reservations WHERE {sane} AND {mine})"
+        )
+        return int(self._db.read(query, released)[0][0])
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Count `num_bytes` as used until `release(name)`."""
@@ -202,8 +208,15 @@ class Catalog:
         )
 
     def release(self, name: str) -> None:
-        """Give a reservation back."""
-        self._db.write(lambda db: db.execute("DELETE FROM reservations WHERE name = ?", (name,)))
+        """Give a reservation back; a disk too full to take note of it is asked again later."""
+        self._released.add(name)
+        self._note_released()
+
+    def _note_released(self) -> None:
+        names = [(name,) for name in tuple(self._released)]
+        query = "DELETE FROM reservations WHERE name = ?"
+        if names and self._db.write(lambda db: db.executemany(query, names)):
+            self._released.difference_update(name for (name,) in names)
 
     def touch(self, times: dict[str, float]) -> None:
         """Note when segments were last read."""
