@@ -208,7 +208,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.bar(labels, device, label="device", color="#1f6f8b")
         panel.bar(labels, host, bottom=device, label="host", color="#99a8b2")
         panel.set_title(name)
-        panel.tick_params(axis="x", rotation=30)
+        panel.set_xticks(range(len(labels)), labels, rotation=30, ha="right", rotation_mode="anchor")
     panels[0].set_ylabel("hit rate")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)

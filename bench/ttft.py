@@ -150,7 +150,7 @@ def draw(figure: Any, rows: Sequence[Json]) -> None:
             yscale="log",
             ylim=(10, 2 * max(row["ttft_ms"]["p95"] for row in rows)),
         )
-        axis.tick_params(axis="x", rotation=60)
+        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
     axes[0].set_ylabel("TTFT, ms: mean, and P95 as a line")
 
 
