@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from ckv_jax.data.random_checkpoint import save_tokenizer
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(60))
 

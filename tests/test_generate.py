@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engine_support import TIGHT, scale_error, tokens
 from engine_tiny import TINY, tiny_engine
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
 from ckv_jax.errors import CkvError, DeadlineExceeded
@@ -28,9 +30,6 @@ SUFFIX = [1, 2, 3]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in HF format whose texts do not repeat themselves."""
-    torch = pytest.importorskip("torch")
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=TINY.vocab_size,
@@ -73,9 +72,6 @@ def one(engine: Engine, request: Request, **sampling: object) -> Generation:
 
 
 def test_greedy_equals_transformers(engine: Engine, prefix: Prefix, checkpoint: Path) -> None:
-    import torch
-    from transformers import Qwen2ForCausalLM
-
     request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
     got = one(engine, request, max_tokens=64)
     model = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

@@ -32,7 +32,6 @@ assert "jax" not in sys.modules, "the store must not need jax"
 
 @pytest.mark.slow
 def test_the_wheel_installs_under_one_import_root(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools")
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):

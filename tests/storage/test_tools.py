@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
@@ -218,7 +219,6 @@ def test_verify_tells_an_index_that_is_behind(folder: Path) -> None:
 def test_zarr_python_reads_our_arrays_bit_for_bit(
     store: ChunkStore, folder: Path, dtype: str, together: bool
 ) -> None:
-    zarr = pytest.importorskip("zarr")
     layout = Layout(
         num_layers=6,
         num_kv_heads=2,
