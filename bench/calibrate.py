@@ -1,24 +1,28 @@
 """Parameters of `bench.simulation`: this machine's disk, link and contention, recorded runs.
 
 Nothing here is taken from the time to first token that is to be predicted: calls are timed by
-replaying them, reads by loops of their own, and the engine's part by requests that read no packs.
+replaying them, reads by loops of their own, and the engine's part by requests that read no packs
+and by what its thread does beside waiting.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
 from bench.common import Json
 from bench.floor import REPLAYS, Recording
 from bench.lab import Lab
-from bench.simulation import Hardware, Script, Stage
+from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax import Engine
 from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.mapped_pool import MappedPool
@@ -26,8 +30,7 @@ from ckv_jax.pipeline.memory import job_packs
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.storage.reader import PrefixReader
 
-SECONDS = 1.0
-LOOPS = 3
+LOOP_S = 0.15
 _SCORING = ("_select", "_project", "_by_keys", "_by_probe")
 _LAYERS = ("_run", "_attend_tokens", "_attend_all")
 
@@ -48,57 +51,99 @@ class Calls:
     """Of each scoring: what speculation scores again."""
 
 
-def hardware(lab: Lab, engine: Engine, recording: Recording, cold: Json) -> Hardware:
-    """This machine as `engine`'s reads and calls see it; `cold` is a row of its requests.
+class Disk:
+    """How fast packs and probes are read here, in short loops that take turns with requests.
 
-    Bandwidths are those of loops that read alone. Contention is how much slower the recorded calls
-    are while such a loop is running, and such a loop while they are.
+    A context manager, over prefix 0 in the layout of `engine`.
     """
-    threads = engine.config.io_threads
-    prefix = lab.prefix(0, engine)
-    with lab.store.reader(prefix) as reader:
-        packs = _Packs(reader, job_packs(prefix.layout), scattered=engine.system.chunked)
-        alone = _bandwidth(packs.read, 1)
-        together = max(alone, _bandwidth(packs.read, threads))
-        probe = together
-        if prefix.layout.probe != "none":
-            probe = _bandwidth(_Probes(reader).read, 2)
-        latency = statistics.median(_timed(lambda: _one_pack(reader)) for _ in range(20))
-        slower, busy = _contention(recording, packs.read, threads)
-    jobs = max(1.0, cold["copies"])
-    return Hardware(
-        name="here",
-        read_latency=max(0.0, latency - prefix.layout.pack_bytes / alone),
-        pack_bandwidth=together,
-        probe_bandwidth=probe,
-        thread_bandwidth=alone,
-        threads=threads,
-        link_bandwidth=_link(engine),
-        job_overhead=cold["stage_ms"] / 1e3 / jobs,
-        call_overhead=0.0,  # part of the engine's own time, in `sync_overhead`
-        sync_overhead=0.0,
-        compute_contention=slower,
-        read_contention=max(0.0, together / busy - 1),
-    )
+
+    def __init__(self, lab: Lab, engine: Engine) -> None:
+        prefix = lab.prefix(0, engine)
+        self._threads = engine.config.io_threads
+        self._pack_bytes = prefix.layout.pack_bytes
+        self._reader = lab.store.reader(prefix)
+        self._packs = _Packs(
+            self._reader, job_packs(prefix.layout), scattered=engine.system.chunked
+        )
+        self._probes = None if prefix.layout.probe == "none" else _Probes(self._reader)
+        self._found: dict[str, list[tuple[float, float]]] = {}
+
+    def __enter__(self) -> Self:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._reader.__exit__(kind, error, traceback)
+
+    def sample(self) -> None:
+        """One short loop of each kind."""
+        self._note("alone", _read_loop(self._packs.read, 1))
+        self._note("together", _read_loop(self._packs.read, self._threads))
+        if self._probes is not None:
+            self._note("probe", _read_loop(self._probes.read, 2))
+        self._note("latency", (timed(lambda: _one_pack(self._reader)), 0.0))
+
+    def hardware(self, engine: Engine, recording: Recording) -> Hardware:
+        """Medians of the samples, and what calls and readers take of the cores: the process's CPU
+        time while nothing but them is running."""
+        speed = {
+            name: statistics.median(x[0] for x in found) for name, found in self._found.items()
+        }
+        together = max(speed["alone"], speed["together"])
+        return Hardware(
+            name="here",
+            read_latency=max(0.0, speed["latency"] - self._pack_bytes / speed["alone"]),
+            pack_bandwidth=together,
+            probe_bandwidth=speed.get("probe", together),
+            thread_bandwidth=speed["alone"],
+            threads=self._threads,
+            link_bandwidth=_link(engine),
+            job_overhead=0.0,
+            call_overhead=0.0,  # part of the engine's own time, in `sync_overhead`
+            sync_overhead=0.0,
+            cores=len(os.sched_getaffinity(0)),
+            call_cores=_cores(recording),
+            read_cpu=statistics.median(x[1] for x in self._found["together"]),
+        )
+
+    def _note(self, name: str, found: tuple[float, float]) -> None:
+        self._found.setdefault(name, []).append(found)
 
 
-def with_engine(here: Hardware, engine: Engine, calls: Calls, resident: Json) -> Hardware:
-    """`here` with what the engine adds to the bare calls of a request that reads no packs.
+def with_engine(
+    here: Hardware, script: Script, unread: Script, cold: Json, resident: Json
+) -> Hardware:
+    """`here` with the engine thread's own work.
 
-    It is charged where the engine waits for the device: at each selection, or at each layer.
+    For each read it is what `cold` requests spent on nothing that has a name, beyond what
+    `resident` ones did. What else the engine adds to the bare calls follows from the time to first
+    token of `resident` requests, whose script is `unread`: it is charged where the engine waits for
+    the device, at each selection.
     """
-    spent = resident["breakdown_ms"]
-    waits = spent["probe_io"] + spent["critical_io_wait"]
-    total = (resident["ttft_ms"]["p50"] - waits) / 1e3
-    selections = sum(seconds > 0 for seconds in calls.select_s) or engine.layout.num_layers
-    return dataclasses.replace(here, sync_overhead=max(0.0, total - calls.total_s) / selections)
+    own = [row["breakdown_ms"]["other"] + row["stage_ms"] for row in (cold, resident)]
+    jobs = sum(script.jobs(stage.needed_bytes) for stage in script.stages)
+    here = dataclasses.replace(here, job_overhead=max(0.0, own[0] - own[1]) / 1e3 / max(1, jobs))
+    if script.kind == "all":
+        return here  # no selection to wait for: what it adds hides behind the calls
+    ttft_s = resident["ttft_ms"]["p50"] / 1e3
+    low, high = 0.0, ttft_s
+    for _ in range(30):
+        tried = dataclasses.replace(here, sync_overhead=(low + high) / 2)
+        if Simulation(unread, tried).run().ttft_s < ttft_s:
+            low = tried.sync_overhead
+        else:
+            high = tried.sync_overhead
+    return dataclasses.replace(here, sync_overhead=low)
 
 
-def calls_of(engine: Engine, recording: Recording) -> Calls:
-    """Times of the recorded calls, one by one, scaled to what all take back to back."""
-    totals = [_timed(recording.replay) for _ in range(REPLAYS)]
+def calls_of(engine: Engine, recording: Recording, total: float) -> Calls:
+    """Times of the recorded calls, one by one, scaled to the `total` of all back to back."""
     each = np.median([recording.times() for _ in range(REPLAYS)], axis=0)
-    total = statistics.median(totals)
     each *= total / each.sum()
     select: list[float] = []
     compute: list[float] = []
@@ -125,8 +170,11 @@ def calls_of(engine: Engine, recording: Recording) -> Calls:
     )
 
 
-def script(engine: Engine, cold: Json, calls: Calls) -> Script:
-    """A request of the mean bytes of `cold` rows and the times of `calls`."""
+def script_of(engine: Engine, cold: Json, calls: Calls, *, guessing: float = 0.0) -> Script:
+    """A request of the mean bytes of `cold` rows and the times of `calls`.
+
+    `guessing` is the share of the requests that looked ahead.
+    """
     system, layout = engine.system, engine.layout
     useful, probe = cold["ssd_kv_bytes"], cold["ssd_probe_bytes"]
     waste = cold["waste"] * (cold["ssd_bytes"] - probe)
@@ -151,22 +199,24 @@ def script(engine: Engine, cold: Json, calls: Calls) -> Script:
             packs_per_job=job_packs(layout),
         )  # fmt: skip
     plan = Plan.of(layout.num_layers, system)
-    later = max(1, sum(not s.selects or s.period for s in plan.steps))
+    # Nothing is read ahead for the first period: questions one after the other are not alike.
+    later = max(1, sum(s.period > 0 for s in plan.steps))
     ahead = cold["coverage"] if system.prefetch == "inter" else 0.0
+    covered = [min(1.0, ahead * len(plan.steps) / later) * (s.period > 0) for s in plan.steps]
     stages = tuple(
         Stage(
             select_s=select,
             compute_s=compute,
             probe_bytes=round(probe / plan.periods) if s.selects else 0,
-            speculated_bytes=round(ahead * useful / len(plan.steps)),
+            speculated_bytes=round(known * useful / len(plan.steps)),
             wasted_bytes=round(waste / later) if s.period else 0,
-            demanded_bytes=round((1 - ahead) * useful / len(plan.steps)),
+            demanded_bytes=round((1 - known) * useful / len(plan.steps)),
         )
-        for s, (select, compute) in zip(plan.steps, times, strict=True)
+        for s, known, (select, compute) in zip(plan.steps, covered, times, strict=True)
     )
     return Script(
         kind="ours", stages=stages, pack_bytes=layout.pack_bytes, embed_s=embed, head_s=head,
-        lookahead_s=calls.lookahead_s,
+        lookahead_s=guessing * calls.lookahead_s,
     )  # fmt: skip
 
 
@@ -186,13 +236,9 @@ Read = Callable[[np.random.Generator, dict[str, np.ndarray]], int]
 """Reads something into a thread's own buffers and returns its bytes."""
 
 
-def _bandwidth(read: Read, threads: int) -> float:
-    return statistics.median(_read_loop(read, threads, SECONDS / LOOPS) for _ in range(LOOPS))
-
-
-def _read_loop(read: Read, threads: int, seconds: float) -> float:
-    """Bytes a second of `threads` threads that call `read`."""
-    stop = time.perf_counter() + seconds
+def _read_loop(read: Read, threads: int) -> tuple[float, float]:
+    """Bytes a second, and seconds of a core a byte, of `threads` threads that call `read`."""
+    stop = time.perf_counter() + LOOP_S
 
     def run(seed: int) -> int:
         rng, buffers, done = np.random.default_rng(seed), dict[str, np.ndarray](), 0
@@ -200,10 +246,18 @@ def _read_loop(read: Read, threads: int, seconds: float) -> float:
             done += read(rng, buffers)
         return done
 
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(threads) as pool:
         total = sum(pool.map(run, range(threads)))
-    return total / (time.perf_counter() - start)
+    return total / (time.perf_counter() - start), (time.process_time() - cpu) / total
+
+
+def _cores(recording: Recording) -> float:
+    """How many cores the recorded calls keep busy, on average."""
+    start, cpu = time.perf_counter(), time.process_time()
+    for _ in range(REPLAYS):
+        recording.replay()
+    return max(1.0, (time.process_time() - cpu) / (time.perf_counter() - start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,22 +310,11 @@ def _link(engine: Engine) -> float:
     rows = np.zeros((packs, *layout.pack_shape), layout.numpy_dtype)
     slots = np.arange(packs, dtype=np.int32)
     pool.write(rows, slots).block_until_ready()
-    times = [_timed(lambda: pool.write(rows, slots).block_until_ready()) for _ in range(10)]
+    times = [timed(lambda: pool.write(rows, slots).block_until_ready()) for _ in range(10)]
     return rows.nbytes / statistics.median(times)
 
 
-def _contention(recording: Recording, read: Read, threads: int) -> tuple[float, float]:
-    """How much longer calls take beside busy readers, and the readers' bytes a second meanwhile."""
-    alone = statistics.median(_timed(recording.replay) for _ in range(REPLAYS))
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(_read_loop, read, threads, SECONDS)
-        spent = []
-        while not reading.done():
-            spent.append(_timed(recording.replay))
-    return max(0.0, statistics.median(spent) / alone - 1), reading.result()
-
-
-def _timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

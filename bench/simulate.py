@@ -3,9 +3,9 @@
     python -m bench.simulate --quick --json OUT --plot PNG
 
 `validation`: each system is measured here, cold; the model of `bench.simulation` gets the disk,
-link and contention of this machine, each system's calls replayed by themselves, what its engine
-adds when nothing is read, and the bytes, coverage and waste of its recorded requests, and predicts
-the time to first token (`bench.calibrate`). `predictions`:
+link and cores of this machine, each system's calls replayed by themselves, what its engine adds
+when nothing is read and what its thread does for a read, and the bytes, coverage and waste of its
+recorded requests, and predicts the time to first token (`bench.calibrate`). `predictions`:
 the same model with a preset's data sheet (the paper's A800 with a 990 Pro) and what each system was
 seen to load here, for published models and prefixes of 4k to 128k tokens. Predictions are not
 measurements.
@@ -14,66 +14,102 @@ measurements.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench import costs
-from bench.calibrate import calls_of, hardware, script, with_engine
+from bench.calibrate import Calls, Disk, calls_of, script_of, timed, with_engine
 from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
-from bench.floor import Recording, record
+from bench.floor import record
 from bench.lab import Lab
-from bench.measure import measured, row_of
-from bench.simulation import Simulation
-from bench.turns import Taken, take_turns
+from bench.measure import Sample, measured, row_of
+from bench.simulation import Hardware, Simulation
+from bench.turns import budgets_of
 from ckv_jax import Engine
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.systems import system_named
 
 SIMULATED = (*OURS, "impress", "as-h2o-lfu", "as-lru")
-QUICK = Setting(prefixes=1, repeats=5, systems=SIMULATED)
-FULL = Setting(prefixes=2, repeats=20, systems=SIMULATED)
+QUICK = Setting(prefixes=1, repeats=7, systems=SIMULATED)
+FULL = Setting(prefixes=1, repeats=20, systems=SIMULATED)
 MODELS = ("7B", "14B", "32B")
 PREFIXES = (4096, 8192, 16384, 32768, 65536, 131072)
 GOAL = 0.15
 
 
-def resident(lab: Lab, engine: Engine, budget: float) -> tuple[Json, Recording]:
-    """A row of requests whose KV is all on the device, and the calls of one."""
-    found = record(lab, engine, budget)
-    samples = [measured(lab, engine, 0, 0, budget) for _ in range(max(5, lab.setting.repeats))]
-    return row_of(engine.system.name, budget, "resident", samples, engine.layout), found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One system at one budget, in turns so that all had the same machine."""
+
+    cold: list[Sample]
+    resident: list[Sample]
+    """A question with all KV on the device."""
+    calls: Calls
+    hardware: Hardware
 
 
-def validate(lab: Lab, taken: Sequence[Taken]) -> list[Json]:
-    """Simulated against measured time to first token."""
-    rows: list[Json] = []
-    for part in taken:
-        if part.system.selector == "all" and any(r["system"] == part.system.name for r in rows):
-            continue  # the same requests at every budget
-        cold = part.row() | {"tokens_in_prefix": lab.work.prefix_tokens}
-        name = part.system.name
-        with lab.engine(part.system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
-            warm, found = resident(lab, engine, part.budget)
-            calls = calls_of(engine, found)
-            here = with_engine(hardware(lab, engine, found, cold), engine, calls, warm)
-            recorded = script(engine, cold, calls)
-        outcome = Simulation(recorded, here).run()
-        median = cold["ttft_ms"]["p50"]
-        rows.append(
-            {
-                "system": name,
-                "budget": part.budget,
-                "measured_ms": median,
-                "simulated_ms": outcome.ttft_s * 1e3,
-                "error": outcome.ttft_s * 1e3 / median - 1,
-                "calls_ms": calls.total_s * 1e3,
-                "resident_ms": warm["ttft_ms"]["p50"],
-                "waits_ms": {kind: s * 1e3 for kind, s in outcome.waits.items()},
-                "hardware": dataclasses.asdict(here),
-                "profile": dataclasses.asdict(costs.Profile.of(cold)),
-            }
-        )
+def measure(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Measured:
+    """Requests of `cold`, which reads everything, and of `warm`, which reads nothing."""
+    lab.ask(cold, 0, 11_001, budget)  # what speculation starts from
+    with warm._parts.pace.always():  # else nothing is guessed where nothing has to be read
+        recording = record(lab, warm, budget)
+    recording.replay()
+    read, resident, replays = [], [], []
+    with Disk(lab, warm) as disk:
+        for turn in range(lab.setting.repeats):
+            read.append(measured(lab, cold, 0, turn, budget))
+            resident.append(measured(lab, warm, 0, 0, budget))
+            replays.append(timed(recording.replay))
+            disk.sample()
+        hardware = disk.hardware(warm, recording)
+    calls = calls_of(warm, recording, statistics.median(replays))
+    return Measured(cold=read, resident=resident, calls=calls, hardware=hardware)
+
+
+def validate(lab: Lab, names: Sequence[str]) -> list[Json]:
+    """Simulated against measured median time to first token, of prefix 0."""
+    rows = []
+    for name in names:
+        system = system_named(name)
+        budgets = budgets_of(system, lab.setting.budgets)
+        lab.ingest(0, [system])
+        with lab.engine(system) as cold:
+            lab.warm(cold, 0, budgets)
+            with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as warm:
+                for budget in budgets:
+                    rows.append(_row(lab, cold, warm, budget))
+                    print(f"{name} at {budget:.0%}: {rows[-1]['error']:+.0%}", flush=True)
     return rows
+
+
+def _row(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Json:
+    system = cold.system
+    found = measure(lab, cold, warm, budget)
+    read, resident = (
+        row_of(system.name, budget, kind, samples, cold.layout)
+        | {"tokens_in_prefix": lab.work.prefix_tokens}
+        for kind, samples in (("cold", found.cold), ("resident", found.resident))
+    )
+    guessing = statistics.fmean(sample.coverage > 0 for sample in found.cold)
+    script = script_of(cold, read, found.calls, guessing=guessing)
+    unread = script_of(cold, resident, found.calls)
+    here = with_engine(found.hardware, script, unread, read, resident)
+    outcome = Simulation(script, here).run()
+    median = read["ttft_ms"]["p50"]
+    return {
+        "system": system.name,
+        "budget": budget,
+        "measured_ms": median,
+        "simulated_ms": outcome.ttft_s * 1e3,
+        "error": outcome.ttft_s * 1e3 / median - 1,
+        "calls_ms": found.calls.total_s * 1e3,
+        "resident_ms": resident["ttft_ms"]["p50"],
+        "waits_ms": {kind: s * 1e3 for kind, s in outcome.waits.items()},
+        "hardware": dataclasses.asdict(here),
+        "profile": dataclasses.asdict(costs.Profile.of(read)),
+    }
 
 
 def predict(rows: Sequence[Json], preset: str, suffix: int) -> list[Json]:
@@ -141,8 +177,7 @@ def main() -> None:
     if "recompute" in setting.systems:
         raise SystemExit("got system recompute, which reads nothing and needs no simulation")
     with Lab(setting) as lab:
-        systems = {(name, "default"): system_named(name) for name in setting.systems}
-        rows = validate(lab, take_turns(lab, systems))
+        rows = validate(lab, setting.systems)
     predictions = predict(rows, args.preset, setting.suffix_tokens)
     worst = max(abs(row["error"]) for row in rows)
     names = ["system", "budget", "measured_ms", "simulated_ms", "error", "calls_ms", "resident_ms"]

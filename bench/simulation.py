@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,10 +40,12 @@ class Hardware:
     """Engine thread, for each jitted call: dispatch, tables, bookkeeping."""
     sync_overhead: float
     """For each selection brought to the host."""
-    compute_contention: float = 0.0
-    """By how much computing takes longer while all reader threads are busy (shared CPU cores)."""
-    read_contention: float = 0.0
-    """By how much reading takes longer while computing goes on."""
+    cores: float = math.inf
+    """CPU cores that calls and readers share; with an accelerator they share nothing."""
+    call_cores: float = 1.0
+    """How many of them a call keeps busy, on average."""
+    read_cpu: float = 0.0
+    """Seconds of a core to read a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,11 @@ class Stage:
     demanded_bytes: int = 0
     """Of packs that only its own selection asks for."""
 
+    @property
+    def needed_bytes(self) -> int:
+        """Of all packs that it attends to and that are read."""
+        return self.ahead_bytes + self.speculated_bytes + self.demanded_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
@@ -80,6 +87,10 @@ class Script:
     read_ahead: int = 2
     """Stages whose unconditional reads are under way (rivals)."""
     packs_per_job: int = 16
+
+    def jobs(self, size: int) -> int:
+        """Into how many reads so many bytes are cut."""
+        return -(-size // (self.pack_bytes * self.packs_per_job))
 
 
 @dataclass(slots=True)
@@ -113,15 +124,15 @@ class Machine:
             yield thread
             yield self.env.timeout(hardware.read_latency)
             self._change("_reading", 1)
-            yield from self._reads(alone_s)
+            yield from self._slowed(alone_s)
             with self._disk.request(priority=priority) as turn:
                 yield turn
-                yield from self._reads(disk_s)
+                yield self.env.timeout(disk_s)
             self._change("_reading", -1)
 
     def work(self, seconds: float) -> Process:
-        """The engine thread's own work, which the readers slow like a call."""
-        yield from self._slowed(seconds, self._compute_slow)
+        """The engine thread's own work, which shares the cores like a call."""
+        yield from self._slowed(seconds)
 
     def copy(self, size: int) -> Process:
         """One copy to the device."""
@@ -139,24 +150,30 @@ class Machine:
             if process is not None and process.is_alive:
                 yield process
         self._change("_computing", 1)
-        yield from self._slowed(seconds, self._compute_slow)
+        yield from self._slowed(seconds)
         self._change("_computing", -1)
 
-    def _reads(self, seconds: float) -> Process:
-        yield from self._slowed(seconds, self._read_slow)
+    def _slow(self) -> float:
+        """How much longer CPU work takes than alone, right now.
 
-    def _compute_slow(self) -> float:
-        busy = min(1.0, self._reading / self.hardware.threads)
-        return 1 + self.hardware.compute_contention * busy
+        Calls keep all cores busy for part of their time and one for the rest. Whenever more is
+        asked of the cores than there are, all get their share of them.
+        """
+        hardware = self.hardware
+        if math.isinf(hardware.cores):
+            return 1.0
+        rate = min(self._reading * hardware.thread_bandwidth, hardware.pack_bandwidth)
+        reading = hardware.read_cpu * rate if self._reading else 0.0
+        wide = (hardware.call_cores - 1) / max(1.0, hardware.cores - 1) if self._computing else 0.0
+        return wide * (1 + reading / hardware.cores) + (1 - wide) * max(
+            1.0, (1 + reading) / hardware.cores
+        )
 
-    def _read_slow(self) -> float:
-        return 1 + self.hardware.read_contention * (self._computing > 0)
-
-    def _slowed(self, seconds: float, slow: Callable[[], float]) -> Process:
+    def _slowed(self, seconds: float) -> Process:
         """Works for `seconds` of undisturbed time, which take longer while others work."""
         left = seconds
         while left > 1e-9:
-            start, by = self.env.now, slow()
+            start, by = self.env.now, self._slow()
             yield self.env.timeout(left * by) | self._changed
             left -= (self.env.now - start) / by
 
@@ -300,7 +317,7 @@ class Simulation:
 
     def _stage(self, size: int) -> Process:
         """What arrived goes to the device before the next call."""
-        jobs = -(-size // (self._script.pack_bytes * self._script.packs_per_job))
+        jobs = self._script.jobs(size)
         if jobs:
             yield from self._machine.work(jobs * self._hardware.job_overhead)
             self._copied = self._env.process(self._machine.copy(size))

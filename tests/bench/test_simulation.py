@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from bench import costs
+from bench.calibrate import with_engine
 from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.systems import SYSTEMS
@@ -70,13 +71,26 @@ def test_token_systems_wait_for_what_they_choose() -> None:
     assert 10 * 0.017 <= ttft(script) <= 10 * 0.017 + 0.011
 
 
-def test_contention_slows_both() -> None:
-    reading = ours(demanded_bytes=20 * MB)
-    busy = dataclasses.replace(HARDWARE, read_contention=0.5)
-    assert ttft(reading) < ttft(reading, busy) < 1.5 * ttft(reading)
+def test_readers_and_calls_share_cores() -> None:
     computing = ours(speculated_bytes=4 * MB)  # read while the period before computes
-    busy = dataclasses.replace(HARDWARE, compute_contention=0.5)
-    assert ttft(computing) < ttft(computing, busy) < 1.5 * ttft(computing)
+    free = dataclasses.replace(HARDWARE, cores=2, call_cores=1.0, read_cpu=0.5e-9)
+    assert ttft(computing, free) == pytest.approx(ttft(computing))  # half a core, beside one
+    wide = dataclasses.replace(free, call_cores=2.0)
+    assert ttft(computing) < ttft(computing, wide) < 1.26 * ttft(computing)
+    idle = dataclasses.replace(wide, cores=8)
+    assert ttft(computing, idle) == pytest.approx(ttft(computing))
+
+
+def test_the_engines_own_work_is_found_again() -> None:
+    request = ours()
+    slow = dataclasses.replace(HARDWARE, sync_overhead=0.003)
+    measured = {"breakdown_ms": {"other": 2.0}, "stage_ms": 0.0}
+    row = measured | {"ttft_ms": {"p50": ttft(request, slow) * 1e3}}
+    cold = {"breakdown_ms": {"other": 10.0}, "stage_ms": 0.0}
+    reading = dataclasses.replace(ours(demanded_bytes=32 * MB), packs_per_job=8)
+    found = with_engine(HARDWARE, reading, request, cold, row)
+    assert found.sync_overhead == pytest.approx(0.003, rel=1e-3)
+    assert found.job_overhead == pytest.approx(0.008 / 16)  # four stages, four reads each
 
 
 def test_one_thread_alone_is_slower_than_all() -> None:
