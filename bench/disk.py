@@ -23,7 +23,7 @@ class Disk:
     def __init__(self, folder: Path, *, seconds: float = 2.0, file_bytes: int = FILE_BYTES) -> None:
         self._fio = shutil.which("fio")
         if self._fio is None:
-            raise RuntimeError("fio is missing; install it (Debian, Ubuntu: apt-get install fio)")
+            raise SystemExit("fio is missing; install it (Debian, Ubuntu: apt-get install fio)")
         self._file = folder / "fio.dat"
         self._seconds = seconds
         self._file_bytes = file_bytes

@@ -161,7 +161,8 @@ def compute_floor_ms(
 ) -> list[float]:
     """For each budget the median ms of `replays` replays.
 
-    They are the calls that the system makes: with lookahead, its selections ahead are among them.
+    Guesses at what to read ahead are not among the calls: with everything resident there is nothing
+    to read.
     """
     floors = []
     with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:

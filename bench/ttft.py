@@ -66,30 +66,32 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
         if ablate or variant == "default"
     }
     taken = take_turns(lab, systems)
-    floors: dict[tuple[str, bool], list[float]] = {}
+    floors: dict[tuple[str, str, int], list[float]] = {}
     for system in systems.values():
         if system.selector != "none" and calls_of(system) not in floors:
             floors[calls_of(system)] = compute_floor_ms(lab, system, lab.setting.budgets)
     return [_with_floors(part, floors.get(calls_of(part.system)), lab, disk) for part in taken]
 
 
-def calls_of(system: SystemConfig) -> tuple[str, bool]:
-    """What tells a system's calls from another's: its name, and whether it selects ahead."""
-    return system.name, system.prefetch == "inter" and system.speculate == "lookahead"
+def calls_of(system: SystemConfig) -> tuple[str, str, int]:
+    """What tells a system's calls from another's; how it caches and reads ahead does not."""
+    return system.selector, system.probe, system.period
 
 
 def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
     """Rows with both caches; ours also with the other cache policies."""
     budget, rows = lab.setting.budgets[0], []
     rivals: tuple[PolicyName, ...] = ("lfu", "lru")
+    floors: dict[tuple[str, str, int], list[float]] = {}
     for name in systems:
         system = system_named(name)
-        floors = compute_floor_ms(lab, name, lab.setting.budgets[:1])
+        if calls_of(system) not in floors:
+            floors[calls_of(system)] = compute_floor_ms(lab, name, lab.setting.budgets[:1])
         for policy in (system.policy, *(rivals if name in OURS else ())):
             variant = "warm" if policy == system.policy else f"warm-{policy}"
             changed = dataclasses.replace(system, policy=policy)
             part = warm_run(lab, changed, variant, budget, requests)
-            rows.append(_with_floors(part, floors, lab, disk))
+            rows.append(_with_floors(part, floors[calls_of(system)], lab, disk))
             print(f"{name} {variant}: {rows[-1]['ttft_ms']['mean']:.1f} ms", flush=True)
     return rows
 
