@@ -145,18 +145,27 @@ def measure(
 
 
 def digest_sizes() -> list[dict[str, Any]]:
-    """Every digest against full keys, for a 7B prefix."""
+    """Every digest against the keys of all layers, for a 7B prefix: of all layers, and of those
+    that select for `ckv`."""
     seven = PUBLISHED["7B"]
-    shape = {"layers": seven.num_layers, "kv_heads": seven.num_kv_heads, "dim": seven.head_dim}
-    full = bytes_per_token("keys", **shape)
+    heads = {"num_kv_heads": seven.num_kv_heads, "head_dim": seven.head_dim, "dtype": "bfloat16"}
+    chosen = SYSTEMS["ckv"].layout(num_layers=seven.num_layers, **heads).digest_layers
+
+    def per_token(kind: str, layers: int) -> float:
+        heads, dim = seven.num_kv_heads, seven.head_dim
+        return bytes_per_token(kind, layers=layers, kv_heads=heads, dim=dim)
+
+    full = per_token("keys", seven.num_layers)
     return [
         {
             "digest": kind,
-            "share_of_keys": bytes_per_token(kind, **shape) / full,
-            "mib_per_1000_tokens_7b": 1000 * bytes_per_token(kind, **shape) / 2**20,
+            "layers": layers,
+            "share_of_keys": per_token(kind, layers) / full,
+            "mib_per_1000_tokens_7b": 1000 * per_token(kind, layers) / 2**20,
         }
         for kind in KINDS
         if kind != "mean"
+        for layers in (seven.num_layers, len(chosen))
     ]
 
 

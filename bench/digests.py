@@ -14,7 +14,7 @@ import numpy as np
 
 __all__ = ["KINDS", "bytes_per_token", "compress"]
 
-# probe -> bits for one element of a key, beside the scale of 16 bits a token and head
+# probe -> bits for one element of a key, beside the float32 scale of a token and head
 KINDS = {"keys": 16.0, "int8": 8.0, "int4": 4.0, "int3": 3.0, "pq8": 2.0, "pq16": 1.0, "mean": 1.0}
 _LEVELS = {"int8": 127, "int4": 7, "int3": 3}
 _WIDTH = {"pq8": 4, "pq16": 8}  # dimensions that one byte stands for
@@ -22,8 +22,8 @@ _ROUNDS = 8
 
 
 def bytes_per_token(kind: str, *, layers: int, kv_heads: int, dim: int) -> float:
-    """Bytes of such a probe for one prefix token, all layers (codebooks, shared, not counted)."""
-    scale = 2 if kind in _LEVELS else 0
+    """Bytes of such a probe of so many layers for one prefix token, without codebooks."""
+    scale = 4 if kind in _LEVELS else 0
     return layers * kv_heads * (dim * KINDS[kind] / 8 + scale)
 
 
@@ -44,7 +44,7 @@ def compress(keys: np.ndarray, kind: str, *, chunk_tokens: int = 16) -> np.ndarr
     if kind in _LEVELS:
         levels = _LEVELS[kind]
         scale = np.abs(centred).max(axis=-1, keepdims=True) / levels
-        scale = np.maximum(scale, 1e-12).astype(np.float16).astype(np.float32)
+        scale = np.maximum(scale, 1e-12)
         return np.clip(np.round(centred / scale), -levels, levels) * scale
     return np.asarray(_product(jnp.asarray(centred), _WIDTH[kind]))
 

@@ -32,6 +32,12 @@ def check_budget(budget: float) -> float:
     return budget
 
 
+def scoring_layers(period: range, score_layers: int) -> list[int]:
+    """The layers of one period that select for it: at most so many, the first among them."""
+    count = min(score_layers, len(period))
+    return [period[i * len(period) // count] for i in range(count)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemConfig:
     """One algorithm: layout x probe x selector x prefetcher x cache policy (see `systems.py`)."""
@@ -63,7 +69,7 @@ class SystemConfig:
     score_layers: int = 1
     """How many layers of a period select for it, evenly spaced, their attention summed: 1 is the
     paper's way, the first layer. Each makes its own queries of the hidden state that enters the
-    period; more than 1 needs a digest of every layer."""
+    period; more than 1 needs a digest, of these layers."""
     reorder: bool = False
     """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
 
@@ -103,6 +109,11 @@ class SystemConfig:
 
     def layout(self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
         """How a prefix of such a model lies on disk for this system."""
+        periods = [
+            range(first, min(first + self.period, num_layers))
+            for first in range(0, num_layers, self.period)
+        ]
+        scored = [layer for p in periods for layer in scoring_layers(p, self.score_layers)]
         return Layout(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
@@ -113,6 +124,7 @@ class SystemConfig:
             kv_together=self.kv_together,
             probe="none" if self.probe == "digest" else self.probe,
             digest=self.digest,
+            digest_layers=() if self.digest == "none" else tuple(scored),
         )
 
 

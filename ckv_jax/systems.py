@@ -69,7 +69,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 overfetch=1.25,
                 speculate_always=False,
                 score_window=4,
-                score_layers=4,
+                score_layers=3,
                 policy="frequency-attention",
             ),
         )

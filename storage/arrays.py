@@ -173,11 +173,15 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
         specs["digest"] = ArraySpec(
             name="digest",
             data_type="uint8",
-            shape=(layout.num_layers, pieces * piece),
-            shard=(layout.num_layers, pieces * piece),
+            shape=(len(layout.digest_layers), pieces * piece),
+            shard=(len(layout.digest_layers), pieces * piece),
             inner=(1, piece),
-            entries=layout.num_layers * pieces,
+            entries=len(layout.digest_layers) * pieces,
             kv=1,
-            attributes={"kind": layout.digest, "record": list(layout.digest_record(tokens))},
+            attributes={
+                "kind": layout.digest,
+                "layers": list(layout.digest_layers),
+                "record": list(layout.digest_record(tokens)),
+            },
         )
     return specs

@@ -1,4 +1,4 @@
-"""Compressed keys of every layer, small enough to stay in memory and rank all chunks with.
+"""Compressed keys, of the layers that select, small enough to stay in memory and rank all chunks.
 
 int8 and int4 keep, per token and KV head, a scale and the rounded difference to the head's mean
 key: keys ~ mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift
@@ -18,13 +18,13 @@ from ckv_jax.storage.layout import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestData:
-    """A prefix's digest; the arrays are read-only.
+    """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`.
 
     Attributes:
       kind: "int8", "int4" or "pq".
-      arrays: int8: codes int8 [L, T, K, D], scale float32 [L, T, K]. int4: codes uint8
-        [L, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
-        uint8 [L, T, K, D/8], codebooks float32 [L, K, D/8, 256, 8].
+      arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
+        [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
+        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8].
     """
 
     kind: str
@@ -36,7 +36,7 @@ class DigestData:
         return sum(a.nbytes for a in self.arrays.values())
 
     def keys(self) -> np.ndarray:
-        """float32 [L, T, K, D]: the keys as the digest knows them, less the mean for int8, int4."""
+        """float32 [R, T, K, D]: the keys as the digest knows them, less the mean for int8, int4."""
         codes = self.arrays["codes"]
         if self.kind == "pq":
             books = self.arrays["codebooks"]

@@ -57,10 +57,11 @@ def read_digest(
 ) -> DigestData | None:
     """Read and check the digests of all runs; None when any of it is bad, which is reported."""
     layout, tokens = prefix.layout, prefix.num_tokens
-    shape = (layout.num_layers, tokens, layout.num_kv_heads)
+    rows = len(layout.digest_layers)
+    shape = (rows, tokens, layout.num_kv_heads)
     codes = np.empty((*shape, layout.digest_codes), np.uint8)
-    scale = np.empty(shape if layout.digest != "pq" else (layout.num_layers, 0, 0), np.float32)
-    params = np.empty((layout.num_layers, layout.digest_params), np.float32)
+    scale = np.empty(shape if layout.digest != "pq" else (rows, 0, 0), np.float32)
+    params = np.empty((rows, layout.digest_params), np.float32)
     for run in runs:
         _, segment, start, end = run
         found = params if not start else np.empty_like(params)
@@ -85,7 +86,7 @@ def read_digest(
 
 
 def _read_run(run: Run, layout: Layout, parts: tuple[np.ndarray, ...], deadline: Deadline) -> bool:
-    """Read one run's (params, scale, codes), each [L, ...]; whether all of it is good."""
+    """Read one run's (params, scale, codes), each [R, ...]; whether all of it is good."""
     span, segment, _, _ = run
     if segment is None:
         return False
@@ -93,27 +94,27 @@ def _read_run(run: Run, layout: Layout, parts: tuple[np.ndarray, ...], deadline:
     starts = (0, sizes[0], sizes[0] + sizes[1])
     before = span.first_chunk * layout.chunk_tokens * layout.num_kv_heads
     skips = (0, 4 * before, layout.digest_codes * before)
-    found = np.zeros((layout.num_layers, 3), np.uint32)
-    for layer in range(layout.num_layers):
+    found = np.zeros((len(layout.digest_layers), 3), np.uint32)
+    for row in range(len(found)):
         for part in range(3):
-            found[layer, part] = segment.digest_start(layer, part)
-    for layer, at, data in _pieces(segment, layout, sum(sizes), deadline):
+            found[row, part] = segment.digest_start(row, part)
+    for row, at, data in _pieces(segment, layout, sum(sizes), deadline):
         if data is None:
             return False
         for part, array in enumerate(parts):
-            memory = array[layer].reshape(-1).view(np.uint8)
+            memory = array[row].reshape(-1).view(np.uint8)
             target = _Target(memory, skips[part], starts[part], sizes[part])
             piece = checks.as_bytes(target.take(data, at)[None])[0]
-            found[layer, part] = google_crc32c.extend(int(found[layer, part]), piece)
+            found[row, part] = google_crc32c.extend(int(found[row, part]), piece)
     return bool(np.array_equal(found, segment.manifest.digest_crc))
 
 
 def _pieces(
     segment: Segment, layout: Layout, record: int, deadline: Deadline
 ) -> Iterator[tuple[int, int, np.ndarray | None]]:
-    """(layer, offset in its record, bytes) in order; None for bytes that could not be read."""
+    """(row, offset in its record, bytes) in order; None for bytes that could not be read."""
     step = segment.manifest.arrays["digest"].inner[1]
-    places = [(la, at) for la in range(layout.num_layers) for at in range(0, record, step)]
+    places = [(r, at) for r in range(len(layout.digest_layers)) for at in range(0, record, step)]
     ahead = max(1, _WINDOW_BYTES // step)
     for first in range(0, len(places), ahead):
         window = places[first : first + ahead]
@@ -122,9 +123,9 @@ def _pieces(
         deadline.admit(size, "reading a digest")
         with ts.Batch() as batch:
             reads = [
-                segment.begin_digest(layer, at, buffer, batch)
-                for (layer, at), buffer in zip(window, buffers, strict=True)
+                segment.begin_digest(row, at, buffer, batch)
+                for (row, at), buffer in zip(window, buffers, strict=True)
             ]
         deadline.watch(reads, size)
-        for (layer, at), buffer, read in zip(window, buffers, reads, strict=True):
-            yield layer, at, buffer if deadline.wait(read, "reading a digest") else None
+        for (row, at), buffer, read in zip(window, buffers, reads, strict=True):
+            yield row, at, buffer if deadline.wait(read, "reading a digest") else None

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
 
 _DTYPES: dict[str, tuple[Any, str]] = {
@@ -47,8 +47,9 @@ class Layout:
       kv_together: whether keys and values of a chunk share a pack.
       probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
         first three KV heads of every layer; "none".
-      digest: compressed keys of every layer: "int8", "int4", "pq" (one byte for eight values) or
-        "none".
+      digest: compressed keys: "int8", "int4", "pq" (one byte for eight values) or "none".
+      digest_layers: the layers that have one, ascending; empty: all of them, where there is a
+        digest.
       reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
         mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
     """
@@ -62,6 +63,7 @@ class Layout:
     kv_together: bool = True
     probe: str = "keys"
     digest: str = "none"
+    digest_layers: tuple[int, ...] = ()
     reordered: bool = False
 
     def __post_init__(self) -> None:
@@ -82,12 +84,26 @@ class Layout:
             raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
         if self.digest not in _DIGESTS:
             raise ValueError(f"digest: got {self.digest!r}, expected one of {_DIGESTS}")
+        if self.digest != "none" and self.digest_layers == ():
+            object.__setattr__(self, "digest_layers", tuple(range(self.num_layers)))
+        self._check_digest_layers()
         if self.pack_bytes > _MAX_PACK:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
         if self.digest == "pq" and self.head_dim % PQ_DIM:
             raise ValueError(f"head_dim: got {self.head_dim}, expected a multiple of 8 for pq")
+
+    def _check_digest_layers(self) -> None:
+        layers = self.digest_layers
+        whole = type(layers) is tuple and all(type(layer) is int for layer in layers)
+        if not whole or list(layers) != sorted(set(layers) & set(range(self.num_layers))):
+            raise ValueError(
+                f"digest_layers: got {layers!r}, expected a tuple of ascending layers "
+                f"in [0, {self.num_layers})"
+            )
+        if layers and self.digest == "none":
+            raise ValueError(f"digest_layers: got {layers!r}, expected none without a digest")
 
     # -- packs -----------------------------------------------------------------------------------
 
@@ -159,7 +175,7 @@ class Layout:
         """Chunks of one probe block of a segment of `chunks` chunks."""
         return min(max(1, _PROBE_BLOCK // self.chunk_tokens), chunks)
 
-    # -- digest: one record of bytes a layer: params | scale | codes ------------------------------
+    # -- digest: one record of bytes a layer of `digest_layers`: params | scale | codes ----------
 
     @property
     def digest_params(self) -> int:
@@ -192,7 +208,10 @@ class Layout:
         names = {f.name for f in dataclasses.fields(cls)}
         if set(value) - {"version"} != names:
             raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-        return cls(**{n: value[n] for n in names})
+        fields = {n: value[n] for n in names}
+        if isinstance(fields["digest_layers"], list):  # JSON has no tuples
+            fields["digest_layers"] = tuple(fields["digest_layers"])
+        return cls(**fields)
 
     @cached_property
     def hex(self) -> str:
@@ -205,6 +224,6 @@ class Layout:
         block = self.probe_block(chunks)
         probe = -(-chunks // block) * block * self.chunk_tokens * len(self.probe_layers)
         probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
-        digest = sum(self.digest_record(tokens)) * self.num_layers if self.digest != "none" else 0
+        digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
         tables = (self.groups + len(self.probe_layers)) * chunks * 24 + tokens * 12
         return self.groups * chunks * self.pack_bytes + probe + digest + tables + (1 << 14)

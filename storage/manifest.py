@@ -42,7 +42,7 @@ class Manifest:
       order: int32 [T] or None; token i on disk is token `order[i]` of the segment.
       pack_crc: uint32 [groups, M].
       probe_crc: uint32 [P, M], P = 0 without a probe.
-      digest_crc: uint32 [L, 3] for (params, scale, codes), or [0, 3].
+      digest_crc: uint32 [R, 3] for (params, scale, codes), a row a layer that has a digest.
       created: seconds since the epoch.
     """
 
@@ -180,7 +180,7 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         order=order,
         pack_crc=_table(value["pack_crc"], layout.groups, chunks),
         probe_crc=_table(value["probe_crc"], len(layout.probe_layers), chunks),
-        digest_crc=_table(value["digest_crc"], layout.num_layers * (layout.digest != "none"), 3),
+        digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3),
         created=created,
     )
     if first == 0 and manifest.start != chain.seed(manifest.fingerprint, layout, manifest.salt):

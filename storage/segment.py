@@ -172,35 +172,36 @@ class Segment:
 
     # -- digest ----------------------------------------------------------------------------------
 
-    def begin_digest(self, layer: int, at: int, out: np.ndarray, batch: Any) -> Any:
-        """Start reading bytes of a layer's record, from `at` on, into `out` uint8 [n]."""
+    def begin_digest(self, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
+        """Start reading bytes of record `row`, from `at` on, into `out` uint8 [n]."""
         end = at + len(out)
-        return self._begin("digest", layer, ts.array(out), lambda view: view[at:end], batch)
+        return self._begin("digest", row, ts.array(out), lambda view: view[at:end], batch)
 
-    def digest_start(self, layer: int, part: int) -> int:
-        """The checksum, before any bytes, of a part of a layer's record: params, scale, codes."""
-        return checks.checksum(self._seeds["digest"], layer, part, _NOTHING)
+    def digest_start(self, row: int, part: int) -> int:
+        """The checksum, before any bytes, of a part of record `row`: params, scale, codes."""
+        return checks.checksum(self._seeds["digest"], row, part, _NOTHING)
 
     def digest_params(self) -> np.ndarray | None:
-        """float32 [L, digest_params] of this segment, for one that continues it; None if bad."""
+        """float32 [R, digest_params], for a segment that continues this one; None if bad."""
         layout = self._layout
         if layout.digest == "none":
             return None
         size = layout.digest_record(len(self.manifest.tokens))[0]
         spec = self.manifest.arrays["digest"]
-        record = spec.entries // layout.num_layers * spec.entry_bytes
-        params = np.empty((layout.num_layers, size), np.uint8)
+        rows = len(layout.digest_layers)
+        record = spec.entries // rows * spec.entry_bytes
+        params = np.empty((rows, size), np.uint8)
         place = self._files.kvstore(self.id, "digest")
         name = spec.file(0).removeprefix("digest/")
         try:
             store = ts.KvStore.open(place, context=self._context).result(timeout=_OPEN_S)
-            starts = range(0, layout.num_layers * record, record)
+            starts = range(0, rows * record, record)
             reads = [store.read(name, byte_range=slice(at, at + size)) for at in starts]
-            for layer, read in enumerate(reads):
+            for row, read in enumerate(reads):
                 data = read.result(timeout=_PARAMS_S).value
-                params[layer] = np.frombuffer(data, np.uint8)
-                crc = google_crc32c.extend(self.digest_start(layer, 0), data)
-                if crc != self.manifest.digest_crc[layer, 0]:
+                params[row] = np.frombuffer(data, np.uint8)
+                crc = google_crc32c.extend(self.digest_start(row, 0), data)
+                if crc != self.manifest.digest_crc[row, 0]:
                     return None
         except READ_ERRORS:
             return None

@@ -261,6 +261,6 @@ def draft_manifest(
         order=order,
         pack_crc=np.zeros((layout.groups, chunks), np.uint32),
         probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
-        digest_crc=np.zeros((layout.num_layers * (layout.digest != "none"), 3), np.uint32),
+        digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),
         created=time.time(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckv_jax.config import SystemConfig
+from ckv_jax.config import SystemConfig, scoring_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ class Plan:
         """The layers whose queries select for this period, see `SystemConfig.score_layers`."""
         steps = self.period_steps(period)
         layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
-        count = min(self.score_layers, len(layers))
-        return [layers[i * len(layers) // count] for i in range(count)]
+        return scoring_layers(layers, self.score_layers)
 
     def groups(self, period: int) -> range:
         """The layer groups of a period, in layer order."""

@@ -103,12 +103,13 @@ class Probes:
         self._trace.count_bytes("ssd", tokens * keys[0].nbytes)
         return keys if good == tokens else None
 
-    def _load_digest(self, views: Views) -> list[Probe]:
+    def _load_digest(self, views: Views) -> dict[int, Probe]:
         start = time.perf_counter_ns()
         data = self._reader.read_digest()
         if data is None:
             self._trace.count("recomputed_probes", self._plan.periods)
-            return [self._recomputed(layer) for layer in range(self._view.prefix.layout.num_layers)]
+            layers = self._view.prefix.layout.digest_layers
+            return {layer: self._recomputed(layer) for layer in layers}
         views.keep_digest(self._view, data)
         self._trace.count_bytes("ssd", sum(array.nbytes for array in data.arrays.values()))
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)

@@ -36,8 +36,8 @@ class PrefixView:
     """int [n]: those of the first period, most attended first, to speculate it the next time."""
     recurrence: float = 0.0
     """Share of the best of `opening` that were among as many best of the request after."""
-    digest: list[Probe] | None = None
-    """One probe a layer, on the device, padded to `probe_chunks`."""
+    digest: dict[int, Probe] | None = None
+    """Layer -> its probe, of the layers that have one, on the device, padded to `probe_chunks`."""
 
     @property
     def num_chunks(self) -> int:
@@ -105,7 +105,9 @@ class Views:
 
     def keep_digest(self, view: PrefixView, data: DigestData) -> None:
         """Puts a digest on the device; others make room until the byte budget holds."""
-        view.digest = device_digest(data, view.probe_chunks * view.prefix.layout.chunk_tokens)
+        layout = view.prefix.layout
+        probes = device_digest(data, view.probe_chunks * layout.chunk_tokens)
+        view.digest = dict(zip(layout.digest_layers, probes, strict=True))
         total = sum(other.digest_bytes for other in self._views.values())
         for other in self._views.values():
             if total <= self._budget:
@@ -162,21 +164,19 @@ class Views:
 
 
 def device_digest(data: DigestData, tokens: int) -> list[Probe]:
-    """A stored digest as one device probe a layer, padded to `tokens`."""
+    """A stored digest as one device probe a row, padded to `tokens`."""
     arrays = data.arrays
 
-    def codes(layer: int, name: str = "codes") -> jax.Array:
-        padded: jax.Array = jax.device_put(pad_rows(arrays[name][layer], tokens))
+    def codes(row: int, name: str = "codes") -> jax.Array:
+        padded: jax.Array = jax.device_put(pad_rows(arrays[name][row], tokens))
         return padded
 
-    layers = range(len(arrays["codes"]))
+    rows = range(len(arrays["codes"]))
     match data.kind:
         case "int8":
-            return [Int8Keys(codes(layer), codes(layer, "scale")) for layer in layers]
+            return [Int8Keys(codes(row), codes(row, "scale")) for row in rows]
         case "int4":
-            return [Int4Keys(codes(layer), codes(layer, "scale")) for layer in layers]
+            return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":
-            return [
-                PqKeys(codes(layer), jax.device_put(arrays["codebooks"][layer])) for layer in layers
-            ]
+            return [PqKeys(codes(row), jax.device_put(arrays["codebooks"][row])) for row in rows]
     raise ValueError(f"got a digest of kind {data.kind!r}, expected int8, int4 or pq")

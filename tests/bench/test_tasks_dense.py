@@ -115,7 +115,7 @@ def test_finer_digests_forget_less() -> None:
 def test_digest_bytes_of_a_7b_prefix() -> None:
     shape = {"layers": 28, "kv_heads": 4, "dim": 128}
     assert bytes_per_token("keys", **shape) == 28 * 1024
-    assert bytes_per_token("int8", **shape) == 28 * (512 + 8)
+    assert bytes_per_token("int8", **shape) == 28 * (512 + 16)
     assert bytes_per_token("pq16", **shape) * 16 == 28 * 1024
 
 

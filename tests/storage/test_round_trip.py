@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -164,6 +166,22 @@ def test_bad_input_is_refused(store: ChunkStore) -> None:
 def test_layouts_are_validated(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         Layout(**(SHAPE | {field: value}))
+
+
+@pytest.mark.parametrize("layers", [(1, 0), (0, 0), (6,), (-1,), [0], (True,), ("0",)], ids=str)
+def test_digest_layers_are_validated(layers: object) -> None:
+    with pytest.raises(ValueError, match="digest_layers: got"):
+        Layout(**SHAPE, digest="int8", digest_layers=layers)
+
+
+def test_a_digest_is_of_all_layers_or_of_some() -> None:
+    whole = Layout(**SHAPE, digest="int8")
+    some = Layout(**SHAPE, digest="int8", digest_layers=(0, 4))
+    assert whole.digest_layers == (0, 1, 2, 3, 4, 5) and whole.hex != some.hex
+    assert whole.segment_bytes(640) - some.segment_bytes(640) == 4 * sum(some.digest_record(640))
+    assert Layout.from_dict(json.loads(json.dumps(some.to_dict()))) == some
+    with pytest.raises(ValueError, match="expected none without a digest"):
+        Layout(**SHAPE, digest_layers=(0,))
 
 
 def test_files_stay_few() -> None:
