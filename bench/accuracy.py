@@ -15,13 +15,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.accuracy_plot import plot_accuracy, plot_coverage
-from bench.common import budget_share, existing_path
+from bench.common import budget_share, existing_path, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.oracle import Answers, Oracle, Rule
 from bench.selection_study import coverage, interval, quick_rules, rules, study, tally, traces
@@ -189,9 +188,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two ledgers, under five minutes")
-    parser.add_argument("--json", type=Path, help="write everything here")
-    parser.add_argument("--traces", type=Path, help="write chosen chunk ids here (npz)")
-    parser.add_argument("--plot", type=Path, help="draw accuracy here, coverage in *_coverage")
+    parser.add_argument("--json", type=result_file, help="write everything here")
+    parser.add_argument("--traces", type=result_file, help="write chosen chunk ids here (npz)")
+    parser.add_argument(
+        "--plot", type=result_file, help="draw accuracy here, coverage in *_coverage"
+    )
     parser.add_argument(
         "--checkpoint", type=existing_path, help="default: the reference checkpoint"
     )

@@ -32,7 +32,7 @@ from scipy import stats
 
 from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
 from bench.common import Setting as LabSetting
-from bench.common import budget_share, existing_path, table
+from bench.common import budget_share, existing_path, result_file, table
 from ckv_jax.cache import POLICIES, Tiers
 
 __all__ = ["Selections", "Setting", "main", "recorded", "replay", "synthetic", "workload"]
@@ -220,12 +220,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, required=True, help="write the report here")
+    parser.add_argument("--json", type=result_file, required=True, help="write the report here")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--traces", type=existing_path, help="recorded selections (npz)")
     source.add_argument("--structured", action="store_true", help="ask the structured model")
     parser.add_argument("--quick", action="store_true", help="smaller prefixes with --structured")
-    parser.add_argument("--plot", type=Path, help="write a bar chart here (PNG)")
+    parser.add_argument("--plot", type=result_file, help="write a bar chart here (PNG)")
     parser.add_argument("--requests", type=int, default=900, help="of each draw")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--device", type=float, default=0.15, help="share of the packs")

@@ -86,8 +86,8 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--quick", action="store_true", help="at most 3 minutes on 2 quiet cores")
-    p.add_argument("--json", type=Path, help="write the result to this file")
-    p.add_argument("--plot", type=Path, help="draw the figure into this PNG")
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     p.add_argument("--prefix-tokens", type=int)
@@ -145,6 +145,28 @@ def existing_path(text: str) -> Path:
     if not Path(text).exists():
         raise argparse.ArgumentTypeError(f"there is no {text}")
     return Path(text)
+
+
+def result_file(text: str) -> Path:
+    """A file from the command line that can be written, which is asked before hours of work."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, expected a file")
+    _check_writable(Path(text).absolute().parent, text)
+    return Path(text)
+
+
+def result_folder(text: str) -> Path:
+    """The same for a folder."""
+    _check_writable(Path(text).absolute(), text)
+    return Path(text)
+
+
+def _check_writable(folder: Path, text: str) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: no right to write in {there}")
 
 
 def summary(values: Sequence[float]) -> Json:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.common import result_file
 from bench.fault_kinds import corruption, disk, processes
 from bench.fault_kinds.tally import Tally, make_store
 
@@ -67,7 +68,7 @@ def kinds(folder: Path) -> dict[str, Callable[[int], Tally]]:
 def main() -> int:
     """Run all kinds; 1 when a fault got through."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="where the counts go")
+    parser.add_argument("--json", type=result_file, metavar="OUT", help="where the counts go")
     parser.add_argument("--quick", action="store_true", help="a tenth of the faults")
     parser.add_argument("--only", choices=FULL, metavar="KIND", help="one kind")
     options = parser.parse_args()

@@ -24,7 +24,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import Json, Setting, budget_share, machine, table
+from bench.common import Json, Setting, budget_share, machine, result_folder, table
 from bench.disk import FILE_BYTES, Disk
 from bench.kernels import kernel_rows
 from bench.lab import Lab
@@ -144,7 +144,9 @@ def main() -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--out", type=Path, required=True, help="folder of results; resumes from it")
+    p.add_argument(
+        "--out", type=result_folder, required=True, help="folder of results; resumes from it"
+    )
     p.add_argument("--tiny", action="store_true", help="a toy model, for any machine")
     p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
     p.add_argument("--systems", nargs="+", choices=SYSTEMS)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, finish, machine, table
+from bench.common import SHAPES, Json, Setting, finish, machine, result_file, table
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5% and 25%")
-    p.add_argument("--json", type=Path, help="write the result to this file")
+    p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--models", nargs="+", choices=sorted(SHAPES))
     p.add_argument("--prefix-tokens", type=int, nargs="+")
     p.add_argument("--budgets", type=float, nargs="+")

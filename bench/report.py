@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, machine
+from bench.common import Json, machine, result_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,9 @@ def main() -> None:
     )
     names = [script.module for script in SCRIPTS]
     p.add_argument("--quick", action="store_true")
-    p.add_argument("--out", type=Path, required=True, help="folder for page, JSON and plots")
+    p.add_argument(
+        "--out", type=result_folder, required=True, help="folder for page, JSON and plots"
+    )
     p.add_argument("--only", nargs="+", choices=names, help="run only these")
     p.add_argument("--no-run", action="store_true", help="write the page from what is there")
     args = p.parse_args()

@@ -13,14 +13,13 @@ import json
 import shutil
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import existing_path
+from bench.common import existing_path, result_folder
 from bench.reference_answers import by_engine, by_transformers, counts
 from bench.selection_study import interval
 from bench.tasks import tokenizer
@@ -135,7 +134,7 @@ def main() -> None:
     parser.add_argument(
         "--run", type=existing_path, required=True, help="the folder of a training run"
     )
-    parser.add_argument("--out", type=Path, required=True, help="the checkpoint's folder")
+    parser.add_argument("--out", type=result_folder, required=True, help="the checkpoint's folder")
     parser.add_argument("--documents", type=int, default=4, help="test ledgers at each length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--onward", action="store_true", help="the run had a --start")

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import result_file
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
 from ckv_jax.storage.manifest import GROUP, Manifest
@@ -244,7 +245,7 @@ def measure_many(folder: Path) -> dict[str, float]:
 def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser(prog="python -m bench.storage", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="where the figures go")
+    parser.add_argument("--json", type=result_file, metavar="OUT", help="where the figures go")
     parser.add_argument("--folder", type=Path, help="on the file system to measure; default: here")
     options = parser.parse_args()
     if shutil.which("fio") is None:

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from bench.common import result_folder
 from bench.tasks.batches import LedgerBatch, ahead, ledger_batch, repeats, shuffled, stretched
 from bench.tasks.dense import Params, answer_logits, split, text_logits
 from bench.tasks.initial import initial
@@ -47,10 +48,11 @@ CONFIG = ModelConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One length of the curriculum; `tokens` 0 is the copying warm-up."""
+    """One length of the curriculum; without `tokens`, a warm-up on copying alone."""
 
     name: str
-    batch: int
+    copies: int  # rows of the copying text
+    batch: int = 0  # ledgers
     tokens: int = 0
     questions: int = 0
     steps: int
@@ -63,13 +65,24 @@ class Stage:
     triples: int = 0  # copying is of so many shuffled triples: all that test words learn from
 
 
-_long = partial(Stage, batch=1, light=True, stretch=True, triples=341)
+_long = partial(Stage, copies=1, batch=1, light=True, stretch=True, triples=341)
 
 STAGES = (
-    Stage(name="copy", batch=64, steps=800, goal=0.9),
-    Stage(name="192", batch=8, tokens=192, questions=24, steps=300, goal=0.95),
+    Stage(name="copy", copies=64, steps=800, goal=0.9),
+    Stage(name="triples", copies=32, steps=800, goal=0.9, triples=16),
+    Stage(
+        name="192",
+        copies=4,
+        batch=8,
+        tokens=192,
+        questions=24,
+        steps=300,
+        goal=0.95,
+        triples=32,
+    ),
     Stage(
         name="512",
+        copies=2,
         batch=3,
         tokens=512,
         questions=48,
@@ -77,7 +90,7 @@ STAGES = (
         goal=0.95,
         density=2.0,
         stretch=True,
-        triples=170,
+        triples=85,
     ),
     _long(
         name="1024",
@@ -204,9 +217,9 @@ def batch_of(stage: Stage, seed: int, step: int) -> tuple[Any, Any]:
     rng = np.random.default_rng((seed, 1, step))
     end = _LONGEST if stage.stretch else 0
     if stage.triples:
-        text = shuffled(rng, stage.triples)
+        text = shuffled(rng, stage.copies, stage.triples)
     else:
-        text = repeats(rng, 8 if stage.tokens else stage.batch, _COPY_TOKENS)
+        text = repeats(rng, stage.copies, _COPY_TOKENS)
     places = stretched(rng, text.tokens.shape[1], end)
     copy = (text.tokens, text.targets, text.weights, places)
     if not stage.tokens:
@@ -307,7 +320,7 @@ def _run_stage(run: Run, stage: Stage, seed: int, save_every_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--out", type=result_folder, required=True, help="the run's folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=300, help="seconds")
     parser.add_argument("--start", type=Path, help="HF folder of weights to go on from")

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import budget_share
+from bench.common import budget_share, result_file
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import PUBLISHED, ModelConfig
@@ -174,7 +174,9 @@ def against(median: dict[str, float], budgets: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    parser.add_argument(
+        "--json", type=result_file, metavar="OUT", help="write all figures to this file"
+    )
     parser.add_argument("--model", choices=PUBLISHED, default="0.5B")
     parser.add_argument("--system", choices=SYSTEMS, default="ckv")
     parser.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])

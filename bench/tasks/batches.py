@@ -49,14 +49,23 @@ def repeats(rng: np.random.Generator, batch: int, tokens: int) -> Repeats:
     return Repeats(tokens=body[:, :-1], targets=body[:, 1:], weights=weights)
 
 
-def shuffled(rng: np.random.Generator, triples: int) -> Repeats:
-    """One row of `triples` random triples of words, in groups of 4 and more, each group twice.
+def shuffled(rng: np.random.Generator, rows: int, triples: int) -> Repeats:
+    """Rows of `triples` random triples of words, in groups of 4 and more, each group twice.
 
     The second time a group's triples stand in another order. Half of the rows have no word in two
     triples, so that one word tells what follows it: the second and third of each triple are asked.
     In the others words are few, and only two words tell the third. Every word of the vocabulary
     takes part, also those that only test documents use.
     """
+    each = [_shuffled_row(rng, triples) for _ in range(rows)]
+    tokens, asked = (np.stack(part) for part in zip(*each, strict=True))
+    return Repeats(
+        tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=asked[:, 1:].astype(np.float32)
+    )
+
+
+def _shuffled_row(rng: np.random.Generator, triples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32 [6 * triples], and which of them are asked."""
     order = rng.permutation(np.arange(_FIRST_WORD, _END))
     alone = 3 * triples <= len(order) and rng.random() < 0.5
     if alone:
@@ -72,11 +81,7 @@ def shuffled(rng: np.random.Generator, triples: int) -> Repeats:
         again += [np.zeros(len(group), bool), np.ones(len(group), bool)]
     tokens = np.concatenate(text).reshape(-1).astype(np.int32)
     asked = np.concatenate(again)[:, None] & (np.arange(3) >= (1 if alone else 2))
-    return Repeats(
-        tokens=tokens[None, :-1],
-        targets=tokens[None, 1:],
-        weights=asked.reshape(1, -1)[:, 1:].astype(np.float32),
-    )
+    return tokens, asked.reshape(-1)
 
 
 def ledger_batch(

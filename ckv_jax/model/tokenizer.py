@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,13 @@ class Tokenizer:
         Raises `ValueError` for messages the template refuses and `CheckpointError` if the
         tokenizer has no template.
         """
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"got messages={messages!r}, expected a list of them")
         if not messages:
             raise ValueError("got no messages, expected at least one")
         for message in messages:
+            if not isinstance(message, Mapping):
+                raise ValueError(f"got a message {message!r}, expected role and content")
             if not {"role", "content"} <= message.keys():
                 raise ValueError(f"got a message with {sorted(message)}, expected role and content")
         if not self._backend.chat_template:

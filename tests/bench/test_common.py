@@ -18,6 +18,8 @@ from bench.common import Setting, parser, setting_of
         (["--model", "8B"], "kv7b-thin"),
         (["--checkpoint", "/nowhere"], "there is no /nowhere"),
         (["--task", "magic"], "sst2"),
+        (["--json", "/"], "/ is a folder"),
+        (["--json", f"{__file__}/x.json"], "test_common.py is a file"),
     ],
 )
 def test_a_wrong_argument_says_what_is_expected(

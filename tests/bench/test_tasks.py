@@ -95,17 +95,18 @@ def test_repeats_can_be_predicted_from_the_past() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_shuffled_triples_can_be_predicted_from_the_past(seed: int) -> None:
-    text = shuffled(np.random.default_rng(seed), 40)
-    (row,), (target,), (weight,) = text.tokens, text.targets, text.weights
-    assert len(row) == 239 and weight[:11].sum() == 0
-    alone = len(set(row)) >= 119
-    assert weight.sum() == (80 if alone else 40)
-    for i in np.flatnonzero(weight):
-        if alone:
-            before = np.flatnonzero(row[:i] == row[i])[-1:]
-        else:
-            before = np.flatnonzero((row[: i - 1] == row[i - 1]) & (row[1:i] == row[i])) + 1
-        assert target[i] in row[before + 1]
+    text = shuffled(np.random.default_rng(seed), 3, 40)
+    assert text.tokens.shape == (3, 239)
+    for row, target, weight in zip(text.tokens, text.targets, text.weights, strict=True):
+        assert weight[:11].sum() == 0
+        alone = len(set(row)) >= 119
+        assert weight.sum() == (80 if alone else 40)
+        for i in np.flatnonzero(weight):
+            if alone:
+                before = np.flatnonzero(row[:i] == row[i])[-1:]
+            else:
+                before = np.flatnonzero((row[: i - 1] == row[i - 1]) & (row[1:i] == row[i])) + 1
+            assert target[i] in row[before + 1]
 
 
 def test_stretched_positions_ascend_and_stay_below_the_end() -> None:

@@ -56,6 +56,9 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
         tokenizer.apply_chat([])
     with pytest.raises(ValueError, match="role and content"):
         tokenizer.apply_chat([{"role": "user"}])
+    for wrong in (5, [5], [None]):
+        with pytest.raises(ValueError, match=r"got (messages|a message)"):
+            tokenizer.apply_chat(wrong)  # type: ignore[arg-type]
 
 
 def test_without_a_chat_template(tmp_path: Path) -> None:
