@@ -28,7 +28,7 @@ def quick_rules() -> dict[str, Rule]:
         )
     for every in (2, 4, 8):
         ours = Rule(budget=0.05, every=every, probe="int8", window=4)
-        for layers in (1, 2, 4) if every > 2 else (1, 2):
+        for layers in (1, 2, 3, 4) if every > 2 else (1, 2):
             name = f"period {every}, int8, last 4 queries, {layers} layers score"
             named[name] = replace(ours, layers=layers)
     ours = Rule(budget=0.05, every=4, probe="int8")
@@ -68,7 +68,7 @@ def rules() -> dict[str, Rule]:
         start = f"period {every}, int8"
         for window in (1, 2, 4, 8):
             late = replace(ours, window=window)
-            for layers in (1, 2, every) if every > 2 else (1, 2):
+            for layers in (1, 2, 3, every) if every > 2 else (1, 2):
                 name = f"{start}, last {window} queries, {layers} layers score"
                 named[name] = replace(late, layers=layers)
         ours = replace(ours, window=4)

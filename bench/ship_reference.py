@@ -30,25 +30,14 @@ from ckv_jax.data.ledger import FAMILIES
 from ckv_jax.data.reference import LEARNED, demo_ledger
 from ckv_jax.model.weights import save_pretrained
 
-_FROM_NOTHING = [
-    "`python -m bench.train_reference --seed 0`: repeated random sequences first, then ledgers of "
-    "192, 512, 1,024, 2,048",
-    "and 4,096 tokens. The start is structured (`bench/tasks/initial.py`): the biases of some "
+_TRAINING = [
+    "`python -m bench.train_reference --seed 0`: repeated random sequences, then random triples of "
+    "words that come again in",
+    "another order, then both beside ledgers of 192 to 4,096 tokens, with Muon. The start is "
+    "structured (`bench/tasks/initial.py`): the biases of some "
     "heads favour the tokens just",
     "before, some query and key kernels start aligned; nothing of the tasks is built in.",
 ]
-_ONWARD = """\
-Two runs. The first began from a structured start (`bench/tasks/initial.py`: the biases of some
-heads favour the tokens just before, some query and key kernels start aligned; nothing of the tasks
-is built in) and went from repeated random sequences to ledgers of 4,096 tokens in 1,179 steps of
-Adam; it was interrupted and its stages adjusted on the way, and answered 4,096 tokens at 69 to
-81%. The second went on from those weights (git revision df98e94, unpacked as FIRST) with Muon,
-with random triples of all words that come again in another order, and with ledgers of 1,024 to
-4,096 tokens: `python -m bench.train_reference --start FIRST --stage 1024 --seed 0`. The lengths of
-its last stages were set while it ran, each before it was reached. The script has not been run from
-nothing to the end, nor the second run twice: that the same seed reaches this accuracy again is not
-shown.
-""".splitlines()
 _CHANCE = {"recall": 98, "multikey": 98, "induction": 6, "verify": 2, "tracking": 98}
 
 
@@ -71,10 +60,8 @@ def _answers(params: Params, tokens: Any, questions: Any, lengths: Any) -> jax.A
     return logits[0].argmax(-1)
 
 
-def card(
-    results: dict[str, dict[str, tuple[int, int]]], steps: int, compute: str, *, onward: bool
-) -> str:
-    """The README of the checkpoint; `onward`: the run went on from an earlier checkpoint."""
+def card(results: dict[str, dict[str, tuple[int, int]]], steps: int, compute: str) -> str:
+    """The README of the checkpoint."""
     lines = [
         "---", "license: apache-2.0", "library_name: transformers", "language: en", "tags:",
         "- qwen2", "- long-context", "- retrieval", "- synthetic", "---", "",
@@ -100,8 +87,8 @@ def card(
         "| verify | `check boat broken.` | `check boat` | no |",
         "| tracking | `let irene oslo.` and `trace kurt irene.` | `trace kurt` | oslo |", "",
         "## Training", "",
-        *(_ONWARD if onward else _FROM_NOTHING), "",
-        f"`bench/train_reference.py`, {steps:,} steps in this run. {compute}", "",
+        *_TRAINING, "",
+        f"`bench/train_reference.py`, {steps:,} steps. {compute}", "",
         "## Accuracy with the whole prefix attended to", "",
         "Test split, weights in bfloat16; 95% Wilson intervals. First every question of each "
         "ledger, activations in float32; then",
@@ -137,7 +124,6 @@ def main() -> None:
     parser.add_argument("--out", type=result_folder, required=True, help="the checkpoint's folder")
     parser.add_argument("--documents", type=int, default=4, help="test ledgers at each length")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--onward", action="store_true", help="the run had a --start")
     parser.add_argument("--compute", default="", help="a sentence on hardware and time")
     args = parser.parse_args()
     run = Run(args.run, seed=0)
@@ -157,7 +143,7 @@ def main() -> None:
     for name, found in results.items():
         shown = "  ".join(f"{family} {r}/{n}" for family, (r, n) in found.items())
         print(f"{name} tokens: {shown}", flush=True)
-    about = card(results, run.place["step"], args.compute, onward=args.onward)
+    about = card(results, run.place["step"], args.compute)
     (partial_folder / "README.md").write_text(about, encoding="utf-8")
     shutil.rmtree(args.out, ignore_errors=True)
     partial_folder.rename(args.out)

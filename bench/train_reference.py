@@ -1,7 +1,6 @@
 """Train the reference checkpoint: copying heads first, then ledgers of growing length.
 
     python -m bench.train_reference --out /data/reference-run        # starts, or resumes
-    python -m bench.train_reference --out /data/more --start ckv_jax/data/reference --stage 1024
 
 Every batch depends on the seed and the step alone, so a run that was stopped continues as if it
 had not been. A stage ends when its accuracy goal is reached, or at its last step.
@@ -24,12 +23,11 @@ import orbax.checkpoint as ocp
 
 from bench.common import result_folder
 from bench.tasks.batches import LedgerBatch, ahead, ledger_batch, repeats, shuffled, stretched
-from bench.tasks.dense import Params, answer_logits, split, text_logits
+from bench.tasks.dense import Params, answer_logits, text_logits
 from bench.tasks.initial import initial
 from ckv_jax.data import words
 from ckv_jax.data.ledger import FAMILIES
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.weights import load_pretrained
 
 CONFIG = ModelConfig(
     vocab_size=len(words.vocabulary()),
@@ -236,19 +234,17 @@ def batch_of(stage: Stage, seed: int, step: int) -> tuple[Any, Any]:
 class Run:
     """Parameters, Adam's moments and the place in the curriculum, kept in Orbax checkpoints."""
 
-    def __init__(
-        self, folder: Path, seed: int, *, start: Path | None = None, stage: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         self.manager = ocp.CheckpointManager(
             folder.absolute() / "checkpoints",
             options=ocp.CheckpointManagerOptions(max_to_keep=4, enable_async_checkpointing=False),
         )
-        params = initial(CONFIG, seed) if start is None else _params_of(start)
+        params = initial(CONFIG, seed)
         self.state = {
             "params": params,
             "moments": optimiser().init(params),
             "recent": np.zeros((2, 1 + len(_ASKED)), np.float32),  # decaying (right, asked)
-            "place": {"step": np.array(0), "stage": np.array(stage), "into": np.array(0)},
+            "place": {"step": np.array(0), "stage": np.array(0), "into": np.array(0)},
         }
         latest = self.manager.latest_step()
         if latest is not None:
@@ -264,14 +260,6 @@ class Run:
 
     def save(self) -> None:
         self.manager.save(self.place["step"], args=ocp.args.StandardSave(self.state))
-
-
-def _params_of(checkpoint: Path) -> Params:
-    """The weights of an HF folder, to go on from; raises ValueError for another shape."""
-    model = load_pretrained(checkpoint, dtype="float32")
-    if model.config != CONFIG:
-        raise ValueError(f"got a checkpoint of {model.config}, expected {CONFIG}")
-    return split(model)
 
 
 def train(run: Run, seed: int, stages: tuple[Stage, ...], save_every_s: float) -> None:
@@ -323,11 +311,8 @@ def main() -> None:
     parser.add_argument("--out", type=result_folder, required=True, help="the run's folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=300, help="seconds")
-    parser.add_argument("--start", type=Path, help="HF folder of weights to go on from")
-    names = [stage.name for stage in STAGES]
-    parser.add_argument("--stage", default=names[0], choices=names, help="the first to run")
     args = parser.parse_args()
-    run = Run(args.out, args.seed, start=args.start, stage=names.index(args.stage))
+    run = Run(args.out, args.seed)
     train(run, args.seed, STAGES, args.save_every)
 
 
