@@ -21,7 +21,7 @@ from ckv_jax.trace import STAGES
 
 SYSTEMS_SHOWN = ("impress", "contiguous-kv", "ckv")
 QUICK = Setting(prefixes=1, repeats=4, systems=SYSTEMS_SHOWN)
-FULL = Setting(prefixes=2, repeats=16, systems=SYSTEMS_SHOWN, budgets=(0.05, 0.10, 0.25, 0.50))
+FULL = Setting(prefixes=1, repeats=12, systems=SYSTEMS_SHOWN, budgets=(0.05, 0.10, 0.25, 0.50))
 PARTS = (*STAGES, "other")
 
 

@@ -18,7 +18,7 @@ from bench.turns import take_turns
 from ckv_jax.systems import system_named
 
 QUICK = Setting(prefixes=1, repeats=4, systems=("impress", *OURS))
-FULL = Setting(prefixes=4, repeats=24, systems=("impress", *OURS), budgets=(0.05, 0.10, 0.25, 0.50))
+FULL = Setting(prefixes=2, repeats=16, systems=("impress", *OURS), budgets=(0.05, 0.10, 0.25, 0.50))
 PAPER = {"SST-2 7B": 0.0621, "SST-2 14B": 0.0664, "RTE 7B": 0.0600, "RTE 14B": 0.0571}
 
 

@@ -32,7 +32,7 @@ from ckv_jax.systems import system_named
 
 SHOWN = ("impress", "as-h2o-lfu", "contiguous-kv", "ckv")
 QUICK = Setting(prefixes=4, prefix_tokens=2000, repeats=8, budgets=(0.25,), systems=SHOWN)
-FULL = Setting(prefixes=12, repeats=36, budgets=(0.25, 0.05), systems=SHOWN)
+FULL = Setting(prefixes=8, repeats=24, budgets=(0.25, 0.05), systems=SHOWN)
 EDGES = (1, 2, 4, 8, 16, 32, 64)
 
 

@@ -22,7 +22,7 @@ from ckv_jax.systems import SYSTEMS, system_named
 QUICK = Setting(
     prefixes=1, prefix_tokens=2000, repeats=4, budgets=(0.25,), systems=("contiguous-kv",)
 )
-FULL = Setting(prefixes=1, repeats=12, budgets=(0.25, 0.05), systems=OURS)
+FULL = Setting(prefixes=1, repeats=8, budgets=(0.25, 0.05), systems=OURS)
 CHUNKS = (4, 8, 16, 32, 64)
 PERIODS = (4, 8, 16)
 SUBPERIODS = (1, 2, 4, 8)

@@ -27,7 +27,7 @@ from bench.scatter import loaded, scatter
 from ckv_jax.systems import SYSTEMS
 
 QUICK = Setting(prefixes=1, repeats=3, budgets=(0.05, 0.10, 0.25))
-FULL = Setting(prefixes=2, repeats=12, budgets=(0.05, 0.10, 0.25, 0.40, 0.50))
+FULL = Setting(prefixes=1, repeats=8, budgets=(0.05, 0.10, 0.25, 0.40, 0.50))
 PERIODS = (2, 4, 8)
 DISTANCES = (1, 4, 8, 16, 24)
 PUBLISHED: dict[str, tuple[float, float, str]] = {

@@ -43,7 +43,10 @@ from ckv_jax.config import PolicyName, SystemConfig
 from ckv_jax.systems import system_named
 
 QUICK = Setting(prefixes=1, repeats=5)
-FULL = Setting(prefixes=4, repeats=24, budgets=(0.05, 0.10, 0.25, 0.50))
+FULL = Setting(prefixes=2, repeats=16, budgets=(0.05, 0.10, 0.25, 0.50))
+
+WARM_TOKENS = 2000
+"""Of each of the many prefixes of a warm run."""
 
 
 def variants(system: SystemConfig) -> dict[str, SystemConfig]:
@@ -183,9 +186,9 @@ def main() -> None:
         prefill = lab.prefill_s
         prefixes = args.warm_prefixes
         if prefixes is None:
-            prefixes = 6 if args.quick else 24
+            prefixes = 6 if args.quick else 16
         if prefixes:
-            tokens = args.warm_tokens or (1008 if args.quick else setting.prefix_tokens)
+            tokens = args.warm_tokens or (1008 if args.quick else WARM_TOKENS)
             smaller = dataclasses.replace(setting, prefixes=prefixes, prefix_tokens=tokens)
             names = [name for name in setting.systems if name != "recompute"]
             with Lab(smaller, like=lab) as other:
