@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -30,14 +31,12 @@ from ckv_jax.data.ledger import FAMILIES
 from ckv_jax.data.reference import LEARNED, demo_ledger
 from ckv_jax.model.weights import save_pretrained
 
-_TRAINING = [
+_TRAINING = (
     "`python -m bench.train_reference --seed 0`: repeated random sequences, then random triples of "
-    "words that come again in",
-    "another order, then both beside ledgers of 192 to 4,096 tokens, with Muon. The start is "
-    "structured (`bench/tasks/initial.py`): the biases of some "
-    "heads favour the tokens just",
-    "before, some query and key kernels start aligned; nothing of the tasks is built in.",
-]
+    "words that come again in another order, then both beside ledgers of 192 to 4,096 tokens, with "
+    "Muon. The start is structured (`bench/tasks/initial.py`): the biases of some heads favour the "
+    "tokens just before, some query and key kernels start aligned; nothing of the tasks is built in."
+)
 _CHANCE = {"recall": 98, "multikey": 98, "induction": 6, "verify": 2, "tracking": 98}
 
 
@@ -87,8 +86,7 @@ def card(results: dict[str, dict[str, tuple[int, int]]], steps: int, compute: st
         "| verify | `check boat broken.` | `check boat` | no |",
         "| tracking | `let irene oslo.` and `trace kurt irene.` | `trace kurt` | oslo |", "",
         "## Training", "",
-        *_TRAINING, "",
-        f"`bench/train_reference.py`, {steps:,} steps. {compute}", "",
+        *textwrap.wrap(f"{_TRAINING} {steps:,} steps. {compute}", 118), "",
         "## Accuracy with the whole prefix attended to", "",
         "Test split, weights in bfloat16; 95% Wilson intervals. First every question of each "
         "ledger, activations in float32; then",
