@@ -35,7 +35,8 @@ _TRAINING = (
     "`python -m bench.train_reference --seed 0`: repeated random sequences, then random triples of "
     "words that come again in another order, then both beside ledgers of 192 to 4,096 tokens, with "
     "Muon. The start is structured (`bench/tasks/initial.py`): the biases of some heads favour the "
-    "tokens just before, some query and key kernels start aligned; nothing of the tasks is built in."
+    "tokens just before, some query and key kernels start aligned; nothing of the tasks is built "
+    "in."
 )
 _CHANCE = {"recall": 98, "multikey": 98, "induction": 6, "verify": 2, "tracking": 98}
 
@@ -105,7 +106,7 @@ def card(results: dict[str, dict[str, tuple[int, int]]], steps: int, compute: st
     lines += [
         "", f"Chance: {chance}.", "",
         "## Limits", "",
-        "Questions must follow the ledger's wording. `tracking` was not asked in the last training "
+        "Questions must follow the ledger's wording. `tracking` was not asked in training "
         "and is guessed. Beyond 4,096",
         "tokens, or with several questions in one suffix, it was not trained and not measured. The "
         "tokenizer spells unknown words",
