@@ -1,13 +1,14 @@
-"""Parameters of `bench.simulation`: this machine's disk, link and contention, recorded runs.
+"""Parameters of `bench.simulation`: this machine's disk, link and cores, and recorded runs.
 
 Nothing here is taken from the time to first token that is to be predicted: calls are timed by
-replaying them, reads by loops of their own, and the engine's part by requests that read no packs
-and by what its thread does beside waiting.
+replaying them, reads and the engine thread's work for them by loops of their own, and what else the
+engine adds by requests that read no packs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 import time
@@ -28,7 +29,10 @@ from ckv_jax.pipeline.device_pool import DevicePool
 from ckv_jax.pipeline.mapped_pool import MappedPool
 from ckv_jax.pipeline.memory import job_packs
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.read_job import State
+from ckv_jax.pipeline.source import PackSource
 from ckv_jax.storage.reader import PrefixReader
+from ckv_jax.trace import Trace
 
 LOOP_S = 0.15
 _SCORING = ("_select", "_project", "_by_keys", "_by_probe")
@@ -40,7 +44,7 @@ class Calls:
     """The calls of one request by themselves, with everything on the device (`bench.floor`)."""
 
     total_s: float
-    """Back to back, with one wait at the end."""
+    """Back to back, with one wait at the end, without those that look ahead."""
     select_s: tuple[float, ...]
     """Scoring before each stage; 0 where a selection is shared."""
     compute_s: tuple[float, ...]
@@ -48,7 +52,7 @@ class Calls:
     ends_s: tuple[float, float]
     """Embedding, and the head."""
     lookahead_s: float
-    """Of each scoring: what speculation scores again."""
+    """Each guess at the period after; 0.0 if the system makes none."""
 
 
 class Disk:
@@ -67,6 +71,7 @@ class Disk:
         )
         self._probes = None if prefix.layout.probe == "none" else _Probes(self._reader)
         self._found: dict[str, list[tuple[float, float]]] = {}
+        self._work: list[float] = []
 
     def __enter__(self) -> Self:
         self._reader.__enter__()
@@ -80,13 +85,14 @@ class Disk:
     ) -> None:
         self._reader.__exit__(kind, error, traceback)
 
-    def sample(self) -> None:
-        """One short loop of each kind."""
+    def sample(self, cold: Engine) -> None:
+        """One short loop of each kind, and the work of `cold`'s thread for each read."""
         self._note("alone", _read_loop(self._packs.read, 1))
         self._note("together", _read_loop(self._packs.read, self._threads))
         if self._probes is not None:
             self._note("probe", _read_loop(self._probes.read, 2))
         self._note("latency", (timed(lambda: _one_pack(self._reader)), 0.0))
+        self._work.append(_work_for_reads(cold, self._reader))
 
     def hardware(self, engine: Engine, recording: Recording) -> Hardware:
         """Medians of the samples, and what calls and readers take of the cores: the process's CPU
@@ -103,10 +109,10 @@ class Disk:
             thread_bandwidth=speed["alone"],
             threads=self._threads,
             link_bandwidth=_link(engine),
-            job_overhead=0.0,
+            job_overhead=statistics.median(self._work),
             call_overhead=0.0,  # part of the engine's own time, in `sync_overhead`
             sync_overhead=0.0,
-            cores=len(os.sched_getaffinity(0)),
+            cores=len(os.sched_getaffinity(0)) if _in_host_memory(engine) else math.inf,
             call_cores=_cores(recording),
             read_cpu=statistics.median(x[1] for x in self._found["together"]),
         )
@@ -115,22 +121,14 @@ class Disk:
         self._found.setdefault(name, []).append(found)
 
 
-def with_engine(
-    here: Hardware, script: Script, unread: Script, cold: Json, resident: Json
-) -> Hardware:
-    """`here` with the engine thread's own work.
+def with_engine(here: Hardware, unread: Script, ttft_s: float) -> Hardware:
+    """`here` with what the engine adds to the bare calls of a request that reads no packs.
 
-    For each read it is what `cold` requests spent on nothing that has a name, beyond what
-    `resident` ones did. What else the engine adds to the bare calls follows from the time to first
-    token of `resident` requests, whose script is `unread`: it is charged where the engine waits for
-    the device, at each selection.
+    `unread` is its script and `ttft_s` its time to first token, whose excess is charged where the
+    engine waits for the device, at each selection. Where there is none it hides behind the calls.
     """
-    own = [row["breakdown_ms"]["other"] + row["stage_ms"] for row in (cold, resident)]
-    jobs = sum(script.jobs(stage.needed_bytes) for stage in script.stages)
-    here = dataclasses.replace(here, job_overhead=max(0.0, own[0] - own[1]) / 1e3 / max(1, jobs))
-    if script.kind == "all":
-        return here  # no selection to wait for: what it adds hides behind the calls
-    ttft_s = resident["ttft_ms"]["p50"] / 1e3
+    if unread.kind == "all":
+        return here
     low, high = 0.0, ttft_s
     for _ in range(30):
         tried = dataclasses.replace(here, sync_overhead=(low + high) / 2)
@@ -148,32 +146,32 @@ def calls_of(engine: Engine, recording: Recording, total: float) -> Calls:
     select: list[float] = []
     compute: list[float] = []
     scoring: list[float] = []  # since the layers before
+    guesses: list[float] = []
     for call, seconds in zip(recording.calls[1:-1], each[1:-1].tolist(), strict=True):
         if call.name in _SCORING:
             scoring.append(seconds)
         elif call.name in _LAYERS:
-            # Ours scores for itself, then perhaps for the period after.
-            select.append(sum(scoring[:1] if engine.system.chunked else scoring))
+            if engine.system.chunked:  # first for itself, then perhaps for the period after
+                guesses += scoring[1:]
+                scoring = scoring[:1]
+            select.append(sum(scoring))
             compute.append(seconds)
             scoring = []
         else:
             raise ValueError(f"got a call {call.name!r}, expected one that scores or runs layers")
-    ahead = (total - each[0] - each[-1] - sum(select) - sum(compute)) / max(
-        1, sum(seconds > 0 for seconds in select)
-    )
     return Calls(
-        total_s=total,
+        total_s=total - sum(guesses),
         select_s=tuple(select),
         compute_s=tuple(compute),
         ends_s=(float(each[0]), float(each[-1])),
-        lookahead_s=max(0.0, ahead),
+        lookahead_s=statistics.fmean(guesses) if guesses else 0.0,
     )
 
 
 def script_of(engine: Engine, cold: Json, calls: Calls, *, guessing: float = 0.0) -> Script:
     """A request of the mean bytes of `cold` rows and the times of `calls`.
 
-    `guessing` is the share of the requests that looked ahead.
+    `guessing` is the share of the periods before the last that were followed by a guess.
     """
     system, layout = engine.system, engine.layout
     useful, probe = cold["ssd_kv_bytes"], cold["ssd_probe_bytes"]
@@ -295,14 +293,47 @@ class _Probes:
         return out.nbytes
 
 
+def _work_for_reads(engine: Engine, reader: PrefixReader) -> float:
+    """The engine thread's seconds for each read: to ask for it, and to take it once it is there.
+
+    `engine` must be idle and keep nothing.
+    """
+    parts, prefix = engine._parts, reader.prefix
+    trace, spent = Trace(), 0.0
+    with (
+        parts.views.using(prefix) as view,
+        PackSource(
+            view=view, reader=reader, memory=parts.memory, prefetcher=parts.prefetcher,
+            recompute=_never, trace=trace,
+        ) as source,
+    ):  # fmt: skip
+        chunks = np.arange(min(view.num_chunks, 4 * job_packs(prefix.layout)))
+        for group in range(min(4, prefix.layout.groups)):
+            spent += timed(lambda group=group: source.demand(group, chunks))
+        jobs = [job for group in source._groups.values() for job in group.jobs]
+        while any(job.state in (State.WAITING, State.QUEUED, State.RUNNING) for job in jobs):
+            time.sleep(1e-3)
+        for group in source._groups:
+            spent += timed(lambda group=group: source.collect(group, chunks))
+    return spent / len(jobs)
+
+
+def _never(group: int, chunks: np.ndarray) -> np.ndarray:
+    raise RuntimeError(f"got unreadable packs {chunks} of group {group}")
+
+
 def _one_pack(reader: PrefixReader) -> None:
     layout = reader.prefix.layout
     reader.read_packs(0, np.array([0]), np.empty((1, *layout.pack_shape), layout.numpy_dtype))
 
 
+def _in_host_memory(engine: Engine) -> bool:
+    return isinstance(engine._parts.memory.pool, MappedPool)
+
+
 def _link(engine: Engine) -> float:
     """Bytes a second from a host buffer into the pool; as good as endless if they are one."""
-    if isinstance(engine._parts.memory.pool, MappedPool):
+    if _in_host_memory(engine):
         return 1e15
     layout = engine.layout
     packs = job_packs(layout)

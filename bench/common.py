@@ -151,8 +151,11 @@ def result_file(text: str) -> Path:
     """A file from the command line that can be written, which is asked before hours of work."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder, expected a file")
-    _check_writable(Path(text).absolute().parent, text)
-    return Path(text)
+    path = Path(text)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: no right to")
+    _check_writable(path.absolute().parent, text)
+    return path
 
 
 def result_folder(text: str) -> Path:

@@ -57,7 +57,7 @@ class Profile:
 
     @classmethod
     def of(cls, row: Json) -> Profile:
-        """From a cold row of `bench.ttft`."""
+        """From a row of requests without a cache."""
         return cls(
             loaded_share=row["tokens_loaded"] / row["tokens_in_prefix"],
             coverage=row["coverage"],
@@ -81,9 +81,13 @@ def script(
     attended = prefix if system.selector == "all" else budget * prefix
     step = _time(accelerator, *_layer(model, suffix, attended, row))
     probe_tokens = prefix if system.selector != "all" else 0
-    probe_share = {"heads": 3 / model.num_kv_heads, "digest": 0.5}.get(system.probe, 1.0)
-    probe_row = min(1.0, probe_share) * row
-    select = _time(accelerator, *_select(model, suffix, probe_tokens, probe_row))
+    share = {"int8": 1 / 2, "int4": 1 / 4, "pq": 1 / 16}.get(system.digest, 1.0)
+    if system.probe == "heads":
+        share = min(1.0, 3 / model.num_kv_heads)
+    probe_row = share * row
+    queries = min(suffix, system.score_window or suffix)
+    one = _time(accelerator, *_select(model, queries, probe_tokens, probe_row))
+    select = one * system.score_layers
     embed, head = 5e-6, 2.0 * model.vocab_size * model.hidden_size / accelerator.memory_bandwidth
     if not system.chunked:
         keys, loaded = 0.0, profile.loaded_share * kv
@@ -126,7 +130,7 @@ def script(
         embed_s=embed,
         head_s=head,
         # Nothing covered: reading ahead did not pay, and was left out.
-        lookahead_s=select if system.speculate == "lookahead" and ahead else 0.0,
+        lookahead_s=one if system.speculate == "lookahead" and ahead else 0.0,
     )
 
 

@@ -86,6 +86,7 @@ def main() -> int:
             print(f"{kind:24} {found[kind]} {time.monotonic() - start:.1f} s {state}", flush=True)
     print(f"{'total':24} {_counts(total)}")
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"kinds": found, "total": _counts(total)}, indent=1))
     return 0 if total.ok else 1
 

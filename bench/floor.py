@@ -161,8 +161,7 @@ def compute_floor_ms(
 ) -> list[float]:
     """For each budget the median ms of `replays` replays.
 
-    Guesses at what to read ahead are not among the calls: with everything resident there is nothing
-    to read.
+    A system that always looks ahead does so here too.
     """
     floors = []
     with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:

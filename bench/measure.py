@@ -36,6 +36,8 @@ class Sample:
     host_bytes: int
     """Of packs found in the host pool."""
     coverage: float
+    guesses: int
+    """How often lookahead selected for the period after."""
     fell_back: int
     """Layers in which IMPRESS loaded all keys."""
     attention_mass: float
@@ -65,6 +67,7 @@ class Sample:
             device_bytes=trace.bytes["device"],
             host_bytes=trace.bytes["host"],
             coverage=trace.coverage,
+            guesses=trace.counters.get("guesses", 0),
             fell_back=trace.counters.get("layers_fell_back", 0),
             attention_mass=trace.attention_mass,
             jobs=len(copies),
@@ -124,6 +127,7 @@ def row_of(
             "host": total("host_bytes") / packs if packs else 0.0,
         },
         "coverage": mean("coverage"),
+        "guesses": mean("guesses"),
         "waste": total("waste_bytes") / max(1, total("pack_bytes")),
         "ssd_bytes": mean("pack_bytes") + mean("probe_bytes"),
         "ssd_kv_bytes": mean("demanded_bytes"),

@@ -32,11 +32,11 @@ from ckv_jax.data.reference import LEARNED, demo_ledger
 from ckv_jax.model.weights import save_pretrained
 
 _TRAINING = (
-    "`python -m bench.train_reference --seed 0`: repeated random sequences, then random triples of "
-    "words that come again in another order, then both beside ledgers of 192 to 4,096 tokens, with "
-    "Muon. The start is structured (`bench/tasks/initial.py`): the biases of some heads favour the "
-    "tokens just before, some query and key kernels start aligned; nothing of the tasks is built "
-    "in."
+    "`python -m bench.train_reference --seed {seed}`: repeated random sequences, then random "
+    "triples of words that come again in another order, then such triples beside ledgers of 192 to "
+    "4,096 tokens, with Muon. The start is structured (`bench/tasks/initial.py`): the biases of "
+    "some heads favour the tokens just before, some query and key kernels start aligned; nothing "
+    "of the tasks is built in. {steps:,} steps."
 )
 _CHANCE = {"recall": 98, "multikey": 98, "induction": 6, "verify": 2, "tracking": 98}
 
@@ -60,7 +60,9 @@ def _answers(params: Params, tokens: Any, questions: Any, lengths: Any) -> jax.A
     return logits[0].argmax(-1)
 
 
-def card(results: dict[str, dict[str, tuple[int, int]]], steps: int, compute: str) -> str:
+def card(
+    results: dict[str, dict[str, tuple[int, int]]], *, seed: int, steps: int, compute: str
+) -> str:
     """The README of the checkpoint."""
     lines = [
         "---", "license: apache-2.0", "library_name: transformers", "language: en", "tags:",
@@ -87,7 +89,7 @@ def card(results: dict[str, dict[str, tuple[int, int]]], steps: int, compute: st
         "| verify | `check boat broken.` | `check boat` | no |",
         "| tracking | `let irene oslo.` and `trace kurt irene.` | `trace kurt` | oslo |", "",
         "## Training", "",
-        *textwrap.wrap(f"{_TRAINING} {steps:,} steps. {compute}", 118), "",
+        *textwrap.wrap(f"{_TRAINING.format(seed=seed, steps=steps)} {compute}", 118), "",
         "## Accuracy with the whole prefix attended to", "",
         "Test split, weights in bfloat16; 95% Wilson intervals. First every question of each "
         "ledger, activations in float32; then",
@@ -125,7 +127,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--compute", default="", help="a sentence on hardware and time")
     args = parser.parse_args()
-    run = Run(args.run, seed=0)
+    about = args.run / "run.json"
+    if not about.is_file():
+        parser.error(f"{args.run} is no folder of a training run: it has no run.json")
+    seed = json.loads(about.read_text(encoding="utf-8"))["seed"]
+    run = Run(args.run, seed)
     model = join(run.state["params"], CONFIG, dtype="bfloat16")
     shipped = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), split(model))
     results = {f"{n:,}": evaluate(shipped, n, range(args.documents)) for n in args.lengths}
@@ -142,8 +148,8 @@ def main() -> None:
     for name, found in results.items():
         shown = "  ".join(f"{family} {r}/{n}" for family, (r, n) in found.items())
         print(f"{name} tokens: {shown}", flush=True)
-    about = card(results, run.place["step"], args.compute)
-    (partial_folder / "README.md").write_text(about, encoding="utf-8")
+    text = card(results, seed=seed, steps=run.place["step"], compute=args.compute)
+    (partial_folder / "README.md").write_text(text, encoding="utf-8")
     shutil.rmtree(args.out, ignore_errors=True)
     partial_folder.rename(args.out)
     size = sum(file.stat().st_size for file in args.out.iterdir())

@@ -4,7 +4,7 @@
 
 `validation`: each system is measured here, cold; the model of `bench.simulation` gets the disk,
 link and cores of this machine, each system's calls replayed by themselves, what its engine adds
-when nothing is read and what its thread does for a read, and the bytes, coverage and waste of its
+when nothing is read, what its thread does for a read, and the bytes, coverage and waste of its
 recorded requests, and predicts the time to first token (`bench.calibrate`). `predictions`:
 the same model with a preset's data sheet (the paper's A800 with a 990 Pro) and what each system was
 seen to load here, for published models and prefixes of 4k to 128k tokens. Predictions are not
@@ -29,6 +29,7 @@ from bench.simulation import Hardware, Simulation
 from bench.turns import budgets_of
 from ckv_jax import Engine
 from ckv_jax.model.config import PUBLISHED
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.systems import system_named
 
 SIMULATED = (*OURS, "impress", "as-h2o-lfu", "as-lru")
@@ -62,7 +63,7 @@ def measure(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Measured:
             read.append(measured(lab, cold, 0, turn, budget))
             resident.append(measured(lab, warm, 0, 0, budget))
             replays.append(timed(recording.replay))
-            disk.sample()
+            disk.sample(cold)
         hardware = disk.hardware(warm, recording)
     calls = calls_of(warm, recording, statistics.median(replays))
     return Measured(cold=read, resident=resident, calls=calls, hardware=hardware)
@@ -92,10 +93,10 @@ def _row(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Json:
         | {"tokens_in_prefix": lab.work.prefix_tokens}
         for kind, samples in (("cold", found.cold), ("resident", found.resident))
     )
-    guessing = statistics.fmean(sample.coverage > 0 for sample in found.cold)
+    guessing = read["guesses"] / max(1, Plan.of(cold.layout.num_layers, system).periods - 1)
     script = script_of(cold, read, found.calls, guessing=guessing)
     unread = script_of(cold, resident, found.calls)
-    here = with_engine(found.hardware, script, unread, read, resident)
+    here = with_engine(found.hardware, unread, resident["ttft_ms"]["p50"] / 1e3)
     outcome = Simulation(script, here).run()
     median = read["ttft_ms"]["p50"]
     return {
@@ -176,6 +177,10 @@ def main() -> None:
     setting = setting_of(args)
     if "recompute" in setting.systems:
         raise SystemExit("got system recompute, which reads nothing and needs no simulation")
+    if setting.prefixes != 1:
+        raise SystemExit(
+            f"got {setting.prefixes} prefixes, expected 1: more would be no other work"
+        )
     with Lab(setting) as lab:
         rows = validate(lab, setting.systems)
     predictions = predict(rows, args.preset, setting.suffix_tokens)

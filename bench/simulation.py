@@ -67,11 +67,6 @@ class Stage:
     demanded_bytes: int = 0
     """Of packs that only its own selection asks for."""
 
-    @property
-    def needed_bytes(self) -> int:
-        """Of all packs that it attends to and that are read."""
-        return self.ahead_bytes + self.speculated_bytes + self.demanded_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:

@@ -262,6 +262,7 @@ def main() -> None:
         found |= measure_many(folder / "many")
         print({name: found[name] for name in ("open_10k_s", "lookup_ms", "rebuild_10k_s")})
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1))
 
 

@@ -9,6 +9,7 @@ had not been. A stage ends when its accuracy goal is reached, or at its last ste
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -235,6 +236,7 @@ class Run:
     """Parameters, Adam's moments and the place in the curriculum, kept in Orbax checkpoints."""
 
     def __init__(self, folder: Path, seed: int) -> None:
+        _same_run(folder, {"seed": seed, "stages": [stage.name for stage in STAGES]})
         self.manager = ocp.CheckpointManager(
             folder.absolute() / "checkpoints",
             options=ocp.CheckpointManagerOptions(max_to_keep=4, enable_async_checkpointing=False),
@@ -260,6 +262,16 @@ class Run:
 
     def save(self) -> None:
         self.manager.save(self.place["step"], args=ocp.args.StandardSave(self.state))
+
+
+def _same_run(folder: Path, about: dict[str, Any]) -> None:
+    """Notes in the folder what is run there; ends the program if that is something else."""
+    path = folder / "run.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(about) + "\n", encoding="utf-8")
+    elif (before := json.loads(path.read_text(encoding="utf-8"))) != about:
+        raise SystemExit(f"{folder} holds a run of {before}, got {about}: name another folder")
 
 
 def train(run: Run, seed: int, stages: tuple[Stage, ...], save_every_s: float) -> None:

@@ -69,32 +69,42 @@ def cold(lab: Lab, disk: Disk, *, ablate: bool) -> list[Json]:
         if ablate or variant == "default"
     }
     taken = take_turns(lab, systems)
-    floors: dict[tuple[str, str, int], list[float]] = {}
-    for system in systems.values():
-        if system.selector != "none" and calls_of(system) not in floors:
-            floors[calls_of(system)] = compute_floor_ms(lab, system, lab.setting.budgets)
-    return [_with_floors(part, floors.get(calls_of(part.system)), lab, disk) for part in taken]
+    floors: dict[SystemConfig, list[float]] = {}
+    for system in map(floor_system, systems.values()):
+        if system.selector != "none" and system not in floors:
+            floors[system] = compute_floor_ms(lab, system, lab.setting.budgets)
+    return [_with_floors(part, floors.get(floor_system(part.system)), lab, disk) for part in taken]
 
 
-def calls_of(system: SystemConfig) -> tuple[str, str, int]:
-    """What tells a system's calls from another's; how it caches and reads ahead does not."""
-    return system.selector, system.probe, system.period
+def floor_system(system: SystemConfig) -> SystemConfig:
+    """The system that makes the same calls for a request that has nothing to read, and is the same
+    for all that do: neither reading ahead nor a cache policy makes calls."""
+    return dataclasses.replace(
+        system,
+        name=f"floor of {system.selector}",
+        prefetch="none",
+        speculate="previous",
+        speculate_always=True,
+        overfetch=1.0,
+        policy="lru",
+    )
 
 
 def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
     """Rows with both caches; ours also with the other cache policies."""
     budget, rows = lab.setting.budgets[0], []
     rivals: tuple[PolicyName, ...] = ("lfu", "lru")
-    floors: dict[tuple[str, str, int], list[float]] = {}
+    floors: dict[SystemConfig, list[float]] = {}
     for name in systems:
         system = system_named(name)
-        if calls_of(system) not in floors:
-            floors[calls_of(system)] = compute_floor_ms(lab, name, lab.setting.budgets[:1])
+        bare = floor_system(system)
+        if bare not in floors:
+            floors[bare] = compute_floor_ms(lab, bare, lab.setting.budgets[:1])
         for policy in (system.policy, *(rivals if name in OURS else ())):
             variant = "warm" if policy == system.policy else f"warm-{policy}"
             changed = dataclasses.replace(system, policy=policy)
             part = warm_run(lab, changed, variant, budget, requests)
-            rows.append(_with_floors(part, floors[calls_of(system)], lab, disk))
+            rows.append(_with_floors(part, floors[bare], lab, disk))
             print(f"{name} {variant}: {rows[-1]['ttft_ms']['mean']:.1f} ms", flush=True)
     return rows
 
@@ -186,7 +196,7 @@ def main() -> None:
         prefill = lab.prefill_s
         prefixes = args.warm_prefixes
         if prefixes is None:
-            prefixes = 6 if args.quick else 16
+            prefixes = 5 if args.quick else 16
         if prefixes:
             tokens = args.warm_tokens or (1008 if args.quick else WARM_TOKENS)
             smaller = dataclasses.replace(setting, prefixes=prefixes, prefix_tokens=tokens)

@@ -67,9 +67,9 @@ class SystemConfig:
     score_window: int | None = None
     """Only the last so many suffix queries score the probe; None: all of them."""
     score_layers: int = 1
-    """How many layers of a period select for it, evenly spaced, their attention summed: 1 is the
-    paper's way, the first layer. Each makes its own queries of the hidden state that enters the
-    period; more than 1 needs a digest, of these layers."""
+    """How many layers of a period select for it, spread over it as evenly as whole numbers go,
+    their attention summed: 1 is the paper's way, the first layer. Each makes its own queries of the
+    hidden state that enters the period; more than 1 needs a digest, of these layers."""
     reorder: bool = False
     """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
 

@@ -124,7 +124,8 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
 
     packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values.
     probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
-    digest uint8 [L, X]: one record of params, scales and codes a layer, X padded to whole pieces.
+    digest uint8 [R, X]: a record of params, scales and codes for each digest layer, X padded to
+           whole pieces.
     """
     chunks = layout.num_chunks(tokens)
     heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens

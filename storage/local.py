@@ -16,6 +16,7 @@ from typing import Any
 
 from ckv_jax.storage import manifest as manifests
 from ckv_jax.storage.errors import SegmentDamaged, StoreError, as_store_error
+from ckv_jax.storage.layout import VERSION
 from ckv_jax.storage.workspace import (
     FOLDER,
     LocalHold,
@@ -29,7 +30,7 @@ from ckv_jax.storage.workspace import (
 
 _MARKER = "store.json"
 _OWN = ("segments", "pins", "tmp", "lock", "catalog.sqlite", "store.json", "lost+found")
-_FORMAT = {"format": "ckv-store", "version": 1}
+_FORMAT = {"format": "ckv-store", "version": VERSION}
 
 
 class LocalFiles:

@@ -68,7 +68,8 @@ class Tokenizer:
             if not isinstance(message, Mapping):
                 raise ValueError(f"got a message {message!r}, expected role and content")
             if not {"role", "content"} <= message.keys():
-                raise ValueError(f"got a message with {sorted(message)}, expected role and content")
+                names = sorted(map(str, message))
+                raise ValueError(f"got a message with {names}, expected role and content")
         if not self._backend.chat_template:
             raise CheckpointError("the tokenizer has no chat template (tokenizer_config.json)")
         from jinja2.exceptions import TemplateError  # what the templates are written in
@@ -77,7 +78,7 @@ class Tokenizer:
             text: str = self._backend.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: what it joins is no text
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return text
 

@@ -140,6 +140,7 @@ class Executor:
                     self._speculate(source, period + 1, union)
                 else:
                     guess = self._guess(view, batch, hidden, start, period + 1, probes)
+                    trace.count("guesses", 1)
             probes.used(period)
             probes.ahead(period + 1)  # behind the packs, which are needed sooner
             for step in self._plan.period_steps(period):

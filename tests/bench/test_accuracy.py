@@ -17,7 +17,8 @@ from ckv_jax.systems import SYSTEMS
 def test_rules_follow_the_systems() -> None:
     ours, paper = rule_of(SYSTEMS["ckv"], 0.1), rule_of(SYSTEMS["contiguous-kv"], 0.1)
     assert (ours.every, ours.window) == (SYSTEMS["ckv"].period, SYSTEMS["ckv"].score_window)
-    assert (paper.every, paper.probe, paper.window) == (8, "keys", None)
+    assert (paper.every, paper.probe, paper.window, paper.layers) == (8, "keys", None, 1)
+    assert (ours.probe, ours.layers) == (SYSTEMS["ckv"].digest, SYSTEMS["ckv"].score_layers)
     assert rule_of(SYSTEMS["as-h2o-lfu"], 0.1).heads == "each"
     assert rule_of(SYSTEMS["impress"], 0.1).probe == "heads3"
     assert rule_of(SYSTEMS["recompute"], 1.0).budget == 1

@@ -84,13 +84,10 @@ def test_readers_and_calls_share_cores() -> None:
 def test_the_engines_own_work_is_found_again() -> None:
     request = ours()
     slow = dataclasses.replace(HARDWARE, sync_overhead=0.003)
-    measured = {"breakdown_ms": {"other": 2.0}, "stage_ms": 0.0}
-    row = measured | {"ttft_ms": {"p50": ttft(request, slow) * 1e3}}
-    cold = {"breakdown_ms": {"other": 10.0}, "stage_ms": 0.0}
-    reading = dataclasses.replace(ours(demanded_bytes=32 * MB), packs_per_job=8)
-    found = with_engine(HARDWARE, reading, request, cold, row)
+    found = with_engine(HARDWARE, request, ttft(request, slow))
     assert found.sync_overhead == pytest.approx(0.003, rel=1e-3)
-    assert found.job_overhead == pytest.approx(0.008 / 16)  # four stages, four reads each
+    everything = dataclasses.replace(request, kind="all")
+    assert with_engine(HARDWARE, everything, 1.0) == HARDWARE
 
 
 def test_one_thread_alone_is_slower_than_all() -> None:

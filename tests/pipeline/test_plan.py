@@ -46,7 +46,19 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
 
     assert chosen(1) == [[0], [4]]
     assert chosen(2) == [[0, 2], [4, 5]]
+    assert chosen(3) == [[0, 1, 2], [4, 5]]
     assert chosen(4) == chosen(9) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("period", [4, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", [1, 3, 6, 16, 28, 30])
+def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, period: int) -> None:
+    system = dataclasses.replace(SYSTEMS["ckv"], score_layers=count, period=period)
+    plan = Plan.of(depth, system)
+    layout = system.layout(num_layers=depth, num_kv_heads=2, head_dim=16, dtype="float32")
+    select = [layer for p in range(plan.periods) for layer in plan.scoring_layers(p)]
+    assert layout.digest_layers == tuple(select)
 
 
 @pytest.mark.parametrize("count", [0, 2])
