@@ -74,8 +74,13 @@ class LocalFiles:
             if not (self.root / "segments").is_dir():
                 raise StoreError(f"{self.root}: not a store") from None
             return
+        if not isinstance(found, dict) or found.get("format") != _FORMAT["format"]:
+            raise StoreError(f"{self.root}: not a store")
         if found != _FORMAT:
-            raise StoreError(f"{self.root}: got {found}, expected {_FORMAT}")
+            raise StoreError(
+                f"{self.root}: a store of version {found.get('version')}, expected {VERSION}: "
+                "name another folder and ingest again"
+            )
 
     @property
     def catalog_path(self) -> Path | None:

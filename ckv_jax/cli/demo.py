@@ -53,14 +53,14 @@ def demo(
     with terminal.status("loading JAX and the checkpoint"):
         from ckv_jax.demo import Demo
         from ckv_jax.folders import cache_folder
+        from ckv_jax.storage.layout import VERSION
 
         folder = cache or cache_folder()
         made = Demo.prepare(folder, text=own, question=question)
     terminal.say(made.headline)
     with terminal.progress() as bar:
-        report = made.run(
-            folder / "store", system=system, ingesting=bar("tokens"), asking=bar("questions")
-        )
+        store = folder / f"store-{VERSION}"
+        report = made.run(store, system=system, ingesting=bar("tokens"), asking=bar("questions"))
     if json:
         terminal.json(report.to_json())
     else:
