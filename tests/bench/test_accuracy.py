@@ -10,6 +10,7 @@ import pytest
 
 from bench.accuracy import main, rule_of, summary
 from bench.cache_policies import recorded
+from bench.selection_study import quick_rules
 from ckv_jax.data.reference import LEARNED
 from ckv_jax.systems import SYSTEMS
 
@@ -44,6 +45,8 @@ def test_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         f"--suffix-tokens 12 --json {out} --plot {plot} --traces {traces}"
     )
     monkeypatch.setattr(sys, "argv", command.split())
+    few = dict(list(quick_rules().items())[4:7])  # every rule is compiled for seconds
+    monkeypatch.setattr("bench.accuracy.quick_rules", lambda: few)
     main()
     report = json.loads(out.read_text())
     rows = report["rows"]
@@ -56,6 +59,6 @@ def test_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert 0 <= low <= row["accuracy"] <= high <= 1
         assert 0 <= row["chunk_recall"] <= 1 and 0 <= row["needle"] <= 1
     assert {row["distance"] for row in report["coverage"]} == {1, 2, 4, 8}
-    assert any(row["name"] == "full" for row in report["study"])
+    assert {row["name"] for row in report["study"]} == {"full", *few}
     assert plot.stat().st_size > 1000 and (tmp_path / "a_coverage.png").stat().st_size > 1000
     assert {found.name for found in recorded(traces)} == {"ckv", "contiguous-kv"}
