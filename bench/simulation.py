@@ -122,7 +122,9 @@ class Machine:
             yield from self._slowed(alone_s)
             with self._disk.request(priority=priority) as turn:
                 yield turn
-                yield self.env.timeout(disk_s)
+                busy_s = min(disk_s, size * hardware.read_cpu)  # of a core, beside the waiting
+                yield from self._slowed(busy_s)
+                yield self.env.timeout(disk_s - busy_s)
             self._change("_reading", -1)
 
     def work(self, seconds: float) -> Process:
