@@ -10,8 +10,11 @@ and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRES
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
 from bench.lab import Lab
@@ -52,6 +55,7 @@ def subperiods(system: SystemConfig) -> dict[str, SystemConfig]:
 
 def sweep(lab: Lab, parameter: str, found: dict[str, SystemConfig]) -> list[Json]:
     """A row for each value and budget."""
+    _forget_programs()
     rows = []
     systems = {(system.name, value): system for value, system in found.items()}
     for taken in take_turns(lab, systems):
@@ -68,6 +72,7 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
     for length in lengths:
         setting = dataclasses.replace(lab.setting, prefix_tokens=length)
         names = ("impress", *setting.systems)
+        _forget_programs()
         with Lab(setting, like=lab) as other:
             systems = {(name, str(length)): system_named(name) for name in names}
             for taken in take_turns(other, systems):
@@ -76,6 +81,13 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
                 keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
                 rows.append(found | {name: row[name] for name in keep})
     return rows
+
+
+def _forget_programs() -> None:
+    """Lets go of what was compiled for values that are through: each program is mapped memory, and
+    Linux allows a process 65,530 mappings."""
+    jax.clear_caches()
+    gc.collect()
 
 
 def draw(figure: Any, rows: Sequence[Json]) -> None:
