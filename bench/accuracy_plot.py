@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.common import COLORS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -24,12 +26,14 @@ def plot_accuracy(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for name in dict.fromkeys(row["system"] for row in whole if row["budget"] < 1):
         mine = sorted((r for r in whole if r["system"] == name), key=lambda r: float(r["budget"]))
         budgets = [100 * row["budget"] for row in mine]
-        (line,) = panel.plot(budgets, [row["accuracy"] for row in mine], "o-", ms=3, label=name)
+        style = {"ms": 3, "label": name, "color": COLORS[name]}
+        panel.plot(budgets, [row["accuracy"] for row in mine], "o-", **style)
         low, high = zip(*(row["ci95"] for row in mine), strict=True)
-        panel.fill_between(budgets, low, high, alpha=0.12, color=line.get_color())
-    full = [row["accuracy"] for row in whole if row["budget"] == 1]
-    if full:
-        panel.axhspan(min(full) - 0.01, max(full), color="0.85", label="full KV less one point")
+        panel.fill_between(budgets, low, high, alpha=0.12, color=COLORS[name])
+    dense = [row for row in whole if row["budget"] == 1]
+    if dense:  # a recompute answers only a few of the questions
+        full = max(dense, key=lambda row: int(row["questions"]))["accuracy"]
+        panel.axhspan(full - 0.01, full, color="0.85", label="full KV less one point")
     panel.set_xscale("log")
     panel.set_xticks([5, 10, 25, 50, 100], labels=["5", "10", "25", "50", "100"])
     panel.set_xlabel("budget, % of the prefix")
