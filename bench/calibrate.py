@@ -125,10 +125,8 @@ def with_engine(here: Hardware, unread: Script, ttft_s: float) -> Hardware:
     """`here` with what the engine adds to the bare calls of a request that reads no packs.
 
     `unread` is its script and `ttft_s` its time to first token, whose excess is charged where the
-    engine waits for the device, at each selection. Where there is none it hides behind the calls.
+    engine waits for the device, at each selection, or to each layer's call where there is none.
     """
-    if unread.kind == "all":
-        return here
     low, high = 0.0, ttft_s
     for _ in range(30):
         tried = dataclasses.replace(here, sync_overhead=(low + high) / 2)

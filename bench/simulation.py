@@ -39,7 +39,7 @@ class Hardware:
     call_overhead: float
     """Engine thread, for each jitted call: dispatch, tables, bookkeeping."""
     sync_overhead: float
-    """For each selection brought to the host."""
+    """For each selection brought to the host; where there is none, for each layer."""
     cores: float = math.inf
     """CPU cores that calls and readers share; with an accelerator they share nothing."""
     call_cores: float = 1.0
@@ -256,7 +256,8 @@ class Simulation:
             self._start("ahead", index + ahead)
             yield from self._wait("ahead", index)
             yield from self._stage(stage.ahead_bytes)
-            self._call(stage.compute_s)
+            # There is nothing to wait for before the end: the engine's work beside slows the call.
+            self._call(stage.compute_s + self._hardware.sync_overhead)
             yield self._env.timeout(self._hardware.call_overhead)
         yield self._call(self._script.head_s)
 
