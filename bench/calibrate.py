@@ -15,14 +15,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from bench.common import Json
 from bench.floor import REPLAYS, Recording
-from bench.lab import Lab
 from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax import Engine
 from ckv_jax.pipeline.device_pool import DevicePool
@@ -55,35 +52,18 @@ class Calls:
     """Each guess at the period after; 0.0 if the system makes none."""
 
 
-class Disk:
-    """How fast packs and probes are read here, in short loops that take turns with requests.
+class Reads:
+    """How fast packs and probes are read here, in short loops that take turns with requests."""
 
-    A context manager, over prefix 0 in the layout of `engine`.
-    """
-
-    def __init__(self, lab: Lab, engine: Engine) -> None:
-        prefix = lab.prefix(0, engine)
+    def __init__(self, reader: PrefixReader, engine: Engine) -> None:
+        layout = reader.prefix.layout
         self._threads = engine.config.io_threads
-        self._pack_bytes = prefix.layout.pack_bytes
-        self._reader = lab.store.reader(prefix)
-        self._packs = _Packs(
-            self._reader, job_packs(prefix.layout), scattered=engine.system.chunked
-        )
-        self._probes = None if prefix.layout.probe == "none" else _Probes(self._reader)
+        self._pack_bytes = layout.pack_bytes
+        self._reader = reader
+        self._packs = _Packs(reader, job_packs(layout), scattered=engine.system.chunked)
+        self._probes = None if layout.probe == "none" else _Probes(reader)
         self._found: dict[str, list[tuple[float, float]]] = {}
         self._work: list[float] = []
-
-    def __enter__(self) -> Self:
-        self._reader.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._reader.__exit__(kind, error, traceback)
 
     def sample(self, cold: Engine) -> None:
         """One short loop of each kind, and the work of `cold`'s thread for each read."""

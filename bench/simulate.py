@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import costs
-from bench.calibrate import Calls, Disk, calls_of, script_of, timed, with_engine
+from bench.calibrate import Calls, Reads, calls_of, script_of, timed, with_engine
 from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
 from bench.floor import record
 from bench.lab import Lab
@@ -58,13 +58,14 @@ def measure(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Measured:
         recording = record(lab, warm, budget)
     recording.replay()
     read, resident, replays = [], [], []
-    with Disk(lab, warm) as disk:
+    with lab.store.reader(lab.prefix(0, warm)) as reader:
+        reads = Reads(reader, warm)
         for turn in range(lab.setting.repeats):
             read.append(measured(lab, cold, 0, turn, budget))
             resident.append(measured(lab, warm, 0, 0, budget))
             replays.append(timed(recording.replay))
-            disk.sample(cold)
-        hardware = disk.hardware(warm, recording)
+            reads.sample(cold)
+        hardware = reads.hardware(warm, recording)
     calls = calls_of(warm, recording, statistics.median(replays))
     return Measured(cold=read, resident=resident, calls=calls, hardware=hardware)
 
@@ -179,7 +180,7 @@ def main() -> None:
         raise SystemExit("got system recompute, which reads nothing and needs no simulation")
     if setting.prefixes != 1:
         raise SystemExit(
-            f"got {setting.prefixes} prefixes, expected 1: more would be no other work"
+            f"got {setting.prefixes} prefixes, expected 1, which all requests are about"
         )
     with Lab(setting) as lab:
         rows = validate(lab, setting.systems)

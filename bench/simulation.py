@@ -162,6 +162,7 @@ class Machine:
         rate = min(self._reading * hardware.thread_bandwidth, hardware.pack_bandwidth)
         reading = hardware.read_cpu * rate if self._reading else 0.0
         wide = (hardware.call_cores - 1) / max(1.0, hardware.cores - 1) if self._computing else 0.0
+        wide = min(1.0, wide)
         return wide * (1 + reading / hardware.cores) + (1 - wide) * max(
             1.0, (1 + reading) / hardware.cores
         )
