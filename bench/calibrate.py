@@ -22,13 +22,13 @@ from bench.common import Json
 from bench.floor import REPLAYS, Recording
 from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax import Engine
-from ckv_jax.pipeline.device_pool import DevicePool
-from ckv_jax.pipeline.mapped_pool import MappedPool
-from ckv_jax.pipeline.memory import job_packs
+from ckv_jax.memory.device import DevicePool
+from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.memory.memory import job_packs
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.read_job import State
-from ckv_jax.pipeline.source import PackSource
-from ckv_jax.storage.reader import PrefixReader
+from ckv_jax.reads.packs import PackSource
+from ckv_jax.reads.read_job import State
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 LOOP_S = 0.15

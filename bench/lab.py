@@ -23,14 +23,14 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.layers import Compute
 from ckv_jax.pipeline.prefill import DensePrefill
-from ckv_jax.reorder import REORDER_AFTER
-from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.rivals.reorder import REORDER_AFTER
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
 
 BASE = "contiguous-kv"

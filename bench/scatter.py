@@ -19,7 +19,7 @@ from bench.floor import recording
 from bench.lab import WARM_UP, Lab
 from bench.measure import measured
 from ckv_jax import Engine
-from ckv_jax.reorder import REORDER_AFTER
+from ckv_jax.rivals.reorder import REORDER_AFTER
 from ckv_jax.systems import SYSTEMS
 
 WARM = 10_000

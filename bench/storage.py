@@ -30,9 +30,9 @@ import numpy as np
 from bench.common import result_file
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
-from ckv_jax.storage.manifest import GROUP, Manifest
-from ckv_jax.storage.packing import aligned
-from ckv_jax.storage.writer import draft_manifest
+from ckv_jax.storage.segment.manifest import GROUP, Manifest
+from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.writer import draft_manifest
 
 TOKENS = 5008
 SHARES = (0.05, 0.25, 1.0)
@@ -154,7 +154,7 @@ _FIRST = """
 import sys, time, numpy as np
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore
-from ckv_jax.storage.packing import aligned
+from ckv_jax.storage.segment.packing import aligned
 out = aligned(QWEN_7B.pack_bytes).view(QWEN_7B.numpy_dtype).reshape(1, *QWEN_7B.pack_shape)
 tokens = some_tokens(int(sys.argv[2]))
 start = time.perf_counter()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix
-from ckv_jax.storage.packing import aligned
+from ckv_jax.storage.segment.packing import aligned
 
 FINGERPRINT = Fingerprint({"weights": "truth", "dtype": "bits"})
 SMALL = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)

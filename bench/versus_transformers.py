@@ -34,7 +34,7 @@ from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.weights import load_pretrained, random_model, save_pretrained
-from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
 
 DTYPES = ("bfloat16", "float32")

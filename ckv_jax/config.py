@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from threading import TIMEOUT_MAX
 from typing import Literal, get_args
 
-from ckv_jax.checks import check_number, check_text, check_whole
 from ckv_jax.storage.layout import Layout
+from ckv_jax.validate import check_number, check_text, check_whole
 
 Selector = Literal["none", "all", "chunk", "h2o", "impress"]
 """What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""

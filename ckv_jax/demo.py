@@ -20,8 +20,8 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CheckpointError
 from ckv_jax.folders import cache_folder
 from ckv_jax.request import Request, Result
-from ckv_jax.storage.inspect import inspect_store
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.inspect import inspect_store
 
 __all__ = ["BUDGETS", "Demo", "Report", "demo_checkpoint", "kl_divergence"]
 

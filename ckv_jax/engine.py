@@ -10,7 +10,6 @@ from typing import Self
 
 import numpy as np
 
-from ckv_jax.checks import check_whole
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Progress, ingest
@@ -18,7 +17,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.layers import Compute
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.answering import Answering
 from ckv_jax.serving.append import append
@@ -32,11 +31,12 @@ from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.server import Server
 from ckv_jax.serving.streams import result_of
 from ckv_jax.serving.warmup import warm
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
+from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
 

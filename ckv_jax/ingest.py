@@ -8,11 +8,11 @@ import numpy as np
 
 from ckv_jax.pipeline.prefill import Block, DensePrefill
 from ckv_jax.pipeline.recovery import Recovery
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.writer import SegmentWriter
+from ckv_jax.storage.segment.writer import SegmentWriter
+from ckv_jax.storage.store import ChunkStore
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all)."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckv_jax.checks import check_number
 from ckv_jax.config import check_budget
 from ckv_jax.errors import CkvError
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
+from ckv_jax.validate import check_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

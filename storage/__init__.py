@@ -1,8 +1,7 @@
 """ckv_jax.storage: KV of shared prefixes on disk, in chunks. numpy and tensorstore, never jax."""
 
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.digest import DigestData
+from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.errors import (
     CkvError,
     FingerprintMismatch,
@@ -14,13 +13,14 @@ from ckv_jax.storage.errors import (
     StoreFull,
 )
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
-from ckv_jax.storage.inspect import Inspection, inspect_store, plot_importance
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.reader import PrefixReader
-from ckv_jax.storage.upkeep import PruneReport, pin_prefix, prune_store
-from ckv_jax.storage.verify import VerifyReport, verify_store
-from ckv_jax.storage.writer import SegmentWriter
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.segment.writer import SegmentWriter
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.tools.inspect import Inspection, inspect_store, plot_importance
+from ckv_jax.storage.tools.upkeep import PruneReport, pin_prefix, prune_store
+from ckv_jax.storage.tools.verify import VerifyReport, verify_store
 
 __all__ = [
     "ChunkStore",

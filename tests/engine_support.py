@@ -12,7 +12,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import random_model
-from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
 
 SMALL = ModelConfig(

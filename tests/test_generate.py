@@ -19,10 +19,10 @@ from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.pipeline import view
+from ckv_jax.reads import residents as view
 from ckv_jax.serving.generation import Generation
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 SUFFIX = [1, 2, 3]
 

@@ -9,8 +9,8 @@ from ckv_jax.cache.policy import (
     Lru,
     Policy,
 )
-from ckv_jax.cache.pool import HostPool, slots_for
 from ckv_jax.cache.tiers import Moves, PoolExhausted, Tiers, TierStats
+from ckv_jax.memory.host import HostPool, slots_for
 
 __all__ = [
     "POLICIES",

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from ckv_jax.cli.output import Terminal, byte_size
 
 if TYPE_CHECKING:
-    from ckv_jax.storage.inspect import Inspection, PrefixInfo, SegmentInfo
+    from ckv_jax.storage.tools.inspect import Inspection, PrefixInfo, SegmentInfo
 
 __all__ = ["show_inspection"]
 

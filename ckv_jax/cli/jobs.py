@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ckv_jax.checks import check_text
 from ckv_jax.cli.output import json_line
 from ckv_jax.config import check_budget
 from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.validate import check_text
 
 __all__ = ["BadLine", "Job", "Results", "read_jobs"]
 

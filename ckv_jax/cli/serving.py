@@ -12,9 +12,9 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.generation import Generation
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 __all__ = ["Answerer", "find_prefix", "kv_bytes"]
 

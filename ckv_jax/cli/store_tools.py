@@ -14,7 +14,7 @@ from ckv_jax.cli.options import Json
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
 
 if TYPE_CHECKING:
-    from ckv_jax.storage.chunk_store import ChunkStore
+    from ckv_jax.storage.store import ChunkStore
 
 __all__ = ["inspect", "open_store", "parse_size", "pin", "prune", "verify"]
 
@@ -41,7 +41,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show which prefixes a store holds; for one of them, statistics of its keys and values."""
-    from ckv_jax.storage.inspect import inspect_store, plot_importance
+    from ckv_jax.storage.tools.inspect import inspect_store, plot_importance
 
     check_writable(plot)
     terminal = Terminal(as_json=json)
@@ -71,7 +71,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Read everything in a store back and check it. Exit code 1 if something is damaged."""
-    from ckv_jax.storage.verify import verify_store
+    from ckv_jax.storage.tools.verify import verify_store
 
     terminal = Terminal(as_json=json)
     with open_store(store) as opened, terminal.progress() as bar:
@@ -112,7 +112,7 @@ def prune(
 
     Pinned prefixes and those in use stay.
     """
-    from ckv_jax.storage.upkeep import prune_store
+    from ckv_jax.storage.tools.upkeep import prune_store
 
     terminal = Terminal(as_json=json)
     bound = parse_size(max_bytes)
@@ -136,7 +136,7 @@ def pin(
     json: Json = False,
 ) -> None:
     """Keep a prefix: it is never evicted or pruned until it is unpinned."""
-    from ckv_jax.storage.upkeep import pin_prefix
+    from ckv_jax.storage.tools.upkeep import pin_prefix
 
     terminal = Terminal(as_json=json)
     with open_store(store) as opened:
@@ -149,7 +149,7 @@ def pin(
 
 def open_store(url: str) -> ChunkStore:
     """A store that is there already; `ValueError` where there is none."""
-    from ckv_jax.storage.chunk_store import ChunkStore
+    from ckv_jax.storage.store import ChunkStore
 
     path = url.removeprefix("file://")
     if "://" not in path and not (Path(path).is_dir() and any(Path(path).iterdir())):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from ckv_jax.checks import check_number, check_whole
+from ckv_jax.validate import check_number, check_whole
 
 __all__ = ["SamplingArrays", "SamplingParams", "sample", "stack_params"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from ckv_jax.checks import check_text
 from ckv_jax.errors import CheckpointError
+from ckv_jax.validate import check_text
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.memory.memory import PagePool
 from ckv_jax.pipeline.executor import Context
 from ckv_jax.pipeline.kv_rows import KvRows, LayerKv, rows_bucket
-from ckv_jax.pipeline.memory import PagePool
+from ckv_jax.pipeline.layers import Compute
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.reselect import Reselect
 

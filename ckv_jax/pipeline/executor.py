@@ -16,14 +16,14 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.config import SystemConfig
+from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.buckets import batch_bucket, chunk_bucket, suffix_bucket
-from ckv_jax.pipeline.compute import Compute, Selection
-from ckv_jax.pipeline.memory import Memory
+from ckv_jax.pipeline.layers import Compute, Selection
 from ckv_jax.pipeline.pace import Pace
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.pipeline.source import PackSource
-from ckv_jax.pipeline.view import PrefixView
+from ckv_jax.reads.packs import PackSource
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.residents import PrefixView
 from ckv_jax.trace import Trace
 
 RECURRENCE = 0.5

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.compute import Compute, compiled
+from ckv_jax.pipeline.layers import Compute, compiled
 
 LEAST_ROWS = 64
 

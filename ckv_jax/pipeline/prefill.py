@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.compute import Compute, compiled
+from ckv_jax.pipeline.layers import Compute, compiled
 
 STEP_LAYERS = 4
 

@@ -10,14 +10,14 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.config import SystemConfig
+from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.buckets import chunk_bucket
-from ckv_jax.pipeline.compute import Compute
 from ckv_jax.pipeline.kv_rows import KvRows
-from ckv_jax.pipeline.memory import Memory
+from ckv_jax.pipeline.layers import Compute
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.probes import Probes
-from ckv_jax.pipeline.source import PackSource
-from ckv_jax.pipeline.view import PrefixView
+from ckv_jax.reads.packs import PackSource
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.residents import PrefixView
 
 RECENT = 16
 """Generated tokens whose queries score, where the system does not say."""

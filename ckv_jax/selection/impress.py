@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from ckv_jax.selection.top_k import top_mask
+from ckv_jax.selection.base import top_mask
 
 ALPHA = 0.6
 """Exponent of the threshold, the paper's choice (§4.3, Figure 22)."""

@@ -7,10 +7,10 @@ import numpy as np
 from ckv_jax.ingest import read_kv
 from ckv_jax.pipeline.prefill import DensePrefill
 from ckv_jax.serving.generation import Completion
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 
 def append(

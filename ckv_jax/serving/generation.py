@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from ckv_jax.checks import check_whole
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Placed, Request
 from ckv_jax.trace import Trace
+from ckv_jax.validate import check_whole
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 

@@ -6,21 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.pipeline.executor import Executor
-from ckv_jax.pipeline.key_buffers import KeyBuffers
 from ckv_jax.pipeline.kv_rows import KvRows
-from ckv_jax.pipeline.layerwise import LayerwiseExecutor
-from ckv_jax.pipeline.memory import Memory, job_packs
+from ckv_jax.pipeline.layers import Compute
 from ckv_jax.pipeline.pace import Pace
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.prefetcher import Prefetcher
 from ckv_jax.pipeline.prefill import DensePrefill
-from ckv_jax.pipeline.view import Views
-from ckv_jax.reorder import Reorderer
-from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.reads.key_buffers import KeyBuffers
+from ckv_jax.reads.prefetcher import Prefetcher
+from ckv_jax.reads.residents import Views
+from ckv_jax.rivals.executor import LayerwiseExecutor
+from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,11 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Placed, Request
-from ckv_jax.storage.chunk_store import ChunkStore
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
 
 
 class Placement:

@@ -12,10 +12,10 @@ import numpy as np
 
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.executor import Batch, FirstToken
-from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.recovery import Recovery
 from ckv_jax.pipeline.reselect import Reselect
-from ckv_jax.pipeline.source import PackSource
+from ckv_jax.reads.packs import PackSource
+from ckv_jax.reads.probes import Probes
 from ckv_jax.request import Placed
 from ckv_jax.serving.parts import Parts
 from ckv_jax.trace import Trace

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.cache import HostPool, slots_for
-from ckv_jax.cache.pool import PAGE_BYTES, aligned_bytes
+from ckv_jax.memory.host import PAGE_BYTES, aligned_bytes
 
 SHAPE = (2, 2, 4, 1, 8)
 

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckv_jax.cache.pool import HostPool
-from ckv_jax.pipeline.device_pool import DevicePool
-from ckv_jax.pipeline.mapped_pool import MappedPool
-from ckv_jax.pipeline.staging import Staging
+from ckv_jax.memory.device import DevicePool
+from ckv_jax.memory.host import HostPool
+from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.memory.staging import Staging
 
 SHAPE = (2, 2, 4, 1, 8)
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]

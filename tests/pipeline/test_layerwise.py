@@ -11,7 +11,7 @@ import pytest
 from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
-from ckv_jax.reorder import REORDER_AFTER, average_importance, reordered
+from ckv_jax.rivals.reorder import REORDER_AFTER, average_importance, reordered
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -93,7 +93,7 @@ def test_batch_equals_one_by_one(served: tuple[Engine, Prefix]) -> None:
 def test_an_unreadable_store_costs_time_and_no_accuracy(
     served: tuple[Engine, Prefix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.storage.reader import PrefixReader
+    from ckv_jax.storage.segment.reader import PrefixReader
 
     engine, prefix = served
     expected = ask(engine, prefix, 0.25)
@@ -118,7 +118,7 @@ def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
     def threshold(share: np.ndarray) -> np.ndarray:
         return np.full_like(share, -1.0 if agree else 1.0)
 
-    monkeypatch.setattr("ckv_jax.pipeline.layer_schedule.similarity_threshold", threshold)
+    monkeypatch.setattr("ckv_jax.rivals.schedule.similarity_threshold", threshold)
     with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
         result = ask(engine, engine.ingest(tokens(LENGTH)), 0.05)
     counters, keys = result.trace.counters, MODEL.num_layers * LENGTH

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckv_jax.pipeline.prefetcher import Prefetcher, ReadJob, RequestToken
+from ckv_jax.reads.prefetcher import Prefetcher, ReadJob, RequestToken
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.trace import Trace
 

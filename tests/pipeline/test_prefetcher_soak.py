@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.pipeline.arena import BufferArena
-from ckv_jax.pipeline.prefetcher import Prefetcher, ReadJob
+from ckv_jax.reads.arena import BufferArena
+from ckv_jax.reads.prefetcher import Prefetcher, ReadJob
 
 from .slow_reader import PACK_BYTES, SHAPE, SlowReader, content
 

@@ -8,7 +8,7 @@ import pytest
 from engine_support import SMALL, tokens
 
 from ckv_jax.model.weights import random_model
-from ckv_jax.pipeline.compute import Compute
+from ckv_jax.pipeline.layers import Compute
 from ckv_jax.pipeline.prefill import DensePrefill
 
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckv_jax import Engine, Request
-from ckv_jax.pipeline import memory
-from ckv_jax.storage.chunk_store import ChunkStore
+from ckv_jax.memory import memory
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.reader import PrefixReader
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
 
 PREFIX = tokens(400)

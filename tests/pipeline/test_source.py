@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.pipeline.source import PackSource
+from ckv_jax.reads.packs import PackSource
 from ckv_jax.trace import Trace
 from tests.engine_support import small_engine, tokens
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ckv_jax.selection.base import chunk_counts, share_held, top_mask, top_tokens
 from ckv_jax.selection.h2o import column_sums
-from ckv_jax.selection.top_k import chunk_counts, share_held, top_mask, top_tokens
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
 

@@ -21,9 +21,9 @@ from ckv_jax.storage import (
     StoreError,
     StoreFull,
     pin_prefix,
-    place,
     prune_store,
 )
+from ckv_jax.storage.place import place
 
 SIZE = SMALL.segment_bytes(64)
 

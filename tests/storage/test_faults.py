@@ -29,11 +29,11 @@ from ckv_jax.storage import (
     SegmentDamaged,
     StoreError,
     StoreFull,
-    segment,
     verify_store,
 )
-from ckv_jax.storage.deadline import MAX_IN_FLIGHT
-from ckv_jax.storage.manifest import Manifest
+from ckv_jax.storage.segment import segment
+from ckv_jax.storage.segment.deadline import MAX_IN_FLIGHT
+from ckv_jax.storage.segment.manifest import Manifest
 
 
 @pytest.fixture

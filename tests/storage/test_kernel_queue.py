@@ -22,12 +22,12 @@ from ckv_jax.storage import (
     Layout,
     ReadTimeout,
     StoreConfig,
-    kernel_queue,
     verify_store,
 )
-from ckv_jax.storage.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
-from ckv_jax.storage.packing import aligned
-from ckv_jax.storage.segment import Segment
+from ckv_jax.storage.place import kernel_queue
+from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
+from ckv_jax.storage.segment.packing import aligned
+from ckv_jax.storage.segment.segment import Segment
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""

@@ -21,7 +21,7 @@ from ckv_jax.storage import (
     chain,
     hash_files,
 )
-from ckv_jax.storage.manifest import FILE as MANIFEST
+from ckv_jax.storage.segment.manifest import FILE as MANIFEST
 
 
 def find(store: ChunkStore, tokens: np.ndarray, **changes: object) -> Prefix:

@@ -147,7 +147,7 @@ def test_memory_stores_are_private_and_complete() -> None:
 
 @pytest.mark.parametrize("url", ["gs://ckv-bucket/a/b", "gs://ckv-bucket", "s3://ckv-bucket/a/b/"])
 def test_urls_become_kvstores(url: str) -> None:
-    from ckv_jax.storage.objects import kvstore_spec
+    from ckv_jax.storage.place.objects import kvstore_spec
 
     spec = kvstore_spec(url)
     assert spec["bucket"] == "ckv-bucket" and spec["path"] in ("", "a/b/")

@@ -185,7 +185,7 @@ def test_a_digest_is_of_all_layers_or_of_some() -> None:
 
 
 def test_files_stay_few() -> None:
-    from ckv_jax.storage.arrays import array_specs
+    from ckv_jax.storage.segment.arrays import array_specs
 
     for pack_layers in (1, 2, 4):
         for together in (True, False) if pack_layers == 1 else (True,):

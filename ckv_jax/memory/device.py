@@ -1,0 +1,119 @@
+"""The page pool of a device with memory of its own: one array of slots, for packs cached or new.
+
+A fresh pack is written once into a free slot and attended from there; keeping it in the cache
+later is a relabelling (`cache.Tiers`), never a copy. The gather of a layer therefore reads cached
+and fresh packs alike, by slot number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ckv_jax.memory.host import HostPool
+from ckv_jax.memory.staging import Staging
+from ckv_jax.pipeline.layers import compiled, storage_dtype
+
+STAGING_ROWS = 16
+
+
+class DevicePool:
+    """`pages` is [slots, pl, 2, C, K, D]. Engine thread only: writes donate the array."""
+
+    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._dtype = storage_dtype(jnp.dtype(dtype))
+        self._pages = jnp.zeros((slots, *pack_shape), self._dtype)
+        self._write = jax.jit(_write, donate_argnums=0)
+        self._read = jax.jit(lambda pages, slots: pages[slots])
+        device = next(iter(self._pages.devices()))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        pinned = device.platform != "cpu" and "pinned_host" in kinds
+        self._pinned = (
+            jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+        )
+        self._device = jax.sharding.SingleDeviceSharding(device)
+        self._staging = Staging(STAGING_ROWS, pack_shape, np.dtype(dtype), self.write)
+        self._copies: list[tuple[Array, np.ndarray]] = []
+
+    @property
+    def pages(self) -> Array:
+        """The array as it is now; a later `write` invalidates it."""
+        return self._pages
+
+    @property
+    def slots(self) -> int:
+        """Packs that fit."""
+        return int(self._pages.shape[0])
+
+    def executables(self) -> int:
+        """How many programs have been compiled so far."""
+        return compiled(self._write, self._read)
+
+    def write(self, rows: np.ndarray, slots: np.ndarray) -> Array:
+        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
+
+        Every n compiles once, so callers round it up.
+
+        Returns a marker that is ready when `rows` may be overwritten: on a CPU the transfer
+        aliases the caller's memory.
+        """
+        fresh = self._transfer(rows.view(self._dtype))
+        nowhere = self.slots + np.arange(len(slots))  # distinct, as the scatter is promised
+        where = np.where(slots < 0, nowhere, slots).astype(np.int32)
+        marker: Array
+        self._pages, marker = self._write(self._pages, fresh, where)
+        return marker
+
+    def read(self, slots: np.ndarray) -> Array:
+        """The packs in `slots` [n], as they are after everything dispatched so far.
+
+        The result has n rounded up to a power of two rows; those past n mean nothing.
+        """
+        size = 1 << (len(slots) - 1).bit_length()  # few shapes: the rest repeats slot 0
+        where = np.zeros(size, np.int32)
+        where[: len(slots)] = slots
+        packs: Array = self._read(self._pages, where)
+        return packs
+
+    def warm(self, rows: Sequence[int], packs: int) -> None:
+        """Compiles writes of `rows` packs and of all that staging makes, reads of up to `packs`."""
+        for count in sorted({*rows, *range(1, STAGING_ROWS + 1)}):
+            nothing = np.zeros((count, *self._pages.shape[1:]), self._dtype)
+            self.write(nothing, np.full(count, -1, np.int32)).block_until_ready()
+        size = 1
+        while size < 2 * packs:
+            self.read(np.zeros(min(size, packs), np.int32)).block_until_ready()
+            size *= 2
+
+    def load(self, host: HostPool, host_slots: np.ndarray, slots: np.ndarray) -> int:
+        """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
+        self.flush(host)  # a pack demoted in this very request may still be on its way
+        return self._staging.send(host, host_slots, slots)
+
+    def save(self, host: HostPool, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        """Starts copies of packs from device slots [n] to host slots [n]."""
+        self._copies.append((self.read(slots), host_slots))
+
+    def flush(self, host: HostPool) -> None:
+        """Waits for the copies that `save` started."""
+        for packs, slots in self._copies:
+            host.write(slots, np.asarray(packs)[: len(slots)].view(host.packs.dtype))
+        self._copies.clear()
+
+    def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
+        if self._pinned is None:
+            return rows  # the call itself takes it, at a quarter of `device_put`'s overhead
+        # Pageable copies reach a tenth of the bus.
+        fresh: Array = jax.device_put(jax.device_put(rows, self._pinned), self._device)
+        return fresh
+
+
+def _write(pages: Array, fresh: Array, slots: Array) -> tuple[Array, Array]:
+    # The marker depends on the write's operands, so it is ready no sooner than they are consumed.
+    pages = pages.at[slots].set(fresh, mode="drop", unique_indices=True)
+    first = pages[0].reshape(-1)[0]
+    return pages, first

@@ -1,0 +1,69 @@
+"""The page pool of a device that computes in host memory: reads land where attention finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ckv_jax.memory.host import HostPool
+from ckv_jax.pipeline.layers import storage_dtype
+
+
+def in_host_memory() -> bool:
+    """Whether the default device computes in host memory."""
+    return jax.default_backend() == "cpu"
+
+
+class MappedPool:
+    """`pages` [slots, pl, 2, C, K, D] is the memory of `packs` itself, seen as a device array.
+
+    Any thread may fill a slot that no dispatched call reads; nothing is ever copied to a device.
+    XLA knows nothing of such writes, so a slot changes hands only after the calls that were given
+    it have ended (`PackSource.done`).
+    """
+
+    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.packs: np.ndarray = HostPool(slots, pack_shape, dtype).packs
+        bits = storage_dtype(jnp.dtype(dtype))
+        self._pages: Array = jax.dlpack.from_dlpack(self.packs.view(bits), copy=False)
+
+    @property
+    def pages(self) -> Array:
+        """The array, always the same."""
+        return self._pages
+
+    @property
+    def slots(self) -> int:
+        """Packs that fit."""
+        return len(self.packs)
+
+    def executables(self) -> int:
+        """None: nothing here is compiled."""
+        return 0
+
+    def warm(self, rows: Sequence[int], packs: int) -> None:
+        """Nothing to be done; see `DevicePool.warm`."""
+
+    def write(self, rows: np.ndarray, slots: np.ndarray) -> None:
+        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row."""
+        for row, slot in zip(rows, slots.tolist(), strict=True):
+            if slot >= 0:
+                self.packs[slot] = row
+
+    def load(self, host: HostPool, host_slots: np.ndarray, slots: np.ndarray) -> int:
+        """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
+        for row, slot in zip(host_slots.tolist(), slots.tolist(), strict=True):
+            self.packs[slot] = host.packs[row]
+        return len(slots) * host.pack_bytes
+
+    def save(self, host: HostPool, slots: np.ndarray, host_slots: np.ndarray) -> None:
+        """Packs from device slots [n] to host slots [n]."""
+        for slot, row in zip(slots.tolist(), host_slots.tolist(), strict=True):
+            host.packs[row] = self.packs[slot]
+
+    def flush(self, host: HostPool) -> None:
+        """Nothing is ever on its way; see `DevicePool.flush`."""

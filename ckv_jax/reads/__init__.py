@@ -1,0 +1,1 @@
+"""What comes from the store: packs, probes, and the threads that read them."""

@@ -1,0 +1,182 @@
+"""One prefix as the engine sees it: page numbers, valid lengths, and its probe on the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import jax
+import numpy as np
+
+from ckv_jax.cache.tiers import Tiers
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, PqKeys, Probe
+from ckv_jax.pipeline.buckets import pad_rows, probe_bucket
+from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
+
+
+@dataclass(slots=True)
+class PrefixView:
+    """What outlives one request: cheap tables, last selections, and the resident digest."""
+
+    prefix: Prefix
+    first_page: np.ndarray
+    """int64 [M]: page of (group 0, chunk)."""
+    page_stride: np.ndarray
+    """int64 [M]: pages from one group to the next."""
+    chunk_lengths: np.ndarray
+    """int32 [M]: valid tokens of each chunk."""
+    last_selection: dict[int, np.ndarray] = field(default_factory=dict)
+    """Period -> chunk ids of the request before."""
+    opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int [n]: those of the first period, most attended first, to speculate it the next time."""
+    recurrence: float = 0.0
+    """Share of the best of `opening` that were among as many best of the request after."""
+    digest: dict[int, Probe] | None = None
+    """Layer -> its probe, of the layers that have one, on the device, padded to `probe_chunks`."""
+
+    @property
+    def num_chunks(self) -> int:
+        """M."""
+        return len(self.chunk_lengths)
+
+    @property
+    def probe_chunks(self) -> int:
+        """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
+        step = max(1, 1024 // self.prefix.layout.chunk_tokens)
+        return probe_bucket(self.num_chunks, step=step)
+
+    @property
+    def digest_bytes(self) -> int:
+        """Device bytes of the resident digest."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.digest))
+
+    def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """Page numbers (int64) of these chunks of one layer group."""
+        pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
+        return pages
+
+
+MAX_VIEWS = 1024
+"""Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""
+
+
+class Views:
+    """The views in use, least recently used first; digests live under one byte budget."""
+
+    def __init__(self, store: ChunkStore, tiers: Tiers, *, digest_bytes: int) -> None:
+        self._store = store
+        self._tiers = tiers
+        self._budget = digest_bytes
+        self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
+        self._views: OrderedDict[str, PrefixView] = OrderedDict()
+        self._in_use: dict[int, PrefixView] = {}  # by a number of their own
+        self._uses = count()
+
+    @contextmanager
+    def using(self, prefix: Prefix) -> Iterator[PrefixView]:
+        """The view of `prefix`, whose pages keep their numbers until the context is left."""
+        view, use = self.open(prefix), next(self._uses)
+        self._in_use[use] = view
+        try:
+            yield view
+        finally:
+            del self._in_use[use]
+
+    def open(self, prefix: Prefix) -> PrefixView:
+        """The view of `prefix`, made on first use."""
+        view = self._views.get(prefix.id)
+        if view is None or view.prefix != prefix:  # stored anew, in other segments
+            view = self._views[prefix.id] = self._make(prefix)
+        self._views.move_to_end(prefix.id)
+        while len(self._views) > MAX_VIEWS:
+            self._views.popitem(last=False)
+            self._forget_unused()
+        return view
+
+    def drop(self, prefix: Prefix) -> None:
+        """Forgets a prefix that is served from other segments from now on."""
+        if self._views.pop(prefix.id, None) is not None:
+            self._forget_unused()
+
+    def keep_digest(self, view: PrefixView, data: DigestData) -> None:
+        """Puts a digest on the device; others make room until the byte budget holds."""
+        layout = view.prefix.layout
+        probes = device_digest(data, view.probe_chunks * layout.chunk_tokens)
+        view.digest = dict(zip(layout.digest_layers, probes, strict=True))
+        total = sum(other.digest_bytes for other in self._views.values())
+        for other in self._views.values():
+            if total <= self._budget:
+                break
+            if other is not view and other.digest is not None:
+                total -= other.digest_bytes
+                other.digest = None
+
+    def save_scores(self) -> None:
+        """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
+        for segment in self._segments:
+            self._save(segment)
+
+    def _save(self, segment: str) -> None:
+        base, groups, chunks = self._segments[segment]
+        importance, frequency = self._tiers.scores(base, groups * chunks)
+        self._store.save_scores(
+            segment, importance.reshape(groups, chunks), frequency.reshape(groups, chunks)
+        )
+
+    def _forget_unused(self) -> None:
+        """Segments of no view leave memory; the store keeps their scores."""
+        views = (*self._views.values(), *self._in_use.values())
+        used = {span.segment_id for view in views for span in view.prefix.spans}
+        for segment in [name for name in self._segments if name not in used]:
+            self._save(segment)
+            base, groups, chunks = self._segments.pop(segment)
+            self._tiers.forget(base, groups * chunks)
+
+    def _make(self, prefix: Prefix) -> PrefixView:
+        layout = prefix.layout
+        first, stride = [], []
+        for span in prefix.spans:
+            chunks = span.segment_chunks
+            base = self._register(span.segment_id, layout.groups, chunks)
+            first.append(base + span.first_chunk + np.arange(span.num_chunks, dtype=np.int64))
+            stride.append(np.full(span.num_chunks, chunks, np.int64))
+        size = layout.chunk_tokens
+        lengths = np.full(prefix.num_chunks, size, np.int32)
+        lengths[-1] = prefix.num_tokens - size * (prefix.num_chunks - 1)
+        return PrefixView(
+            prefix=prefix,
+            first_page=np.concatenate(first),
+            page_stride=np.concatenate(stride),
+            chunk_lengths=lengths,
+        )
+
+    def _register(self, segment: str, groups: int, chunks: int) -> int:
+        if segment not in self._segments:
+            scores = self._store.load_scores(segment)
+            base = self._tiers.register(groups * chunks, *(scores or ()))
+            self._segments[segment] = (base, groups, chunks)
+        return self._segments[segment][0]
+
+
+def device_digest(data: DigestData, tokens: int) -> list[Probe]:
+    """A stored digest as one device probe a row, padded to `tokens`."""
+    arrays = data.arrays
+
+    def codes(row: int, name: str = "codes") -> jax.Array:
+        padded: jax.Array = jax.device_put(pad_rows(arrays[name][row], tokens))
+        return padded
+
+    rows = range(len(arrays["codes"]))
+    match data.kind:
+        case "int8":
+            return [Int8Keys(codes(row), codes(row, "scale")) for row in rows]
+        case "int4":
+            return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
+        case "pq":
+            return [PqKeys(codes(row), jax.device_put(arrays["codebooks"][row])) for row in rows]
+    raise ValueError(f"got a digest of kind {data.kind!r}, expected int8, int4 or pq")

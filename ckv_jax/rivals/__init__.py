@@ -1,0 +1,1 @@
+"""The layer-by-layer systems that ckv is compared with."""

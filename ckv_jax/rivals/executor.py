@@ -1,0 +1,94 @@
+"""One re-prefill of the rivals: layer by layer, keys and values apart (ContiguousKV Figure 8a).
+
+AttentionStore loads everything a layer ahead of the computation. H2O on top of it loads all keys
+ahead, scores tokens with them, and then only those chunks of values that hold important tokens.
+IMPRESS scores with the keys of three heads and loads keys and values of the chunks that matter; in
+a layer whose probe heads disagree it falls back to all keys. Everything runs on the reader, the
+threads, the tiers and the pool that our own systems use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax import Array
+
+from ckv_jax.config import SystemConfig
+from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.executor import Batch, FirstToken
+from ckv_jax.pipeline.layers import Compute
+from ckv_jax.reads.packs import PackSource
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.residents import PrefixView
+from ckv_jax.rivals.layers import LayerCompute
+from ckv_jax.rivals.schedule import LayerSchedule
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
+
+NoteImportance = Callable[[Prefix, Sequence[Array]], None]
+"""Told each layer's token importance [T] (stored order) after a request, for reordering."""
+
+
+class LayerwiseExecutor:
+    """The schedule of one model and rival system. Engine thread only."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        layers: LayerCompute,
+        memory: Memory,
+        system: SystemConfig,
+        note: NoteImportance | None = None,
+    ) -> None:
+        self._compute = compute
+        self._layers = layers
+        self._memory = memory
+        self._system = system
+        self._note = note
+        self._prepared: set[tuple[int, ...]] = set()  # shapes whose fallback is compiled
+
+    def executables(self) -> int:
+        """How many programs of its own have been compiled so far."""
+        return self._layers.executables()
+
+    def run(
+        self, view: PrefixView, batch: Batch, source: PackSource, probes: Probes, trace: Trace
+    ) -> FirstToken:
+        """First tokens of `batch`, whose `limits` count tokens; selections are stored positions.
+
+        There are no contexts: these systems serve first tokens only.
+        """
+        schedule = LayerSchedule(
+            self._layers, self._memory, self._system, view, batch, source, probes, trace
+        )
+        hidden = self._compute.embed(batch.tokens)
+        schedule.begin()
+        if self._system.selector == "impress" and schedule.shape not in self._prepared:
+            schedule.prepare_fallback(hidden)
+            self._prepared.add(schedule.shape)
+        for layer in range(self._compute.num_layers):
+            if self._system.selector == "all":
+                hidden = schedule.attend_all(layer, hidden)
+            else:
+                hidden = schedule.attend_chosen(layer, hidden)
+        start = time.perf_counter_ns()
+        logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))
+        token_ids = np.asarray(token)
+        trace.add("compute", "compute", start, time.perf_counter_ns())
+        choices = schedule.choices
+        masses = np.ones((self._compute.num_layers, len(batch.lengths)), np.float32)
+        if choices:
+            masses = np.stack(jax.device_get([choice.mass for choice in choices]))
+        trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
+        if self._note is not None:
+            self._note(view.prefix, [choice.importance for choice in choices])
+        return FirstToken(
+            logits=logits,
+            token_ids=token_ids,
+            attention_mass=masses,
+            selections=jax.device_get([choice.ids for choice in choices]),
+            contexts=[],
+        )

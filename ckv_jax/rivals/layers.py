@@ -1,0 +1,249 @@
+"""The jitted calls of the layer-by-layer systems: score tokens, attend to tokens, attend to all.
+
+Here keys and values lie in packs of their own, one layer each, so a pool page is one chunk's keys
+or values. Attention over chosen tokens gathers those tokens alone: their pages are one token long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.model.qwen2 import Layer
+from ckv_jax.pipeline.layers import Compute, LayerState, compiled
+from ckv_jax.selection.base import chunk_counts, share_held, top_tokens
+from ckv_jax.selection.h2o import column_sums
+from ckv_jax.selection.impress import mean_jaccard, probe_sets, votes
+
+Qkv = tuple[Array, Array, Array]
+
+
+class Choice(NamedTuple):
+    """The important tokens of one layer. `ids` stays on the device; the rest is small."""
+
+    ids: Int32[Array, "B n"]
+    """Stored positions, ascending, -1 where there is none."""
+    counts: Int32[Array, "B M"]
+    """Important tokens in each chunk."""
+    mass: Float32[Array, " B"]
+    """Share of the scoring heads' attention to the prefix that the tokens hold."""
+    similarity: Float32[Array, " B"]
+    """Mean Jaccard index of the probe heads' sets; 1 where all heads score together."""
+    importance: Float32[Array, " T"]
+    """Attention that each token got, summed over the batch, for reordering."""
+
+
+class LayerCompute:
+    """Jitted calls over single layers of one model. Shapes are bucketed by the caller."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._state = compute.layer_state
+        layer_of = compute.layer_of
+        self._project = jax.jit(_project_of(layer_of))
+        self._by_keys = jax.jit(_by_keys, static_argnames="n")
+        self._by_probe = jax.jit(_by_probe, static_argnames=("n", "chunk_tokens"))
+        self._attend_tokens = jax.jit(_attend_tokens_of(layer_of))
+        self._attend_all = jax.jit(_attend_all_of(layer_of))
+
+    def executables(self) -> int:
+        """How many programs have been compiled so far; constant once warm."""
+        return compiled(
+            self._project, self._by_keys, self._by_probe, self._attend_tokens, self._attend_all
+        )
+
+    def project(
+        self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, ""]
+    ) -> Qkv:
+        """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
+        q, k, v = self._project(self._state(layer), hidden, start)
+        return q, k, v
+
+    def choose_by_keys(
+        self,
+        qkv: Qkv,
+        q_lengths: Int32[ArrayLike, B],
+        pages: Array,
+        key_slots: Int32[ArrayLike, " M"],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
+        *,
+        n: int,
+    ) -> Choice:
+        """H2O: the `limits[b]` <= n tokens with the largest column sums over all heads.
+
+        `pages` [slots, 1, 1, C, K, D]; `key_slots` say where every chunk's keys of the layer are.
+        """
+        return Choice(*self._by_keys(qkv, q_lengths, pages, key_slots, num_tokens, limits, n=n))
+
+    def choose_by_probe(
+        self,
+        qkv: Qkv,
+        q_lengths: Int32[ArrayLike, B],
+        probe: Float[Array, "T P D"],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
+        *,
+        n: int,
+        chunk_tokens: int,
+    ) -> Choice:
+        """IMPRESS: the tokens that the first P KV heads vote for, and how far those heads agree."""
+        return Choice(
+            *self._by_probe(
+                qkv, q_lengths, probe, num_tokens, limits, n=n, chunk_tokens=chunk_tokens
+            )
+        )
+
+    def attend_tokens(
+        self,
+        layer: int,
+        hidden: Float[Array, "B S E"],
+        qkv: Qkv,
+        pages: Array,
+        key_slots: Int32[ArrayLike, " M"],
+        value_slots: Int32[ArrayLike, " M"],
+        ids: Int32[Array, "B n"],
+    ) -> Float[Array, "B S E"]:
+        """The rest of the layer: attention over the tokens `ids` and the suffix, then the MLP."""
+        out: Array = self._attend_tokens(
+            self._state(layer), hidden, qkv, pages, key_slots, value_slots, ids
+        )
+        return out
+
+    def attend_all(
+        self,
+        layer: int,
+        hidden: Float[Array, "B S E"],
+        start: Int32[ArrayLike, ""],
+        pages: Array,
+        key_slots: Int32[ArrayLike, " M"],
+        value_slots: Int32[ArrayLike, " M"],
+        lengths: Int32[ArrayLike, " M"],
+    ) -> Float[Array, "B S E"]:
+        """The whole layer over every chunk of the prefix and the suffix."""
+        out: Array = self._attend_all(
+            self._state(layer), hidden, start, pages, key_slots, value_slots, lengths
+        )
+        return out
+
+
+def _positions(start: Array, batch: int, length: int) -> Int32[Array, "B S"]:
+    steps = jnp.arange(length, dtype=jnp.int32)[None, :]
+    return jnp.broadcast_to(jnp.broadcast_to(start, (1, 1)) + steps, (batch, length))
+
+
+def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:
+    def project(state: LayerState, hidden: Array, start: Array) -> Qkv:
+        layer = layer_of(state)
+        positions = _positions(start, *hidden.shape[:2])
+        return layer.attention.project(layer.input_norm(hidden), positions)
+
+    return project
+
+
+def _by_keys(
+    qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array, limits: Array,
+    *, n: int,
+) -> tuple[Array, ...]:  # fmt: skip
+    q, k, _ = qkv
+    chunk_tokens = pages.shape[3]
+    keys = gather(_pages(pages), key_slots[None, :])[0]  # [M, C, K, D]
+    keys = _as_dtype(keys.reshape(-1, *keys.shape[2:]), k.dtype)
+    sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
+    scores = jnp.sum(sums, axis=1)
+    ids = top_tokens(scores, n, limits)
+    counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
+    agreement = jnp.ones(scores.shape[:1], jnp.float32)
+    return ids, counts, share_held(scores, ids), agreement, _importance(scores)
+
+
+def _by_probe(
+    qkv: Qkv, q_lengths: Array, probe: Array, num_tokens: Array, limits: Array, *, n: int,
+    chunk_tokens: int,
+) -> tuple[Array, ...]:  # fmt: skip
+    q, k, _ = qkv
+    tokens, heads, _ = probe.shape
+    group = q.shape[2] // k.shape[2]
+    sums = _sums(q[:, :, : heads * group], probe, k[:, :, :heads], num_tokens, q_lengths)
+    sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
+    ids = top_tokens(jax.vmap(votes)(sums, sets), n, limits)
+    counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
+    scores = jnp.sum(sums, axis=1)
+    return ids, counts, share_held(scores, ids), jax.vmap(mean_jaccard)(sets), _importance(scores)
+
+
+def _attend_tokens_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
+    def run(
+        state: LayerState, hidden: Array, qkv: Qkv, pages: Array, key_slots: Array,
+        value_slots: Array, ids: Array,
+    ) -> Array:  # fmt: skip
+        q, k, v = qkv
+        chunk_tokens = pages.shape[3]
+        pool = pages.reshape(-1, 1, *pages.shape[4:])  # [slots * C, 1, K, D]: a token a page
+
+        def table(slots: Array) -> Array:
+            found = jnp.take(slots, jnp.maximum(ids, 0) // chunk_tokens, mode="clip")
+            return jnp.where(
+                (ids >= 0) & (found >= 0), found * chunk_tokens + ids % chunk_tokens, -1
+            )
+
+        lengths = (ids >= 0).astype(jnp.int32)
+        zero = jnp.zeros(ids.shape[:1], jnp.int32)
+        heads, _ = attend(q, pool, table(key_slots), table(value_slots), lengths, k, v, zero)
+        return _after_attention(layer_of(state), hidden, heads)
+
+    return run
+
+
+def _attend_all_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
+    def run(
+        state: LayerState, hidden: Array, start: Array, pages: Array, key_slots: Array,
+        value_slots: Array, lengths: Array,
+    ) -> Array:  # fmt: skip
+        layer = layer_of(state)
+        batch, length, _ = hidden.shape
+        q, k, v = layer.attention.project(
+            layer.input_norm(hidden), _positions(start, batch, length)
+        )
+
+        def rows(table: Array) -> Array:
+            return jnp.broadcast_to(table[None, :], (batch, table.shape[0]))
+
+        heads, _ = attend(
+            q, _pages(pages), rows(key_slots), rows(value_slots), rows(lengths), k, v,
+            jnp.zeros((batch,), jnp.int32),
+        )  # fmt: skip
+        return _after_attention(layer, hidden, heads)
+
+    return run
+
+
+def _after_attention(layer: Layer, hidden: Array, heads: Array) -> Array:
+    hidden = hidden + layer.attention.output(heads)
+    return hidden + layer.mlp(layer.post_norm(hidden))
+
+
+def _sums(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: Array) -> Array:
+    valid = jnp.arange(keys.shape[0], dtype=jnp.int32) < num_tokens
+    rows = [
+        column_sums(q[b], keys, k_new[b], valid, q_lengths[b]) for b in range(q.shape[0])
+    ]  # a Python loop: rows of a batch share the keys, and vmap would copy them
+    return jnp.stack(rows)
+
+
+def _importance(scores: Array) -> Array:
+    return jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=0)
+
+
+def _pages(pages: Array) -> Array:
+    return pages.reshape(-1, *pages.shape[3:])  # [slots, C, K, D]
+
+
+def _as_dtype(x: Array, dtype: jnp.dtype) -> Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,1 @@
+"""Compressed keys that stay in memory: writing and reading them."""

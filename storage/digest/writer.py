@@ -1,0 +1,105 @@
+"""Making a segment's digest while its KV is written."""
+
+from __future__ import annotations
+
+import google_crc32c
+import numpy as np
+
+from ckv_jax.storage.digest import pq
+from ckv_jax.storage.digest.data import as_float32, quantise
+from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.packing import block_keys
+
+
+class DigestWriter:
+    """Fills the digest array of one segment; one thread at a time.
+
+    int8 and int4 stream with the blocks, around the mean key of the first block. "pq" trains on
+    tokens from all over the segment and encodes at the end, reading the packs back.
+
+    Args:
+      draft: the segment's manifest; its digest checksums are filled in.
+      array: the digest's array.
+      params: float32 [R, digest_params], inherited from the parent; None to make new ones.
+    """
+
+    def __init__(self, draft: Manifest, array: ArrayWriter, params: np.ndarray | None) -> None:
+        self._draft = draft
+        self._layout = draft.layout
+        self._array = array
+        self._params = params
+        self._sizes = self._layout.digest_record(len(draft.tokens))
+        self._pieces = draft.arrays["digest"].entries // len(self._layout.digest_layers)
+        seed = crc.seed(draft.segment_id, "digest")
+        empty = np.zeros(0, np.uint8)
+        empty.flags.writeable = False
+        for row in range(len(self._layout.digest_layers)):
+            for part in range(3):
+                draft.digest_crc[row, part] = crc.checksum(seed, row, part, empty)
+        if params is not None:
+            self._put_params(params)
+
+    def add(self, first_token: int, packs: np.ndarray, tokens: int) -> None:
+        """Take in the block of `tokens` tokens in packs [groups, n, *pack] of bit patterns."""
+        layout = self._layout
+        if layout.digest == "pq":
+            return
+        heads = layout.num_kv_heads
+        fresh = np.empty((len(layout.digest_layers), layout.digest_params), np.float32)
+        for row, layer in enumerate(layout.digest_layers):
+            keys = as_float32(block_keys(packs, layer, layout)[:tokens], layout)
+            if self._params is None:
+                fresh[row] = keys.mean(0, dtype=np.float64).reshape(-1)
+            mean = (fresh if self._params is None else self._params)[row]
+            keys = keys - mean.reshape(heads, layout.head_dim)
+            codes, scale = quantise(keys, layout.digest)
+            self._append(row, 1, first_token * 4 * heads, scale)
+            self._append(row, 2, first_token * heads * layout.digest_codes, codes)
+        if self._params is None:
+            self._params = fresh
+            self._put_params(fresh)
+
+    def finish(self, packs: ArrayWriter) -> None:
+        """Encode what could not be encoded before the end."""
+        layout, draft = self._layout, self._draft
+        if layout.digest != "pq":
+            return
+        chunks = draft.chunks
+        inherited = self._params
+        row_of = {layer: row for row, layer in enumerate(layout.digest_layers)}
+        fresh = np.empty((len(row_of), layout.digest_params), np.float32)
+        shape = (layout.num_kv_heads, layout.head_dim // 8, 256, 8)
+        groups = range(0, layout.groups, 1 if layout.kv_together else 2)
+        for group in groups:
+            layers = layout.group_layers(group)
+            if row_of.keys().isdisjoint(layers):
+                continue
+            data = np.empty((chunks, *layout.pack_shape), layout.disk_dtype)
+            packs.get(group * chunks, data)
+            for i, layer in enumerate(layers):
+                if layer not in row_of:
+                    continue
+                row = row_of[layer]
+                bits = data[:, i, 0].reshape(-1, *data.shape[4:])[: len(draft.tokens)]
+                keys = as_float32(bits, layout)
+                if inherited is None:
+                    step = max(1, len(keys) // pq.SAMPLES)
+                    fresh[row] = pq.train(keys[::step][: pq.SAMPLES]).reshape(-1)
+                books = (fresh if inherited is None else inherited)[row].reshape(shape)
+                self._append(row, 2, 0, pq.encode(keys, books))
+        if inherited is None:
+            self._put_params(fresh)
+
+    def _put_params(self, params: np.ndarray) -> None:
+        for row, values in enumerate(params):
+            self._append(row, 0, 0, values)
+
+    def _append(self, row: int, part: int, offset: int, data: np.ndarray) -> None:
+        """Write bytes of a record, in order within the part, and extend its checksum."""
+        start = sum(self._sizes[:part])
+        self._array.put(row * self._pieces, data, start + offset)
+        table = self._draft.digest_crc
+        view = crc.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
+        table[row, part] = google_crc32c.extend(int(table[row, part]), view)

@@ -1,0 +1,1 @@
+"""Which segments there are: catalog, lookup, bounds and eviction."""

@@ -1,0 +1,111 @@
+"""From a URL to where segments live, and TensorStore's settings for reading there."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import tensorstore as ts
+
+from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.place.files import Files
+from ckv_jax.storage.place.kernel_queue import KernelQueues
+from ckv_jax.storage.place.local import LocalFiles
+from ckv_jax.storage.place.objects import ObjectFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store's segments live.
+
+    Attributes:
+      files: the place.
+      context: TensorStore's settings for it: no cache, bounded concurrency.
+      direct: whether reads and writes go past the page cache.
+      queues: for reads past TensorStore, too; None where that is not possible.
+    """
+
+    files: Files
+    context: Any
+    direct: bool
+    queues: KernelQueues | None = None
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        if self.queues is not None:
+            self.queues.close()
+        self.files.close()
+
+
+def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
+    """The place behind `url`; raises StoreError when it cannot be used."""
+    text = os.fspath(url)
+    if not text:
+        raise ValueError("url: got nothing, expected a folder, file://, s3://, gs:// or memory://")
+    parts = urlsplit(text) if "://" in text else None
+    if parts is None or parts.scheme == "file":
+        path = Path(unquote(parts.path) if parts else text)
+        if parts and parts.netloc not in ("", "localhost"):
+            raise ValueError(f"url: got {text!r}, expected file:///path")
+        local = LocalFiles(path)
+        direct = _use_direct_io(local.root, config.direct_io)
+        context = _context(config, direct=direct)
+        _wake(local.root, context)
+        return Place(local, context, direct, _queues(local.root) if direct else None)
+    context = _context(config, direct=False)
+    return Place(ObjectFiles(text, context, config.deadline_s), context, False)
+
+
+def _context(config: StoreConfig, *, direct: bool) -> Any:
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "data_copy_concurrency": {"limit": max(2, min(8, os.cpu_count() or 2))},
+            "file_io_concurrency": {"limit": config.io_concurrency},
+            "file_io_mode": {"mode": "direct" if direct else "default"},
+            "s3_request_concurrency": {"limit": config.io_concurrency},
+            "gcs_request_concurrency": {"limit": config.io_concurrency},
+        }
+    )
+
+
+def _wake(folder: Path, context: Any) -> None:
+    """Ask TensorStore for anything: its threads take 5 ms to start, while the index is opened."""
+    store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}, context=context).result()
+    store.read("store.json")
+
+
+def _queues(folder: Path) -> KernelQueues | None:
+    """The kernel's own queues, where they can be had and do what they should."""
+    try:
+        queues = KernelQueues()
+    except OSError:
+        return None
+    if queues.works(folder / "store.json"):
+        return queues
+    queues.close()
+    return None
+
+
+def _use_direct_io(folder: Path, wish: bool | None) -> bool:
+    """Whether to read past the page cache: tried on a real file, with a warning where it fails."""
+    if wish is False:
+        return False
+    probe = folder / "store.json"
+    try:
+        os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError as e:
+        if wish:
+            raise StoreError(f"{folder}: no direct I/O here: {e}") from e
+        warnings.warn(
+            f"{folder}: the file system refuses direct I/O ({e.strerror}); reads go through the "
+            "page cache (direct_io=False says so without this warning)",
+            stacklevel=4,
+        )
+        return False
+    return True

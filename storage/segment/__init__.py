@@ -1,0 +1,1 @@
+"""One segment on disk: manifest, arrays, packing, checksums, reading and writing."""

@@ -1,0 +1,213 @@
+"""A segment's manifest: everything about it but the KV itself, checked before it is believed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ckv_jax.storage import chain
+from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
+
+FILE = "manifest.json"
+GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+"""The segment's own zarr.json."""
+MAX_BYTES = 256 << 20
+"""No manifest is read beyond this size."""
+
+_HEAD = b'{"sha256":"'
+_BODY = b'","body":'
+_FORMAT = "ckv-segment-1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """What one segment is.
+
+    Attributes:
+      layout, fingerprint, salt: whose KV, and how it is stored.
+      tokens: int32 [T], the segment's own tokens.
+      start: chain link before the first chunk.
+      parent: id of the segment that holds the chunk before, None for a root.
+      first_chunk: chunks of the prefix before this segment.
+      order: int32 [T] or None; token i on disk is token `order[i]` of the segment.
+      pack_crc: uint32 [groups, M].
+      probe_crc: uint32 [P, M], P = 0 without a probe.
+      digest_crc: uint32 [R, 3] for (params, scale, codes), a row a layer that has a digest.
+      created: seconds since the epoch.
+    """
+
+    layout: Layout
+    fingerprint: Fingerprint
+    salt: str = field(repr=False)
+    tokens: np.ndarray = field(repr=False)
+    start: bytes
+    parent: str | None
+    first_chunk: int
+    order: np.ndarray | None = field(repr=False)
+    pack_crc: np.ndarray = field(repr=False)
+    probe_crc: np.ndarray = field(repr=False)
+    digest_crc: np.ndarray = field(repr=False)
+    created: float
+
+    @property
+    def chunks(self) -> int:
+        """M."""
+        return self.layout.num_chunks(len(self.tokens))
+
+    @cached_property
+    def links(self) -> list[bytes]:
+        """The chain link after each chunk."""
+        return list(chain.links(self.start, self.tokens, self.layout.chunk_tokens))
+
+    @cached_property
+    def segment_id(self) -> str:
+        """Hex id, a hash of what the segment covers."""
+        return segment_id(self.start, self.links[-1], self.order)
+
+    @cached_property
+    def arrays(self) -> dict[str, ArraySpec]:
+        """The zarr arrays of the segment."""
+        return array_specs(self.layout, len(self.tokens))
+
+    @cached_property
+    def files(self) -> dict[str, int]:
+        """Exact size of every shard file, by path within the segment."""
+        arrays = self.arrays.values()
+        return {a.file(s): a.file_bytes(s) for a in arrays for s in range(a.shards)}
+
+    def size(self, encoded: int) -> int:
+        """Bytes of all files of the segment, its manifest being `encoded` bytes long."""
+        described = sum(len(a.encoded()) for a in self.arrays.values())
+        return sum(self.files.values()) + described + encoded + len(GROUP)
+
+    def encode(self) -> tuple[bytes, str]:
+        """The file's bytes, and the hex SHA-256 that they carry."""
+        body = {
+            "format": _FORMAT,
+            "segment": self.segment_id,
+            "start": self.start.hex(),
+            "parent": self.parent,
+            "first_chunk": self.first_chunk,
+            "created": self.created,
+            "salt": self.salt,
+            "fingerprint": dict(self.fingerprint.fields),
+            "layout": self.layout.to_dict(),
+            "tokens": _pack(self.tokens),
+            "order": None if self.order is None else _pack(self.order),
+            "pack_crc": _pack(self.pack_crc),
+            "probe_crc": _pack(self.probe_crc),
+            "digest_crc": _pack(self.digest_crc),
+        }
+        data = json.dumps(body, separators=(",", ":")).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        return b"".join((_HEAD, digest.encode(), _BODY, data, b"}\n")), digest
+
+    @classmethod
+    def decode(cls, data: bytes, expected_id: str) -> tuple[Manifest, str]:
+        """The manifest in `data` and its checksum.
+
+        Raises:
+          SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
+        """
+        try:
+            return _decode(data, expected_id)
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as e:
+            raise SegmentDamaged(f"segment {expected_id}: bad manifest: {str(e)[:200]}") from e
+
+
+def segment_id(start: bytes, end: bytes, order: np.ndarray | None) -> str:
+    """Hex id of the segment from link `start` to link `end`, its tokens in `order`."""
+    mapping = b"" if order is None else order.astype("<i4").tobytes()
+    return hashlib.sha256(b"ckv-segment\0" + start + end + mapping).digest()[: chain.BYTES].hex()
+
+
+def check_order(order: Any, tokens: int) -> np.ndarray:
+    """`order` as int32 [T]; raises ValueError unless it is a permutation of range(tokens)."""
+    array = np.asarray(order)
+    if array.shape != (tokens,) or array.dtype.kind not in "iu":
+        raise ValueError(f"order: got {array.dtype} {array.shape}, expected integers ({tokens},)")
+    if not np.array_equal(np.sort(array), np.arange(tokens)):
+        raise ValueError(f"order: expected a permutation of range({tokens})")
+    return array.astype(np.int32)
+
+
+def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
+    at = len(_HEAD)
+    digest, body = data[at : at + 64], data[at + 64 + len(_BODY) : -2]
+    if len(data) > MAX_BYTES or data != b"".join((_HEAD, digest, _BODY, body, b"}\n")):
+        raise ValueError("not a manifest")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise ValueError("checksum does not match")
+    value = json.loads(body)
+    if not isinstance(value, dict) or value.get("format") != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT}")
+    layout = Layout.from_dict(value["layout"])
+    tokens = chain.as_tokens(_unpack(value["tokens"]))
+    if not tokens.size or type(value["salt"]) is not str:
+        raise ValueError("no tokens, or a salt that is not text")
+    chunks, first = layout.num_chunks(len(tokens)), value["first_chunk"]
+    if type(first) is not int or not 0 <= first <= 1 << 40:
+        raise ValueError(f"first_chunk: got {first!r}")
+    parent = value["parent"]
+    if (parent is None) != (first == 0) or (parent is not None and not is_id(parent)):
+        raise ValueError(f"parent: got {parent!r} before chunk {first}")
+    order = None
+    if layout.reordered:
+        order = check_order(_unpack(value["order"]), len(tokens))
+    elif value["order"] is not None:
+        raise ValueError("order: expected none")
+    created = float(value["created"])
+    if not math.isfinite(created):
+        raise ValueError("created: expected a finite time")
+    manifest = Manifest(
+        layout=layout,
+        fingerprint=Fingerprint(value["fingerprint"]),
+        salt=value["salt"],
+        tokens=tokens,
+        start=bytes.fromhex(value["start"]),
+        parent=parent,
+        first_chunk=first,
+        order=order,
+        pack_crc=_table(value["pack_crc"], layout.groups, chunks),
+        probe_crc=_table(value["probe_crc"], len(layout.probe_layers), chunks),
+        digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3),
+        created=created,
+    )
+    if first == 0 and manifest.start != chain.seed(manifest.fingerprint, layout, manifest.salt):
+        raise ValueError("start: does not belong to this fingerprint, layout and salt")
+    if len(manifest.start) != chain.BYTES or manifest.segment_id != expected_id:
+        raise ValueError("id: does not belong to these tokens")
+    return manifest, digest.decode()
+
+
+def is_id(value: Any) -> bool:
+    """Whether `value` is a hex id, the only kind of name that ever becomes a path."""
+    return type(value) is str and len(value) == 2 * chain.BYTES and not set(value) - _HEX
+
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def _pack(array: np.ndarray) -> str:
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def _unpack(text: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+
+
+def _table(text: Any, rows: int, columns: int) -> np.ndarray:
+    array = np.frombuffer(base64.b64decode(text, validate=True), "<u4")
+    if array.size != rows * columns:
+        raise ValueError(f"checksums: got {array.size}, expected {rows} x {columns}")
+    return array.reshape(rows, columns)

@@ -1,0 +1,212 @@
+"""One published segment, held open for reading: its arrays, and the checks on what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import tensorstore as ts
+
+from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
+from ckv_jax.storage.place.place import Place
+from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.read_errors import READ_ERRORS
+
+_NOTHING = np.zeros(0, np.uint8)
+_NOTHING.flags.writeable = False
+_OPEN_S = 10.0  # for asking an object store where a bucket is; a folder is not asked at all
+_PARAMS_S = 60.0  # for a few kilobytes a layer
+_PROBE_READ = 64  # pages of one direct read of a probe
+
+
+class Segment:
+    """Reads of one segment; counted references, thread-safe.
+
+    Every read comes in two steps, so that many can be in flight: `begin_*` starts it, straight into
+    the caller's buffer, and `*_good` says which parts of the buffer are what was written.
+    """
+
+    def __init__(self, manifest: Manifest, checksum: str, place: Place) -> None:
+        self.manifest = manifest
+        self.checksum = checksum
+        self.id = manifest.segment_id
+        self.users = 0
+        self._files, self._context, self._queues = place.files, place.context, place.queues
+        self._hold = self._files.hold(self.id)
+        self.missing = self._files.damaged(self.id, manifest.files)
+        """Shard files that are not there in full; nothing is read from them."""
+        self._layout = manifest.layout
+        self._seeds = {kind: crc.seed(self.id, kind) for kind in manifest.arrays}
+        self._views: dict[tuple[str, int], Any] = {}
+        try:
+            self._opening = {kind: self._open(kind) for kind in manifest.arrays}
+        except READ_ERRORS as e:
+            self._hold.release()
+            raise SegmentDamaged(f"segment {self.id}: cannot be opened: {e}") from e
+
+    def _open(self, kind: str) -> Any:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": self._files.kvstore(self.id, kind),
+            "metadata": self.manifest.arrays[kind].metadata(),
+            "assume_metadata": True,  # the manifest is checked, zarr.json is for other readers
+        }
+        return ts.open(spec, context=self._context, read=True, write=False)
+
+    def _view(self, kind: str, row: int) -> Any:
+        """The array of one group or layer: packs [M, *pack], probe [T, K', D], digest [X]."""
+        view = self._views.get((kind, row))
+        if view is None:
+            array = self._opening[kind].result(timeout=_OPEN_S)
+            layout = self._layout
+            if kind != "packs":
+                view = array[row]
+            elif layout.kv_together:
+                first = row * layout.pack_layers
+                view = array[first : first + layout.pack_layers].transpose([1, 0, 2, 3, 4, 5])
+                view = view[ts.d[1].translate_to[0]]
+            else:
+                view = array[row // 2 : row // 2 + 1, :, row % 2 : row % 2 + 1]
+                view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 2].translate_to[0]]
+            self._views[kind, row] = view
+        return view
+
+    def _begin(
+        self, kind: str, row: int, target: Any, part: Callable[[Any], Any], batch: Any
+    ) -> Any:
+        """Start reading a part of a view into `target`; None when it cannot be there."""
+        spec = self.manifest.arrays[kind]
+        shard = row // self._layout.shard_groups if kind == "packs" else 0
+        if spec.file(shard) in self.missing:
+            return None
+        try:
+            return target.write(part(self._view(kind, row)), batch=batch)
+        except READ_ERRORS:
+            return None
+
+    # -- packs -----------------------------------------------------------------------------------
+
+    def begin_packs(self, group: int, chunks: np.ndarray, out: Any, batch: Any) -> Any:
+        """Start reading packs into `out`, a buffer or TensorStore [n, *pack] of disk_dtype.
+
+        Returns a future, or None when the data is known to be missing.
+        """
+        target = out if isinstance(out, ts.TensorStore) else ts.array(out)
+        return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
+
+    def begin_packs_direct(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
+    ) -> KernelRead | None:
+        """Start reading packs past TensorStore, into `rows` of `out` [_, *pack], C-contiguous.
+
+        Returns None where that cannot be, and nothing was started.
+        """
+        if self._queues is None or not fits(out):
+            return None
+        shard, offsets = self.manifest.arrays["packs"].offsets(group, chunks)
+        return self._begin_direct("packs", shard, offsets, out, rows)
+
+    def _begin_direct(
+        self,
+        kind: str,
+        shard: int,
+        offsets: np.ndarray,
+        out: np.ndarray,
+        rows: np.ndarray,
+        sizes: np.ndarray | None = None,
+    ) -> KernelRead | None:
+        assert self._queues is not None
+        name = self.manifest.arrays[kind].file(shard)
+        if name in self.missing:
+            return None
+        try:
+            fd = self._files.open_direct(self.id, name)
+            return self._queues.read(fd, offsets, out, rows, sizes=sizes)
+        except OSError:
+            return None
+
+    def packs_good(
+        self, group: int, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
+        """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs."""
+        found = crc.checksums(self._seeds["packs"], group, chunks.tolist(), data, rows.tolist())
+        good: np.ndarray = np.equal(found, self.manifest.pack_crc[group, chunks])
+        return good
+
+    # -- probe -----------------------------------------------------------------------------------
+
+    def begin_probe(self, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
+        """Start reading tokens of a probe layer, from `at` on, into `out` [t, K', D]."""
+        end = at + len(out)
+        return self._begin("probe", row, ts.array(out), lambda view: view[at:end], batch)
+
+    def begin_probe_direct(self, row: int, at: int, out: np.ndarray) -> KernelRead | None:
+        """The same past TensorStore; None where that cannot be, and nothing was started."""
+        size = out[:1].nbytes
+        pages, rest = divmod(out.nbytes, FILE_ALIGN)
+        if self._queues is None or rest or at * size % FILE_ALIGN:
+            return None
+        data = out.reshape(-1).view(np.uint8).reshape(pages, FILE_ALIGN)
+        if not fits(data):
+            return None
+        starts = np.arange(0, pages, _PROBE_READ)
+        sizes = np.minimum(_PROBE_READ, pages - starts) * FILE_ALIGN
+        shard, first = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
+        offsets = first[0] + at * size + starts * FILE_ALIGN
+        return self._begin_direct("probe", shard, offsets, data, starts, sizes)
+
+    def probe_good(self, row: int, data: np.ndarray) -> int:
+        """Leading tokens of `data` [t, K', D] that are as written; t is whole chunks or all."""
+        ct, expected = self._layout.chunk_tokens, self.manifest.probe_crc[row]
+        seed = self._seeds["probe"]
+        for chunk, start in enumerate(range(0, len(data), ct)):
+            part = data[start : start + ct]
+            found = crc.checksum(seed, row, chunk, crc.as_bytes(part.reshape(1, -1))[0])
+            if found != expected[chunk]:
+                return start
+        return len(data)
+
+    # -- digest ----------------------------------------------------------------------------------
+
+    def begin_digest(self, row: int, at: int, out: np.ndarray, batch: Any) -> Any:
+        """Start reading bytes of record `row`, from `at` on, into `out` uint8 [n]."""
+        end = at + len(out)
+        return self._begin("digest", row, ts.array(out), lambda view: view[at:end], batch)
+
+    def digest_start(self, row: int, part: int) -> int:
+        """The checksum, before any bytes, of a part of record `row`: params, scale, codes."""
+        return crc.checksum(self._seeds["digest"], row, part, _NOTHING)
+
+    def digest_params(self) -> np.ndarray | None:
+        """float32 [R, digest_params], for a segment that continues this one; None if bad."""
+        layout = self._layout
+        if layout.digest == "none":
+            return None
+        size = layout.digest_record(len(self.manifest.tokens))[0]
+        spec = self.manifest.arrays["digest"]
+        rows = len(layout.digest_layers)
+        record = spec.entries // rows * spec.entry_bytes
+        params = np.empty((rows, size), np.uint8)
+        place = self._files.kvstore(self.id, "digest")
+        name = spec.file(0).removeprefix("digest/")
+        try:
+            store = ts.KvStore.open(place, context=self._context).result(timeout=_OPEN_S)
+            starts = range(0, rows * record, record)
+            reads = [store.read(name, byte_range=slice(at, at + size)) for at in starts]
+            for row, read in enumerate(reads):
+                data = read.result(timeout=_PARAMS_S).value
+                params[row] = np.frombuffer(data, np.uint8)
+                crc = google_crc32c.extend(self.digest_start(row, 0), data)
+                if crc != self.manifest.digest_crc[row, 0]:
+                    return None
+        except READ_ERRORS:
+            return None
+        return params.view(np.float32)
+
+    def close(self) -> None:
+        """Let other processes remove the segment; may be called twice."""
+        self._hold.release()

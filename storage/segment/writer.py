@@ -1,0 +1,266 @@
+"""Writing a segment: blocks of KV stream to disk behind the caller's back, `commit` publishes."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+
+import numpy as np
+
+from ckv_jax.storage.digest.writer import DigestWriter
+from ckv_jax.storage.errors import StoreClosed, as_store_error
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.place.files import Workspace
+from ckv_jax.storage.place.workspace import write_file
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment import manifest as manifests
+from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.packing import aligned, block_keys, pack
+
+_BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
+_DISK_THREADS = 4  # writes in flight
+_BLOCKS_AHEAD = 3  # packed blocks that may wait for the disk
+
+
+class SegmentWriter:
+    """Writes one segment; a context manager. Leaving it without `commit` removes everything.
+
+    Calls come from one thread at a time. Disk errors surface at the next `write` or at `commit`:
+    `StoreFull` for a full disk or quota, `StoreError` for others.
+    """
+
+    def __init__(
+        self,
+        draft: Manifest,
+        workspace: Workspace,
+        *,
+        direct: bool,
+        params: np.ndarray | None,
+        publish: Callable[[Manifest, str, Workspace], Prefix],
+        release: Callable[[], None],
+    ) -> None:
+        self._draft = draft
+        self._workspace = workspace
+        self._publish = publish
+        self._release = release
+        self._written = 0
+        self._closed = False
+        layout = draft.layout
+        row = layout.probe_heads * layout.head_dim * layout.disk_dtype.itemsize
+        self._probe_bytes = len(layout.probe_layers) * layout.chunk_tokens * row  # of one chunk
+        self._chunk_bytes = layout.groups * layout.pack_bytes
+        self._step = max(1, _BLOCK_BYTES // self._chunk_bytes)
+        self._memory: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        for _ in range(_BLOCKS_AHEAD):
+            self._memory.put(None)  # made when it is first needed
+        self._blocks: list[Future[None]] = []  # checksums taken
+        self._jobs: list[Future[None]] = []  # written
+        self._arrays: dict[str, ArrayWriter] = {}
+        self._seeds = {kind: crc.seed(draft.segment_id, kind) for kind in draft.arrays}
+        self._digest: DigestWriter | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-write")
+        self._disk = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="ckv-disk")
+        self._settler = ThreadPoolExecutor(1, thread_name_prefix="ckv-settle")
+        try:
+            for name, spec in draft.arrays.items():
+                self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
+            if layout.digest != "none":
+                self._digest = DigestWriter(draft, self._arrays["digest"], params)
+        except OSError as e:
+            self.close()
+            raise as_store_error(e) from e
+
+    @property
+    def layout(self) -> Layout:
+        """The segment's layout."""
+        return self._draft.layout
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Whose KV this is."""
+        return self._draft.fingerprint
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def write(self, first_token: int, kv: np.ndarray) -> None:
+        """Append a block of keys and values; `kv` may be changed again when this returns.
+
+        Args:
+          first_token: first token of the block, counted within the segment: where the last block
+            ended. A multiple of C, so that only the last block may end with a partial chunk.
+          kv: [L, 2, t, K, D] of layout.numpy_dtype; in a reordered segment, in stored order.
+        """
+        self._check_open()
+        layout, total = self.layout, len(self._draft.tokens)
+        heads = (layout.num_kv_heads, layout.head_dim)
+        if kv.ndim != 5 or kv.dtype != layout.numpy_dtype or 0 in kv.shape:
+            raise ValueError(f"kv: got {kv.dtype} {kv.shape}, expected {layout.numpy_dtype} 5-D")
+        if kv.shape[:2] != (layout.num_layers, 2) or kv.shape[3:] != heads:
+            want = (layout.num_layers, 2, "t", *heads)
+            raise ValueError(f"kv: got shape {kv.shape}, expected {want}")
+        end = first_token + kv.shape[2]
+        if first_token != self._written or first_token % layout.chunk_tokens or end > total:
+            raise ValueError(
+                f"first_token: got {first_token} with {kv.shape[2]} tokens, expected blocks in "
+                f"order, from token {self._written} on, up to {total}, each but the last whole"
+            )
+        step = self._step * layout.chunk_tokens
+        for start in range(0, kv.shape[2], step):
+            self._append(first_token + start, kv[:, :, start : start + step])
+        self._written = end
+
+    def _append(self, first_token: int, kv: np.ndarray) -> None:
+        self._raise_failed()
+        layout, memory = self.layout, self._memory.get()
+        if memory is None:
+            chunks = min(self._step, self._draft.chunks)
+            memory = aligned(chunks * (self._chunk_bytes + self._probe_bytes))
+        packs = pack(kv.view(layout.disk_dtype), layout, memory)
+        first_chunk = first_token // layout.chunk_tokens
+        self._blocks.append(
+            self._thread.submit(self._store, first_chunk, packs, kv.shape[2], memory)
+        )
+
+    def _store(self, first: int, packs: np.ndarray, tokens: int, memory: np.ndarray) -> None:
+        """Send a block, packs [groups, n, *pack], to the disk, and take its checksums meanwhile."""
+        layout, draft = self.layout, self._draft
+        chunks = range(first, first + packs.shape[1])
+        writes: list[Future[None]] = []
+        try:
+            put = self._arrays["packs"].put
+            for group, data in enumerate(packs):
+                writes.append(self._disk.submit(put, group * draft.chunks + first, data))
+            if layout.probe_layers:
+                writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
+            for group, data in enumerate(packs):
+                crcs = crc.checksums(self._seeds["packs"], group, chunks, data, range(len(data)))
+                draft.pack_crc[group, chunks.start : chunks.stop] = crcs
+            if self._digest is not None:
+                self._digest.add(first * layout.chunk_tokens, packs, tokens)
+        finally:
+            self._jobs.append(self._settler.submit(self._settle, writes, memory))
+
+    def _settle(self, writes: list[Future[None]], memory: np.ndarray) -> None:
+        """Give a block's memory back once it is written; raises what went wrong."""
+        wait(writes)
+        self._memory.put(memory)
+        for write in writes:
+            write.result()
+
+    def _store_probe(
+        self, first: int, packs: np.ndarray, tokens: int, memory: np.ndarray
+    ) -> list[Future[None]]:
+        """Send a block's probe keys to the disk, by way of `memory`; returns the writes."""
+        layout, spec, writes = self.layout, self._draft.arrays["probe"], []
+        entries = spec.shape[1] // spec.inner[1]  # of one layer
+        for row, layer in enumerate(layout.probe_layers):
+            keys = block_keys(packs, layer, layout)[:tokens, : layout.probe_heads]
+            kept = memory[: keys.size * keys.itemsize].view(keys.dtype).reshape(keys.shape)
+            kept[...] = keys
+            memory = memory[kept.nbytes :]
+            offset = first * layout.chunk_tokens * kept[0].nbytes
+            put = self._arrays["probe"].put
+            writes.append(self._disk.submit(put, entries * row, kept, offset))
+            for chunk, start in enumerate(range(0, tokens, layout.chunk_tokens), first):
+                part = crc.as_bytes(kept[start : start + layout.chunk_tokens].reshape(1, -1))[0]
+                found = crc.checksum(self._seeds["probe"], row, chunk, part)
+                self._draft.probe_crc[row, chunk] = found
+        return writes
+
+    # -- commit ----------------------------------------------------------------------------------
+
+    def commit(self) -> Prefix:
+        """Make everything durable, publish the segment, return the whole prefix with its parent."""
+        self._check_open()
+        if self._written != len(self._draft.tokens):
+            raise ValueError(
+                f"tokens: got KV of {self._written}, expected all {len(self._draft.tokens)}"
+            )
+        try:
+            self._thread.submit(self._finish).result()
+            return self._publish(self._draft, self._checksum, self._workspace)
+        except OSError as e:
+            raise as_store_error(e) from e
+        finally:
+            self.close()
+
+    def _finish(self) -> None:
+        for job in (*self._blocks, *self._jobs):  # every block has its job by now
+            job.result()
+        if self._digest is not None:
+            self._digest.finish(self._arrays["packs"])
+        for array in self._arrays.values():
+            array.finish()
+        write_file(self._workspace.path / "zarr.json", manifests.GROUP)
+        data, self._checksum = self._draft.encode()
+        write_file(self._workspace.path / manifests.FILE, data)
+
+    def _raise_failed(self) -> None:
+        for job in (*self._blocks, *self._jobs):
+            if job.done() and (error := job.exception()) is not None:
+                raise as_store_error(error) if isinstance(error, OSError) else error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the writer is closed")
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove everything that was not committed; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._disk.shutdown(wait=True)
+        self._settler.shutdown(wait=True)
+        for array in self._arrays.values():
+            array.close()
+        self._workspace.discard()
+        self._release()
+
+    def __enter__(self) -> SegmentWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def draft_manifest(
+    *,
+    layout: Layout,
+    fingerprint: Fingerprint,
+    salt: str,
+    tokens: np.ndarray,
+    start: bytes,
+    parent: str | None,
+    first_chunk: int,
+    order: np.ndarray | None,
+) -> Manifest:
+    """A manifest whose checksums are still to be filled in."""
+    chunks = layout.num_chunks(len(tokens))
+    return Manifest(
+        layout=layout,
+        fingerprint=fingerprint,
+        salt=salt,
+        tokens=tokens,
+        start=start,
+        parent=parent,
+        first_chunk=first_chunk,
+        order=order,
+        pack_crc=np.zeros((layout.groups, chunks), np.uint32),
+        probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
+        digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),
+        created=time.time(),
+    )

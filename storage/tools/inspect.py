@@ -1,0 +1,272 @@
+"""What is in a store: the tree of segments, their sizes and layouts, and statistics of their KV."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.store import ChunkStore
+
+_PIECE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """One node of the tree of segments; a prefix is the way from a root to a node.
+
+    Attributes:
+      id: the segment's id.
+      prefix_id: id of the prefix that ends with it.
+      parent: id of the segment that it continues, None for a root.
+      first_chunk, chunks, tokens: where it starts, and how much it holds.
+      usable_chunks: chunks before the first quarantined one.
+      bytes: on disk.
+      pinned: whether a pinned prefix needs it.
+      salted: whether it belongs to a tenant with a salt.
+      score: mean importance x frequency of its packs; None before the first read.
+      last_used, created: seconds since the epoch.
+      layout, fingerprint: how it is stored, and whose it is.
+    """
+
+    id: str
+    prefix_id: str
+    parent: str | None
+    first_chunk: int
+    chunks: int
+    tokens: int
+    usable_chunks: int
+    bytes: int
+    pinned: bool
+    salted: bool
+    score: float | None
+    last_used: float
+    created: float
+    layout: dict[str, Any]
+    fingerprint: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats:
+    """Keys and values of one layer over a prefix: extremes and mean magnitude of finite values."""
+
+    layer: int
+    key_min: float
+    key_max: float
+    key_mean_abs: float
+    value_min: float
+    value_max: float
+    value_mean_abs: float
+    nan: int
+    infinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInfo:
+    """A prefix read in full.
+
+    Attributes:
+      id, num_tokens, num_chunks: which, and how long.
+      segments: ids of its segments, in order.
+      bad_packs: packs that could not be read; they are not in the statistics.
+      layers: statistics of every layer.
+      importance: mean attention mass a chunk drew, over layer groups, [M]; None before a read.
+    """
+
+    id: str
+    num_tokens: int
+    num_chunks: int
+    segments: list[str]
+    bad_packs: int
+    layers: list[LayerStats]
+    importance: list[float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A store, and one of its prefixes if asked for.
+
+    Attributes:
+      bytes: used on disk, reservations of running writers included.
+      max_bytes: the bound, None without one.
+      prefixes: stored prefixes that nothing continues: id → tokens.
+      segments: all segments, parents before what continues them.
+      prefix: what was asked for.
+    """
+
+    bytes: int
+    max_bytes: int | None
+    prefixes: dict[str, int]
+    segments: list[SegmentInfo]
+    prefix: PrefixInfo | None
+
+    def children(self, segment_id: str | None) -> list[SegmentInfo]:
+        """The segments that continue one; the roots for None."""
+        return [s for s in self.segments if s.parent == segment_id]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return dataclasses.asdict(self)
+
+
+def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
+    """Describe a store and, with `prefix`, read that one in full.
+
+    Raises:
+      PrefixNotFound: there is no such prefix.
+    """
+    pinned = store.bounds.pinned()
+    segments = []
+    for entry in store.index.catalog.entries():
+        loaded = store.index.load(entry.id)
+        if loaded is None:
+            continue
+        manifest = loaded.manifest
+        info = SegmentInfo(
+            id=entry.id,
+            prefix_id=manifest.links[-1].hex(),
+            parent=manifest.parent,
+            first_chunk=manifest.first_chunk,
+            chunks=manifest.chunks,
+            tokens=len(manifest.tokens),
+            usable_chunks=loaded.usable,
+            bytes=entry.bytes,
+            pinned=entry.id in pinned,
+            salted=bool(manifest.salt),
+            score=entry.score,
+            last_used=entry.used,
+            created=manifest.created,
+            layout=manifest.layout.to_dict(),
+            fingerprint=dict(manifest.fingerprint.fields),
+        )
+        segments.append(info)
+    return Inspection(
+        bytes=store.usage(),
+        max_bytes=store.config.max_bytes,
+        prefixes={p.id: p.num_tokens for p in store.prefixes()},
+        segments=sorted(segments, key=lambda s: (s.first_chunk, s.created)),
+        prefix=None if prefix is None else _read_prefix(store, store.prefix(prefix)),
+    )
+
+
+def importance_map(store: ChunkStore, prefix: Prefix) -> np.ndarray | None:
+    """float32 [groups, M]: what attention each chunk has drawn; None when nothing was saved."""
+    found = np.zeros((prefix.layout.groups, prefix.num_chunks), np.float32)
+    start, any_saved = 0, False
+    for span in prefix.spans:
+        scores = store.load_scores(span.segment_id)
+        if scores is not None:
+            any_saved = True
+            part = scores[0][:, span.first_chunk : span.first_chunk + span.num_chunks]
+            found[:, start : start + span.num_chunks] = part
+        start += span.num_chunks
+    return found if any_saved else None
+
+
+def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
+    layout = prefix.layout
+    importance = importance_map(store, prefix)
+    bad = 0
+    layers = []
+    step = 1 if layout.kv_together else 2
+    with store.reader(prefix) as reader:
+        for group in range(0, layout.groups, step):
+            totals = [_Totals() for _ in layout.group_layers(group)]
+            for first in range(group, group + step):
+                bad += _read_group(reader, first, totals)
+            pairs = zip(layout.group_layers(group), totals, strict=True)
+            layers += [t.stats(layer) for layer, t in pairs]
+    return PrefixInfo(
+        id=prefix.id,
+        num_tokens=prefix.num_tokens,
+        num_chunks=prefix.num_chunks,
+        segments=[s.segment_id for s in prefix.spans],
+        bad_packs=bad,
+        layers=layers,
+        importance=None if importance is None else importance.mean(0).tolist(),
+    )
+
+
+def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
+    """Add one layer group's packs to `totals`, one a layer; returns the bad packs."""
+    prefix, layout = reader.prefix, reader.prefix.layout
+    kinds = (0, 1) if layout.kv_together else (group % 2,)
+    step = max(1, _PIECE_BYTES // layout.pack_bytes)
+    out = np.empty((min(step, prefix.num_chunks), *layout.pack_shape), layout.numpy_dtype)
+    bad = 0
+    for first in range(0, prefix.num_chunks, step):
+        chunks = np.arange(first, min(first + step, prefix.num_chunks))
+        good = reader.read_packs(group, chunks, out[: len(chunks)])
+        bad += int((~good).sum())
+        tokens = np.minimum(prefix.num_tokens - chunks * layout.chunk_tokens, layout.chunk_tokens)
+        valid = (np.arange(layout.chunk_tokens) < tokens[:, None]) & good[:, None]  # [n, C]
+        for i, total in enumerate(totals):
+            for j, kind in enumerate(kinds):
+                total.add(kind, out[: len(chunks), i, j][valid])
+    return bad
+
+
+class _Totals:
+    """Running statistics of a layer's keys (0) and values (1)."""
+
+    def __init__(self) -> None:
+        self._low = [np.inf, np.inf]
+        self._high = [-np.inf, -np.inf]
+        self._sum = [0.0, 0.0]
+        self._count = [0, 0]
+        self._nan = self._infinite = 0
+
+    def add(self, kind: int, values: np.ndarray) -> None:
+        numbers = values.astype(np.float32)
+        self._nan += int(np.isnan(numbers).sum())
+        self._infinite += int(np.isinf(numbers).sum())
+        numbers = numbers[np.isfinite(numbers)]
+        if numbers.size:
+            self._low[kind] = min(self._low[kind], float(numbers.min()))
+            self._high[kind] = max(self._high[kind], float(numbers.max()))
+            self._sum[kind] += float(np.abs(numbers).sum(dtype=np.float64))
+            self._count[kind] += numbers.size
+
+    def stats(self, layer: int) -> LayerStats:
+        def of(kind: int) -> tuple[float, float, float]:
+            if not self._count[kind]:
+                return 0.0, 0.0, 0.0
+            mean = self._sum[kind] / self._count[kind]
+            return self._low[kind], self._high[kind], mean
+
+        return LayerStats(layer, *of(0), *of(1), self._nan, self._infinite)
+
+
+def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
+    """Draw which chunks of a prefix drew attention, by layer group, as a PNG.
+
+    Raises:
+      PrefixNotFound: there is no such prefix.
+      ValueError: nothing has been asked of it yet, so that there is nothing to draw.
+    """
+    from matplotlib.figure import Figure  # an extra: only this function needs it
+
+    found = store.prefix(prefix)
+    importance = importance_map(store, found)
+    if importance is None:
+        raise ValueError(f"prefix {found.id}: no scores yet; they come with the first re-prefill")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(importance, aspect="auto", interpolation="nearest", cmap="viridis")
+    axes.set_xlabel(f"chunk of {found.layout.chunk_tokens} tokens")
+    axes.set_ylabel(_rows(found.layout))
+    axes.set_title(f"attention drawn by each chunk, prefix {found.id[:12]}")
+    figure.colorbar(image, ax=axes)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _rows(layout: Layout) -> str:
+    if not layout.kv_together:
+        return "keys and values of each layer"
+    return f"group of {layout.pack_layers} layers" if layout.pack_layers > 1 else "layer"
