@@ -161,7 +161,7 @@ def _ask(
 
     def query(index: jax.Array, hidden: jax.Array) -> jax.Array:
         layer = layer_of(config, jax.tree.map(lambda leaf: leaf[index], params["layers"]))
-        return layer.attention.query(layer.input_norm(hidden), positions)
+        return layer.query(hidden, positions)
 
     def guess(hidden: jax.Array, index: jax.Array) -> jax.Array:
         layers = [jnp.minimum(index + offset, total - 1) for offset in offsets]
@@ -171,7 +171,7 @@ def _ask(
         hidden, mask = carry
         state, k, v, lead, index = inputs
         layer = layer_of(config, state)
-        q, k_new, v_new = layer.attention.project(layer.input_norm(hidden), positions)
+        q, k_new, v_new = layer.project(hidden, positions)
         mask = jax.lax.cond(lead, lambda: choose(guess(hidden, index)), lambda: mask)
         seen: tuple[jax.Array, ...] = ()
         if watch:
@@ -180,9 +180,7 @@ def _ask(
             at = jnp.minimum(index + step, total - 1)
             seen = true, shares(query(at, hidden), keys[at], everyone).sum(0)
         heads = _attend(q, k, v, k_new, v_new, mask, chunk_tokens)
-        hidden = hidden + layer.attention.output(heads)
-        hidden = hidden + layer.mlp(layer.post_norm(hidden))
-        return (hidden, mask), (mask.any(0), *seen)
+        return (layer.complete(hidden, heads), mask), (mask.any(0), *seen)
 
     hidden = params["rest"]["embedding"][questions]
     mask = jnp.zeros((kv_heads if each else 1, asked, chunks), bool)

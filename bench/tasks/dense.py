@@ -139,9 +139,9 @@ def _run(
 
     def step(hidden: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         layer = layer_of(config, state)
-        q, k, v = layer.attention.project(layer.input_norm(hidden), positions)
-        hidden = hidden + layer.attention.output(_attend(q, k, v, prefix, suffix))
-        return hidden + layer.mlp(layer.post_norm(hidden)), (k, v) if keep else None
+        q, k, v = layer.project(hidden, positions)
+        heads = _attend(q, k, v, prefix, suffix)
+        return layer.complete(hidden, heads), (k, v) if keep else None
 
     hidden = params["rest"]["embedding"][tokens]
     return jax.lax.scan(step, hidden, params["layers"])
@@ -162,15 +162,14 @@ def _run_light(
     def step(carry: tuple[jax.Array, jax.Array], states: Any) -> tuple[Any, None]:
         before, hidden = carry
         layer, frozen = (layer_of(config, state) for state in states)
-        q, k, v = frozen.attention.project(frozen.input_norm(before), positions[:, :prefix])
+        q, k, v = frozen.project(before, positions[:, :prefix])
         heads = _attend(q, k, v, prefix, suffix)
         _, k, v = layer.attention.project(frozen.input_norm(before), positions[:, :prefix])
-        before = before + frozen.attention.output(heads)
-        before = before + frozen.mlp(frozen.post_norm(before))
-        own = layer.attention.project(layer.input_norm(hidden), positions[:, prefix:])
+        before = frozen.complete(before, heads)
+        own = layer.project(hidden, positions[:, prefix:])
         k, v = (jnp.concatenate(pair, axis=1) for pair in ((k, own[1]), (v, own[2])))
-        hidden = hidden + layer.attention.output(_attend(own[0], k, v, prefix, suffix))
-        return (before, hidden + layer.mlp(layer.post_norm(hidden))), None
+        heads = _attend(own[0], k, v, prefix, suffix)
+        return (before, layer.complete(hidden, heads)), None
 
     before = constant["rest"]["embedding"][tokens]
     hidden = params["rest"]["embedding"][asked.reshape(len(asked), -1)]

@@ -9,6 +9,8 @@ graphdef, so that one jitted function of a layer's state serves every layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +20,9 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.matmul import einsum, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 
-__all__ = ["Attention", "Layer", "Mlp", "Qwen2", "RMSNorm", "causal_attention"]
+__all__ = ["Attend", "Attention", "Layer", "Mlp", "Qwen2", "RMSNorm", "causal_attention"]
+
+Attend = Callable[[Array, Array, Array], Array]  # q [B S H D], k, v [B S K D] -> heads [B S H D]
 
 _INIT_SCALE = 0.02  # standard deviation of fresh kernels and embeddings, as in HF
 _QUERY_BLOCK = 512  # queries whose dense scores are held at once
@@ -103,7 +107,11 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer.
+
+    Callers that keep the keys and values, or that attend elsewhere than in the same trace, take
+    it in two halves: `project`, then `complete`. Only `complete` knows the residual wiring.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool) -> None:
         self.input_norm = RMSNorm(config, dtype=dtype)
@@ -112,11 +120,28 @@ class Layer(nnx.Module):
         self.mlp = Mlp(config, dtype=dtype, rngs=rngs, out_first=out_first)
 
     def __call__(
-        self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"]
+        self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"], attend: Attend
     ) -> Float[Array, "B S E"]:
-        """Dense causal pass, every token attending to those before it."""
-        q, k, v = self.attention.project(self.input_norm(hidden), positions)
-        hidden = hidden + self.attention.output(causal_attention(q, k, v))
+        """The whole layer; `attend` decides what its queries see."""
+        return self.complete(hidden, attend(*self.project(hidden, positions)))
+
+    def project(
+        self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"]
+    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+        """Queries, keys and values of a hidden state; queries and keys rotated."""
+        return self.attention.project(self.input_norm(hidden), positions)
+
+    def query(
+        self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B S H D"]:
+        """The queries of `project` alone."""
+        return self.attention.query(self.input_norm(hidden), positions)
+
+    def complete(
+        self, hidden: Float[Array, "B S E"], heads: Float[Array, "B S H D"]
+    ) -> Float[Array, "B S E"]:
+        """The layer's output, given its input and its attended heads."""
+        hidden = hidden + self.attention.output(heads)
         return hidden + self.mlp(self.post_norm(hidden))
 
 
@@ -177,7 +202,7 @@ class Qwen2(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         hidden = self.embed(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, positions)
+            hidden = layer(hidden, positions, causal_attention)
         return self.logits(hidden)
 
 

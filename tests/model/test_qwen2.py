@@ -29,7 +29,7 @@ def test_one_executable_serves_every_layer() -> None:
         nonlocal traces
         traces += 1
         layer: Layer = nnx.merge(split[0][0], state)
-        return layer(hidden, POSITIONS)
+        return layer(hidden, POSITIONS, causal_attention)
 
     run_jit = jax.jit(run)
     hidden = model.embed(TOKENS)
@@ -50,6 +50,18 @@ def test_shapes_dtypes_and_query(dtype: str) -> None:
     np.testing.assert_array_equal(layer.attention.query(x, POSITIONS), q)
     assert layer.attention.output(q).shape == x.shape
     assert model.logits(x).dtype == jnp.float32
+
+
+def test_the_hook_decides_what_a_layer_sees() -> None:
+    model = random_model(CONFIG, dtype="float32")
+    layer, hidden = model.layers[0], model.embed(TOKENS)
+    got = layer(hidden, POSITIONS, lambda q, k, v: jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
+    _, _, v = layer.attention.project(layer.input_norm(hidden), POSITIONS)
+    seen_itself = hidden + layer.attention.output(jnp.repeat(v, 2, axis=2))
+    expected = seen_itself + layer.mlp(layer.post_norm(seen_itself))
+    np.testing.assert_array_equal(got, expected)
+    q, _, _ = layer.project(hidden, POSITIONS)
+    np.testing.assert_array_equal(layer.query(hidden, POSITIONS), q)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
