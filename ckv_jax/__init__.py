@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from ckv_jax.model.sampling import SamplingParams
-    from ckv_jax.request import Request, Result
-    from ckv_jax.serving.generation import Generation, TokenEvent
-    from ckv_jax.serving.handle import Handle
+    from ckv_jax.request import Generation, Request, Result, TokenEvent
+    from ckv_jax.serving.sequence import Sequence
+    from ckv_jax.stats import EngineStats
 
 _HOME = {
     "Cancelled": "errors",
@@ -31,13 +31,14 @@ _HOME = {
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
-    "Generation": "serving.generation",
-    "Handle": "serving.handle",
+    "EngineStats": "stats",
+    "Generation": "request",
     "Request": "request",
     "Result": "request",
     "SamplingParams": "model.sampling",
+    "Sequence": "serving.sequence",
     "SystemConfig": "config",
-    "TokenEvent": "serving.generation",
+    "TokenEvent": "request",
     "UnsupportedModel": "errors",
 }
 
@@ -50,11 +51,12 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineStats",
     "Generation",
-    "Handle",
     "Request",
     "Result",
     "SamplingParams",
+    "Sequence",
     "SystemConfig",
     "TokenEvent",
     "UnsupportedModel",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckv_jax.engine import Engine
-from ckv_jax.request import Result
-from ckv_jax.serving.generation import Generation
+from ckv_jax.request import Generation, Result
 from ckv_jax.storage.prefix import Prefix
 
 __all__ = ["answer_json"]

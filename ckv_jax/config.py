@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
+from ckv_jax.cache.policy import Policy
 from ckv_jax.storage.layout import Layout
 from ckv_jax.validate import check_number, check_text, check_whole
+
+if TYPE_CHECKING:  # its module loads jax
+    from ckv_jax.selection.chunks import ChunkScore
 
 Selector = Literal["none", "all", "chunk", "h2o", "impress"]
 """What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""
@@ -63,7 +67,10 @@ class SystemConfig:
     excess."""
     speculate_always: bool = True
     """False: only after periods whose packs took longer to read than to choose (`pace.py`)."""
-    policy: PolicyName = "attention"
+    policy: PolicyName | Policy = "attention"
+    """A name from `cache.policy.POLICIES`, or a policy of one's own."""
+    score: ChunkScore | None = None
+    """What a chunk is worth to a question; None: the attention that it gets (Equation 1)."""
     score_window: int | None = None
     """Only the last so many suffix queries score the probe; None: all of them."""
     score_layers: int = 1
@@ -77,7 +84,8 @@ class SystemConfig:
         _one_of("selector", self.selector, Selector)
         _one_of("prefetch", self.prefetch, Prefetch)
         _one_of("speculate", self.speculate, Speculate)
-        _one_of("policy", self.policy, PolicyName)
+        if isinstance(self.policy, str):
+            _one_of("policy", self.policy, PolicyName)
         if self.chunk_tokens < 1:
             raise ValueError(f"got chunk_tokens={self.chunk_tokens}, expected at least 1")
         if self.pack_layers not in (1, 2, 4):
@@ -150,11 +158,16 @@ class EngineConfig:
     read_deadline_s: float = 10.0
     """A read that takes longer is given up and its chunks are recomputed."""
     prefill_block: int = 512
-    """Tokens in one block of the dense prefill."""
+    """Tokens in one block of the dense prefill: what others wait for at most."""
+    prefill_window: int = 8192
+    """Tokens of an ingest whose keys and values stay on the device; the others come back from the
+    store, so that a text of any length needs no more memory."""
     max_batch: int = 32
-    """Requests computed together at most; they must share a prefix."""
+    """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB
-    """Device room for the packs, suffixes and texts of requests that run at once; others wait."""
+    """Device room for the packs, suffixes, texts and prefills that run at once; others wait."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that a second start compiles little."""
     salt: str = ""
     """Tenant: prefixes of one salt are invisible to every other."""
 
@@ -166,7 +179,7 @@ class EngineConfig:
             check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
-            "max_batch", "admit_bytes",
+            "prefill_window", "max_batch", "admit_bytes",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
         check_number("read_deadline_s", self.read_deadline_s)

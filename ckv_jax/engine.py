@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Several
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from queue import SimpleQueue
+from typing import Any, Self
 
 import numpy as np
 
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
+from ckv_jax.errors import CkvError
 from ckv_jax.identity import model_fingerprint
-from ckv_jax.ingest import Progress, ingest
+from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.pipeline.layers import Compute
-from ckv_jax.request import Request, Result
-from ckv_jax.serving.answering import Answering
-from ckv_jax.serving.append import append
-from ckv_jax.serving.fair_lock import FairLock
-from ckv_jax.serving.generation import Generation
-from ckv_jax.serving.handle import Handle
-from ckv_jax.serving.intake import Intake
-from ckv_jax.serving.parts import Parts
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.request import Generation, Request, Result, TokenEvent
+from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
+from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.scheduler import Scheduler
-from ckv_jax.serving.server import Server
-from ckv_jax.serving.streams import result_of
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.streams import Item, TokenStream, result_of, results
 from ckv_jax.serving.warmup import warm
+from ckv_jax.serving.worker import Worker
+from ckv_jax.stats import EngineStats, stats_of
+from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -41,27 +46,74 @@ from ckv_jax.validate import check_whole
 Tokens = np.ndarray  # int32 [n]
 
 
-class Engine(Answering):
+class Engine:
     """Answers requests over stored prefixes. Thread-safe; what is computed runs in one thread.
 
-    Requests of all callers wait in one queue, first come, first served; those over one prefix are
-    computed together. A request's own fault (a prefix that is not stored, too many tokens, a
-    deadline that has passed, a second use of an id) is the `error` of its own outcome and fails
-    nothing else. Calls themselves raise only for what no single request is to blame for.
+    Requests of all callers wait in one queue, first come, first served; those that fit are computed
+    together, whatever prefixes they stand on. Long work (`ingest`, prompts that are not stored)
+    advances a block at a time between tokens. A request's own fault (a prefix that is not stored,
+    too many tokens, a deadline that has passed, a second use of an id) is the `error` of its own
+    outcome and fails nothing else. Calls themselves raise only for what no single request is to
+    blame for. A process that was forked from the engine's own cannot use it (`EngineClosed`).
 
     A context manager; `close` persists cache scores and stops the threads.
     """
 
     def __init__(
         self,
-        model: Qwen2,
+        model: Qwen2 | Layers,
         tokenizer: Tokenizer | None,
         store: ChunkStore,
         fingerprint: Fingerprint,
         config: EngineConfig | None = None,
     ) -> None:
-        self._build(Compute(model), tokenizer, store, fingerprint, config or EngineConfig())
+        """Over a model, or over the layers of another engine's. `store` is closed with the engine.
+
+        Raises `ValueError` for a configuration that does not suit the model, or whose pools
+        cannot hold one chunk of one layer group.
+        """
+        self.config = config = config or EngineConfig()
+        layers = model if isinstance(model, Layers) else Layers(model)
+        self.tokenizer = tokenizer
+        self.store = store
+        self.fingerprint = fingerprint
+        self.model_config = layers.config
+        self.system = _system(config)
+        self.layout = _layout(self.system, layers.config, config)
+        self._placement = Placement(
+            model=layers.config,
+            tokenizer=tokenizer,
+            store=store,
+            fingerprint=fingerprint,
+            layout=self.layout,
+            system=self.system,
+            config=config,
+        )
+        self._worker = Worker(
+            layers,
+            store,
+            self._placement,
+            tokenizer,
+            system=self.system,
+            layout=self.layout,
+            config=config,
+            store_prompt=self._store_prompt,
+        )
+        self._scheduler = Scheduler(
+            self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
+        )
+        self._ingest = Ingest(
+            store=store,
+            prefills=self._worker.prefills,
+            scheduler=self._scheduler,
+            prefill_bytes=self._worker.prefill_bytes,
+            fingerprint=fingerprint,
+            layout=self.layout,
+            salt=config.salt,
+        )
+        self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
         self._owns_store = True
+        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -70,8 +122,9 @@ class Engine(Answering):
         *,
         store: str | os.PathLike[str],
         config: EngineConfig | None = None,
+        store_config: StoreConfig | None = None,
     ) -> Self:
-        """Loads a Qwen2.5 checkpoint folder (HF format) and opens or creates the store at a URL.
+        """Loads a checkpoint folder (HF or Orbax) and opens or creates the store at a URL.
 
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
         `ValueError` for a system that does not exist or does not suit the model. A store is made
@@ -84,7 +137,7 @@ class Engine(Answering):
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
         _layout(system, model.config, config)
-        opened = ChunkStore.open(store)
+        opened = ChunkStore.open(store, config=store_config)
         try:
             return cls(model, tokenizer, opened, fingerprint, config)
         except BaseException:
@@ -99,81 +152,37 @@ class Engine(Answering):
         """
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
-        other = Engine.__new__(Engine)
-        other._build(
-            self._parts.compute, self.tokenizer, store or self.store, self.fingerprint, config
-        )
+        layers = self._worker.layers
+        other = Engine(layers, self.tokenizer, store or self.store, self.fingerprint, config)
         other._owns_store = False
         return other
-
-    def _build(
-        self,
-        compute: Compute,
-        tokenizer: Tokenizer | None,
-        store: ChunkStore,
-        fingerprint: Fingerprint,
-        config: EngineConfig,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.store = store
-        self.fingerprint = fingerprint
-        self.model_config = model = compute.config
-        self.system = _system(config)
-        self.layout = _layout(self.system, model, config)
-        self._parts = Parts.build(
-            compute=compute, store=store, system=self.system, layout=self.layout, config=config
-        )
-        self._placement = Placement(
-            model=model,
-            tokenizer=tokenizer,
-            store=store,
-            fingerprint=fingerprint,
-            layout=self.layout,
-            system=self.system,
-            config=config,
-        )
-        self._server = Server(
-            self._parts, self._placement, self.layout, tokenizer, model.eos_token_ids
-        )
-        self._lock = FairLock()
-        self._scheduler = Scheduler(
-            self._server,
-            lock=self._lock,
-            max_batch=config.max_batch,
-            max_bytes=config.admit_bytes,
-        )
-        self._closed = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Fails what still waits, persists cache scores, stops the threads. Idempotent."""
         self._scheduler.close()
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                self._parts.close()
-            finally:
-                if self._owns_store:
-                    self.store.close()
+        if self._closed:
+            return
+        self._closed = True
+        self._prompts.shutdown()
+        try:
+            self._worker.close()
+        finally:
+            if self._owns_store:
+                self.store.close()
 
-    def encode(self, text: str | Sequence[int] | np.ndarray) -> Tokens:
+    # -- texts and prefixes -----------------------------------------------------------------------
+
+    def encode(self, text: str | Several[int] | np.ndarray) -> Tokens:
         """Token ids int32 [n] of a text; ids are checked and passed through."""
         return self._placement.encode(text)
 
-    def chat(self, messages: str | Sequence[dict[str, str]]) -> str:
+    def chat(self, messages: str | Several[dict[str, str]]) -> str:
         """Messages as text for the model to go on from, by the tokenizer's own template.
 
         A string is one message of the user's. Raises `ValueError` for messages that the template
@@ -190,51 +199,191 @@ class Engine(Answering):
         self._placement.check_prefix(prefix)
 
     def ingest(
-        self, text: str | Sequence[int] | np.ndarray, *, progress: Progress | None = None
+        self, text: str | Several[int] | np.ndarray, *, progress: Progress | None = None
     ) -> Prefix:
-        """Computes and stores the KV of a text, or of what of it is not stored yet."""
+        """Computes and stores the KV of a text, or of what of it is not stored yet.
+
+        A block at a time between the tokens of others; `progress` is called in this thread.
+        """
         tokens = self.encode(text)
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
         self._placement.check_context(len(tokens), 0)
-        with self._lock:
-            return ingest(
-                tokens,
-                store=self.store,
-                prefill=self._parts.prefill,
-                fingerprint=self.fingerprint,
-                layout=self.layout,
-                salt=self.config.salt,
-                progress=progress,
-            )
+        return self._ingest.store(tokens, progress)
 
-    def append(self, generation: Generation) -> Prefix:
+    def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
 
-        The next turn over it computes only what is new. Its keys and values are those that the
-        generation saw, under its budget: at a budget of 1 they are what `ingest` would store.
+        The next turn over it computes only what is new. What was generated under a budget of 1 is
+        stored as it is. Under a smaller one its KV is approximate: with `exact` the turn is
+        computed again densely, so that the prefix is what `ingest` would store; without, the KV is
+        stored as it is, under an id that no lookup of exact KV finds.
         """
         completion = generation.completion()
-        with self._lock:
-            return append(
-                completion,
-                store=self.store,
-                prefill=self._parts.prefill,
-                fingerprint=self.fingerprint,
-                layout=self.layout,
-                salt=self.config.salt,
-            )
+        if completion.kv is None:
+            raise ValueError("got a generation without its KV, expected one with keep_kv=True")
+        tokens = np.concatenate(
+            [completion.prefix.tokens, completion.suffix, completion.token_ids]
+        ).astype(np.int32)
+        whole = completion.budget == 1.0 or not completion.prefix.num_tokens
+        if exact and not whole:
+            return self._ingest.store(tokens)
+        provenance = "exact" if whole else f"budget:{completion.budget:g}"
+        first = completion.prefix.num_tokens
+        try:
+            return self._ingest.write(tokens, completion.kv, first, provenance=provenance)
+        except SegmentDamaged:
+            return self._ingest.store(tokens)  # what it stands on is gone: all is computed again
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
+        """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
+        return self._intake([request], [{"sampling": sampling}])[0]
+
+    def reprefill(self, requests: Several[Request]) -> list[Result]:
+        """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
+        sequences = self._intake(_some(requests))
+        try:
+            return [result_of(sequence, settled=True) for sequence in sequences]
+        except BaseException:
+            for sequence in sequences:
+                sequence.cancel()
+            raise
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """First tokens in order of completion. `requests` may be endless: it is read as room
+        comes free. Closing the iterator cancels what is on its way. An id may come again once its
+        request is done."""
+        return results(requests, self._intake_of_one_call(), window=self._window)
+
+    def generate(
+        self,
+        requests: Request | Several[Request],
+        sampling: SamplingParams | Several[SamplingParams] | None = None,
+        *,
+        reselect_every: int = 0,
+        keep_kv: bool = False,
+    ) -> TokenStream:
+        """Text after each suffix: an iterator of tokens; its `results()` are the generations.
+
+        Decode attends to the chunks that the re-prefill chose, the suffix, and what was
+        generated. All running texts are decoded together, whatever their prefix and `sampling`.
+
+        Args:
+            sampling: for all requests, or one each; None is greedy.
+            reselect_every: choose the chunks again after so many tokens, by the queries of the
+                latest ones; 0: never.
+            keep_kv: keep keys and values in host memory for `append`.
+        """
+        requests, how = _sampled(requests, sampling, reselect_every, keep_kv)
+        items: SimpleQueue[Item] = SimpleQueue()
+        return TokenStream(self._intake(requests, how, listener=items.put), items)
+
+    async def areprefill(self, requests: Several[Request]) -> list[Result]:
+        """`reprefill` in an event loop."""
+        sequences = await asyncio.to_thread(self._intake, _some(requests))
+        await outcomes(sequences)
+        return [result_of(sequence) for sequence in sequences]
+
+    def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
+        """`stream` in an event loop."""
+        return results_async(requests, self._intake_of_one_call(), window=self._window)
+
+    def agenerate(
+        self,
+        requests: Request | Several[Request],
+        sampling: SamplingParams | Several[SamplingParams] | None = None,
+        *,
+        reselect_every: int = 0,
+        keep_kv: bool = False,
+    ) -> AsyncTokenStream:
+        """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
+        several, how = _sampled(requests, sampling, reselect_every, keep_kv)
+
+        def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
+            return self._intake(several, how, listener=listener)
+
+        return AsyncTokenStream(submit)
 
     def recompute(self, request: Request) -> Result:
         """The same request with nothing from the store: a dense prefill of all its tokens.
 
         Raises what is wrong with the request.
         """
-        handle = Handle(request)
-        handle.placed = self._placement.place(request)
-        with self._lock:
-            self._server.recompute(handle)
-        return result_of(handle)
+        sequence = Sequence(request)
+        self._placement.place(sequence)
+        nothing = self.store.longest_prefix(
+            sequence.tokens[:0], fingerprint=self.fingerprint, layout=self.layout,
+            salt=self.config.salt,
+        )  # fmt: skip
+        sequence.place(nothing, sequence.tokens, 1.0)
+        self._scheduler.add(self._worker.dense_job(sequence))
+        return result_of(sequence)
+
+    def _intake_of_one_call(self) -> Callable[[Several[Request]], list[Sequence]]:
+        """Queues more and more requests of one call; ids are unique among those under way."""
+        ids: set[str] = set()
+        count = iter(range(2**63))
+        return lambda requests: self._intake(requests, ids=ids, count=count)
+
+    def _intake(
+        self,
+        requests: Several[Request],
+        how: Iterable[dict[str, Any]] | None = None,
+        *,
+        listener: Callable[[TokenEvent], None] | None = None,
+        ids: set[str] | None = None,
+        count: Iterator[int] | None = None,
+    ) -> list[Sequence]:
+        """One sequence a request, queued together; a bad one fails alone, at once.
+
+        Raises `TypeError` for what is no request and `EngineClosed`.
+        """
+        ids = set() if ids is None else ids
+        count = iter(range(len(requests))) if count is None else count
+        sequences = []
+        for request, more in zip(requests, how or repeat({})):  # noqa: B905 - endless
+            if not isinstance(request, Request):
+                raise TypeError(f"got {type(request).__name__}, expected a Request")
+            sequence = Sequence(request, index=next(count), listener=listener, **more)
+            try:
+                if request.id is not None and request.id in ids:
+                    raise ValueError(
+                        f"got id {request.id!r} twice, expected one request of each id"
+                    )
+                self._placement.place(sequence)
+            except (CkvError, ValueError) as error:
+                sequence.fail(error)
+            if request.id is not None and request.id not in ids:
+                ids.add(request.id)
+                if not sequence.done():
+                    sequence.on_done(lambda done: ids.discard(str(done.request.id)))
+            sequences.append(sequence)
+        self._scheduler.submit([sequence for sequence in sequences if not sequence.done()])
+        return sequences
+
+    def _store_prompt(self, sequence: Sequence) -> None:
+        """Ingests a prompt too long to be computed in one piece of memory, then answers it."""
+
+        def run() -> None:
+            try:
+                tokens = sequence.tokens
+                prefix = self._ingest.store(tokens[:-1])
+                sequence.place(prefix, tokens[prefix.num_tokens :], 1.0)
+                self._scheduler.submit([sequence])
+            except (CkvError, ValueError) as error:
+                sequence.fail(error)
+            except BaseException as error:
+                sequence.crash(error)
+
+        self._prompts.submit(run)
+
+    @property
+    def _window(self) -> int:
+        return 2 * self.config.max_batch  # one batch computing, one waiting
+
+    # -- the engine itself ------------------------------------------------------------------------
 
     def warmup(
         self,
@@ -242,56 +391,83 @@ class Engine(Answering):
         *,
         max_batch: int = 1,
         max_suffix: int = 64,
-        budgets: Sequence[float] | None = None,
+        budgets: Several[float] | None = None,
         max_tokens: int = 0,
     ) -> None:
         """Compiles what requests over `prefix`, or one of about its length, can need.
 
-        Afterwards nothing is compiled for up to `max_batch` requests at once, suffixes of up to
-        `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`, texts
-        of up to so many tokens.
+        Afterwards nothing is compiled for up to `max_batch` requests over it at once, suffixes of
+        up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
+        texts of up to so many tokens.
         """
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)
         check_whole("max_tokens", max_tokens, least=0)
         budgets = [self.config.budget] if budgets is None else budgets
         self._placement.check_context(prefix.num_tokens, max_suffix, max_tokens)
-        with self._lock:
-            warm(
-                self._parts,
-                prefix,
-                max_batch=min(max_batch, self.config.max_batch),
-                max_suffix=max_suffix,
-                budgets=[check_budget(budget) for budget in budgets],
-                max_tokens=max_tokens,
-            )
+        steps = warm(
+            self._worker,
+            prefix,
+            max_batch=min(max_batch, self.config.max_batch),
+            max_suffix=max_suffix,
+            budgets=[check_budget(budget) for budget in budgets],
+            max_tokens=max_tokens,
+        )
+        self._scheduler.add(Job(steps)).future.result()
 
     def settle(self) -> None:
         """Returns once nothing is being done in the background (IMPRESS's reordering)."""
-        if self._parts.reorderer is not None:
-            self._parts.reorderer.wait()
+        if self._worker.reorderer is not None:
+            self._worker.reorderer.wait()
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, period by period; else empty."""
-        with self._lock:
-            chosen = self._parts.views.open(prefix).last_selection
-            return [chosen[period] for period in sorted(chosen)]
+        chosen = self._call(lambda: dict(self._worker.residents.open(prefix).last_selection))
+        return [chosen[period] for period in sorted(chosen)]
+
+    def stats(self) -> EngineStats:
+        """What is going on and what has happened so far."""
+        return stats_of(self._worker, self._scheduler, self.store)
 
     @property
     def periods(self) -> int:
         """Selections that one request makes."""
-        return self._parts.plan.periods
+        return self._worker.plan.periods
 
-    def executables(self) -> int:
-        """Programs compiled so far; constant once warm."""
-        return self._parts.executables() + self._server.executables()
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """The result of a short call that has to be made in the engine thread."""
 
-    def _intake(self) -> Intake:
-        return Intake(self._placement, self._scheduler)
+        def steps() -> Generator[None, None, Any]:
+            return call()
+            yield
 
-    @property
-    def _window(self) -> int:
-        return 2 * self.config.max_batch  # one batch computing, one waiting
+        return self._scheduler.add(Job(steps())).future.result()
+
+
+def _some(requests: Several[Request]) -> list[Request]:
+    if not isinstance(requests, Several):
+        raise TypeError(f"got {type(requests).__name__}, expected a list of Requests")
+    if len(requests) == 0:
+        raise ValueError("got an empty batch, expected at least one request")
+    return list(requests)
+
+
+def _sampled(
+    requests: Request | Several[Request],
+    sampling: SamplingParams | Several[SamplingParams] | None,
+    reselect_every: int,
+    keep_kv: bool,
+) -> tuple[list[Request], list[dict[str, Any]]]:
+    """Each request with how it goes on."""
+    several = [requests] if isinstance(requests, Request) else _some(requests)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        sampling = [sampling or SamplingParams()] * len(several)
+    if len(sampling) != len(several):
+        raise ValueError(f"got {len(sampling)} samplings, expected {len(several)}, one a request")
+    return several, [
+        {"sampling": params, "reselect_every": reselect_every, "keep_kv": keep_kv}
+        for params in sampling
+    ]
 
 
 def _system(config: EngineConfig) -> SystemConfig:

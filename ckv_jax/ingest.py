@@ -1,106 +1,266 @@
-"""Ingest: compute a text's KV once, in blocks, and stream it to the store as it comes."""
+"""Ingest: compute a text's KV once, in blocks, and stream it to the store as it comes.
+
+The engine thread computes, a block at a time between other work; the caller's thread writes and
+reports, so that neither a slow disk nor a slow caller holds anybody up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from queue import SimpleQueue
 
 import numpy as np
 
-from ckv_jax.pipeline.prefill import Block, DensePrefill
-from ckv_jax.pipeline.recovery import Recovery
+from ckv_jax.errors import CkvError
+from ckv_jax.pipeline.prefill import Block, Prefills
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all)."""
 
+_AHEAD = 2  # blocks that are computed before the first of them is written
 
-def ingest(
-    tokens: np.ndarray,
-    *,
-    store: ChunkStore,
-    prefill: DensePrefill,
-    fingerprint: Fingerprint,
-    layout: Layout,
-    salt: str,
-    progress: Progress | None = None,
-) -> Prefix:
-    """Stores the KV of `tokens` int32 [T], of which only what is not stored yet is computed.
 
-    The disk writes one block while the next is computed. Raises `StoreFull` and other
-    `CkvError`s of the store, with nothing half-written left behind.
-    """
-    stored = store.longest_prefix(tokens, fingerprint=fingerprint, layout=layout, salt=salt)
-    if stored.num_tokens == len(tokens):
-        return stored
-    whole = stored.num_tokens // layout.chunk_tokens * layout.chunk_tokens
-    parent = None
-    if whole:
-        parent = store.longest_prefix(
-            tokens[:whole], fingerprint=fingerprint, layout=layout, salt=salt
+class Ingest:
+    """Puts texts into one store, by one engine."""
+
+    def __init__(
+        self,
+        *,
+        store: ChunkStore,
+        prefills: Prefills,
+        scheduler: Scheduler,
+        prefill_bytes: Callable[[int], int],
+        fingerprint: Fingerprint,
+        layout: Layout,
+        salt: str,
+    ) -> None:
+        self._store = store
+        self._prefills = prefills
+        self._scheduler = scheduler
+        self._prefill_bytes = prefill_bytes
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._salt = salt
+
+    def store(self, tokens: np.ndarray, progress: Progress | None = None) -> Prefix:
+        """Stores the exact KV of `tokens` int32 [T], computing only what is not stored yet.
+
+        Raises `StoreFull` and other `CkvError`s of the store, with nothing half-written left
+        behind. In the caller's thread, which waits.
+        """
+        stored = self._longest(tokens)
+        if stored.num_tokens == len(tokens):
+            return stored
+        size = self._layout.chunk_tokens
+        whole = stored.num_tokens // size * size
+        parent = self._longest(tokens[:whole]) if whole else None
+        if parent is not None and parent.num_tokens:
+            try:
+                return self._store_after(parent, tokens, progress)
+            except SegmentDamaged:
+                pass  # some of what is before cannot be read: all of it is computed again
+        return self._store_after(None, tokens, progress)
+
+    def write(self, tokens: np.ndarray, kv: np.ndarray, first: int, *, provenance: str) -> Prefix:
+        """Stores KV [L, 2, n, K, D] that has been computed, of `tokens[first:]`, as one prefix.
+
+        What is before `first` has to be stored, but for its partial last chunk. `provenance` says
+        how the KV was made, see `storage.prefix`.
+        """
+        stored = self._longest(tokens[:first])
+        size = self._layout.chunk_tokens
+        whole = min(stored.num_tokens, first) // size * size
+        parent = self._longest(tokens[:whole]) if whole else None
+        whole = parent.num_tokens if parent is not None else 0
+        if whole < first:  # the partial last chunk, or what the store has lost since
+            before = self._longest(tokens[:first])
+            if before.num_tokens < first:
+                raise SegmentDamaged(f"the first {first} tokens are not stored any more")
+            head = read_kv(self._store, before, first_chunk=whole // size)
+            kv = np.concatenate([head, kv.view(self._layout.numpy_dtype)], axis=2)
+        with self._writer(tokens, parent, provenance) as writer:
+            writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
+            return writer.commit()
+
+    def _longest(self, tokens: np.ndarray) -> Prefix:
+        return self._store.longest_prefix(
+            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=self._salt
         )
-        whole = parent.num_tokens
-    before = read_kv(store, parent, prefill) if parent is not None and whole else None
-    with store.writer(
-        fingerprint=fingerprint,
-        layout=layout,
-        tokens=tokens[whole:],
-        parent=parent if whole else None,
-        salt=salt,
-    ) as writer:
-        pending: Block | None = None
-        for block in prefill.run(tokens[whole:], start=whole, before=before):
-            if pending is not None:
-                _write(writer, pending, whole, layout)
-                _report(progress, pending, len(tokens))
-            pending = block
-        if pending is not None:
-            _write(writer, pending, whole, layout)
-            _report(progress, pending, len(tokens))
-        return writer.commit()
+
+    def _writer(
+        self, tokens: np.ndarray, parent: Prefix | None, provenance: str = "exact"
+    ) -> SegmentWriter:
+        whole = parent.num_tokens if parent is not None else 0
+        return self._store.writer(
+            fingerprint=self._fingerprint,
+            layout=self._layout,
+            tokens=tokens[whole:],
+            parent=parent,
+            salt=self._salt,
+        )
+
+    def _store_after(
+        self, parent: Prefix | None, tokens: np.ndarray, progress: Progress | None
+    ) -> Prefix:
+        whole = parent.num_tokens if parent is not None else 0
+        with ExitStack() as stack:
+            reader = None
+            if parent is not None:
+                reader = stack.enter_context(self._store.reader(parent))
+            writer = stack.enter_context(self._writer(tokens, parent))
+            way = _Way(EarlierKv(self._layout, whole, reader, writer))
+            rest = tokens[whole:]
+            job = Job(
+                way.compute(self._prefills, rest, whole),
+                num_bytes=self._prefill_bytes(len(tokens)),
+                ready=way.ready,
+            )
+            stack.callback(self._scheduler.wake)
+            stack.callback(job.cancel)
+            job.future.add_done_callback(lambda _: way.blocks.put(None))
+            self._scheduler.add(job)
+            while (block := way.blocks.get()) is not None:
+                writer.write(block.first - whole, block.tokens_kv(self._layout.numpy_dtype))
+                way.written = block.first + block.length
+                self._scheduler.wake()
+                if progress is not None:
+                    progress(way.written, len(tokens))
+            job.future.result()
+            return writer.commit()
 
 
-def read_kv(
-    store: ChunkStore, prefix: Prefix, prefill: DensePrefill, *, first_chunk: int = 0
-) -> np.ndarray:
-    """Keys and values [L, 2, T, K, D] of a stored prefix; what is bad is recomputed.
+class _Way:
+    """One ingest between the engine thread, which computes, and the caller's, which writes."""
 
-    T counts from the first token of `first_chunk`.
+    def __init__(self, earlier: EarlierKv) -> None:
+        self.blocks: SimpleQueue[Block | None] = SimpleQueue()
+        self.written = 0
+        self._earlier = earlier
+        self._computed = 0
+        self._block = 0
+        self._needs = 0
+
+    def ready(self) -> bool:
+        """Whether the next block may be computed: the disk keeps up, and has what is needed."""
+        unwritten = self._computed - max(self.written, self._earlier.whole)
+        return unwritten < _AHEAD * self._block + 1 and self._needs <= max(
+            self.written, self._earlier.whole
+        )
+
+    def compute(
+        self, prefills: Prefills, tokens: np.ndarray, start: int
+    ) -> Generator[None, None, None]:
+        """The engine thread's half: one block a step."""
+        self._block = prefills.block
+        prefill = prefills.begin(tokens, start=start, earlier=self._earlier)
+        while True:
+            block = prefill.advance()
+            block.hidden.block_until_ready()
+            self._computed, self._needs = block.first + block.length, prefill.needs
+            self.blocks.put(block)
+            if prefill.done:
+                return
+            yield
+
+
+class EarlierKv:
+    """KV of a text that is being ingested, as far as it is on disk; see `prefill.Earlier`.
+
+    Args:
+        whole: tokens of the stored prefix that it goes on from; `reader` has those.
+        writer: has the others.
+    """
+
+    def __init__(
+        self, layout: Layout, whole: int, reader: PrefixReader | None, writer: SegmentWriter
+    ) -> None:
+        self.whole = whole
+        self._layout = layout
+        self._reader = reader
+        self._writer = writer
+
+    def read(self, layers: range, first: int, stop: int) -> np.ndarray:
+        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read."""
+        size = self._layout.chunk_tokens
+        chunks = np.arange(first // size, -(-stop // size))
+        kv = _kv_of(self._layout, layers, chunks, self._packs)
+        skip = first - int(chunks[0]) * size
+        return kv[:, :, skip : skip + stop - first]
+
+    def _packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        packs = np.empty((len(chunks), *self._layout.pack_shape), self._layout.numpy_dtype)
+        old = chunks < self.whole // self._layout.chunk_tokens
+        if old.any():
+            assert self._reader is not None
+            packs[old] = _read(self._reader, group, chunks[old])
+        for row in np.flatnonzero(~old).tolist():
+            chunk = int(chunks[row]) - self.whole // self._layout.chunk_tokens
+            self._writer.read_back(group, chunk, packs[row])
+        return packs
+
+
+def read_kv(store: ChunkStore, prefix: Prefix, *, first_chunk: int = 0) -> np.ndarray:
+    """Keys and values [L, 2, T, K, D] of a stored prefix, T from the first token of `first_chunk`.
+
+    Raises `SegmentDamaged` for what cannot be read.
     """
     layout = prefix.layout
-    recovery = Recovery(prefix, prefill)
     chunks = np.arange(first_chunk, prefix.num_chunks)
-    size = layout.chunk_tokens
-    out = np.empty(
-        (layout.num_layers, 2, len(chunks) * size, layout.num_kv_heads, layout.head_dim),
-        layout.numpy_dtype,
-    )
-    packs = np.empty((len(chunks), *layout.pack_shape), layout.numpy_dtype)
     with store.reader(prefix) as reader:
-        for group in range(layout.groups):
-            ok = reader.read_packs(group, chunks, packs)
-            if not ok.all():
-                packs[~ok] = recovery.packs(group, chunks[~ok])
-            layers = layout.group_layers(group)
-            # [M, pl, 2, C, K, D] -> [pl, 2, M * C, K, D]
-            rows = packs.transpose(1, 2, 0, 3, 4, 5).reshape(
-                layout.pack_shape[0], layout.pack_shape[1], -1, *layout.pack_shape[3:]
-            )
+        kv = _kv_of(layout, range(layout.num_layers), chunks, lambda g, c: _read(reader, g, c))
+    return kv[:, :, : prefix.num_tokens - first_chunk * layout.chunk_tokens]
+
+
+def _read(reader: PrefixReader, group: int, chunks: np.ndarray) -> np.ndarray:
+    layout = reader.prefix.layout
+    packs = np.empty((len(chunks), *layout.pack_shape), layout.numpy_dtype)
+    try:
+        ok = reader.read_packs(group, chunks, packs)
+    except CkvError as error:
+        raise SegmentDamaged(f"the packs of group {group} cannot be read: {error}") from error
+    if not ok.all():
+        raise SegmentDamaged(f"{int((~ok).sum())} packs of group {group} cannot be read")
+    return packs
+
+
+def _kv_of(
+    layout: Layout,
+    layers: range,
+    chunks: np.ndarray,
+    read: Callable[[int, np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """[layers, 2, chunks x C, K, D], from packs `read(group, chunks)` [n, pl, 2, C, K, D]."""
+    shape = (
+        len(layers),
+        2,
+        len(chunks) * layout.chunk_tokens,
+        layout.num_kv_heads,
+        layout.head_dim,
+    )
+    out = np.empty(shape, layout.numpy_dtype)
+    for group in range(layout.groups):
+        held = layout.group_layers(group)
+        mine = [layer for layer in held if layer in layers]
+        if not mine:
+            continue
+        packs = read(group, chunks)
+        # [M, pl, 2, C, K, D] -> [pl, 2, M * C, K, D]
+        rows = packs.transpose(1, 2, 0, 3, 4, 5).reshape(
+            layout.pack_shape[0], layout.pack_shape[1], -1, *layout.pack_shape[3:]
+        )
+        for layer in mine:
             if layout.kv_together:
-                out[layers.start : layers.stop] = rows[: len(layers)]
+                out[layer - layers.start] = rows[layer - held.start]
             else:
-                out[layers.start, group % 2] = rows[0, 0]
-    return out[:, :, : prefix.num_tokens - first_chunk * size]
-
-
-def _write(writer: SegmentWriter, block: Block, whole: int, layout: Layout) -> None:
-    kv = np.asarray(block.kv)[:, :, : block.length].view(layout.numpy_dtype)
-    writer.write(block.first - whole, kv)
-
-
-def _report(progress: Progress | None, block: Block, total: int) -> None:
-    if progress is not None:
-        progress(block.first + block.length, total)
+                out[layer - layers.start, group % 2] = rows[0, 0]
+    return out

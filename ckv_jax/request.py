@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from ckv_jax.errors import CkvError
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 from ckv_jax.validate import check_number
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +45,6 @@ class Request:
             check_number("deadline_s", self.deadline_s)
             if not self.deadline_s > 0:
                 raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """A request whose prefix has been found and whose suffix has become tokens."""
-
-    request: Request
-    prefix: Prefix
-    """What is stored, perhaps nothing."""
-    suffix: np.ndarray
-    """int32 [S]: everything after it that has to be computed."""
-    budget: float
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int32 [T + S]: prefix and suffix."""
-        return np.concatenate([self.prefix.tokens, self.suffix])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +84,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """That token decoded; empty without a tokenizer."""
+        """The token decoded; empty without a tokenizer."""
         return self._answer().text
 
     @property
@@ -110,3 +96,79 @@ class Result:
         self.raise_for_error()
         assert self.answer is not None
         return self.answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The text after one suffix, and what it stands on."""
+
+    token_ids: np.ndarray
+    text: str
+    finish_reason: FinishReason
+    prefix: Prefix
+    """As much of the request's prefix as was stored."""
+    suffix: np.ndarray
+    """int32 [S]: everything after it that was computed before the text."""
+    budget: float
+    kv: np.ndarray | None = field(default=None, repr=False)
+    """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The text that one request led to, or what was wrong with it.
+
+    A request's own fault is in `error` and fails nothing else; `token_ids`, `text` and
+    `finish_reason` of such a generation raise it, so that it cannot be overlooked.
+    """
+
+    request: Request
+    trace: Trace
+    """Until the first token; see `Result.trace`."""
+    queued_ms: float = 0.0
+    decode_ms: float = 0.0
+    """From the first token to the last."""
+    error: CkvError | ValueError | None = None
+    answer: Completion | None = field(default=None, repr=False)
+
+    def raise_for_error(self) -> None:
+        """Raises `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [n]; a stop token that ended it is the last."""
+        return self.completion().token_ids
+
+    @property
+    def text(self) -> str:
+        """The tokens decoded, without stop tokens and stop strings; empty without a tokenizer."""
+        return self.completion().text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """ "stop": a stop token or string; "length": `max_tokens`; "cancelled"; "deadline"."""
+        return self.completion().finish_reason
+
+    def completion(self) -> Completion:
+        """The answer as a whole."""
+        self.raise_for_error()
+        assert self.answer is not None
+        return self.answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One step of a token stream.
+
+    Texts of one request joined are its generation's text. Its last event has the generation.
+    """
+
+    index: int
+    """Place of the request in the call."""
+    request: Request
+    token_id: int | None = None
+    text: str = ""
+    """What is certain by now: often empty or one word."""
+    generation: Generation | None = None

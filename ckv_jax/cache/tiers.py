@@ -61,12 +61,14 @@ class Tiers:
     of ids, one range a segment. A page is in the device tier, in the host tier, or in neither,
     never in both. Scores outlive eviction.
 
-    Device slots `[0, device_slots + work_slots)` are all of one kind. At most `device_slots` hold
-    cached pages, so running requests can always be lent `work_slots`, and more while the cache is
-    not full. Cached pages leave only inside `admit` and `forget`.
+    Device slots `[0, device_slots + work_slots)` are all of one kind. Between requests at most
+    `device_slots` hold cached pages that nobody pins (`admit`, `trim`), so that reads find room at
+    once. Whatever is cached and not pinned can be taken back at any time (`make_room`): a request
+    that an empty cache serves, a full one serves.
 
     A request's way: `lookup` → `pin` → `take` slots for what is not on the device → compute →
-    `record` → `unpin` → `admit`; or, if it fails, `unpin` → `release`.
+    `record` → `unpin` → `admit`; or, if it fails, `unpin` → `release`. What is needed beyond the
+    request is `own`ed and stays pinned until `unpin` → `trim`.
 
     Not thread-safe: the engine thread alone may call it.
 
@@ -103,9 +105,20 @@ class Tiers:
         return self._host.owned
 
     @property
+    def slots(self) -> int:
+        """Device slots of any kind."""
+        return len(self._device)
+
+    @property
     def free_slots(self) -> int:
         """Device slots that `take` could lend now."""
         return self._device.free
+
+    @property
+    def pinned_slots(self) -> int:
+        """Device slots of cached pages that somebody pins: `make_room` cannot free these."""
+        owners = self._device.pages()
+        return int((self._table.pins[owners] > 0).sum())
 
     def register(
         self,
@@ -180,6 +193,35 @@ class Tiers:
                 f"{len(self._device)} are free: raise the device budget or lower the batch"
             )
         return self._device.take(n)
+
+    def make_room(self, n: int) -> Moves:
+        """Take back cached pages nobody pins, the lowest first, until `n` slots are free.
+
+        Frees fewer where there are no more such pages; see `Moves` for what the caller copies.
+        """
+        return self._push_out(np.full(max(0, n - self._device.free), np.inf))
+
+    def trim(self) -> Moves:
+        """Take back the lowest pages nobody pins until at most `device_slots` are cached."""
+        return self._push_out(np.full(max(0, self._device.owned - self.device_slots), np.inf))
+
+    def own(self, pages: Pages, slots: SlotArray) -> None:
+        """Make lent slots the cached slots of distinct pages, however full the cache is.
+
+        The caller pins the pages. A page that has a cached slot by now keeps that one, and the
+        given slot is freed; a page in the host tier leaves it.
+        """
+        table = self._table
+        pages, slots = np.asarray(pages, np.int64), np.asarray(slots, np.int32)
+        table.check(pages)
+        self._device.require_lent(slots)
+        twice = table.device_slot[pages] >= 0
+        self._device.put_back(slots[twice])
+        pages, slots = pages[~twice], slots[~twice]
+        self._leave_host(pages)
+        self._device.assign(slots, pages)
+        table.device_slot[pages] = slots
+        self._device_heap.add(pages, table.score)
 
     def release(self, slots: SlotArray) -> None:
         """Give lent slots back unused; for requests that end without `admit`."""
@@ -282,6 +324,27 @@ class Tiers:
         """(importance float32, frequency uint32), `[n_pages]` each, as the store persists them."""
         part = slice(base, base + n_pages)
         return self._table.importance[part].astype(np.float32), self._table.frequency[part].copy()
+
+    def _push_out(self, rivals: npt.NDArray[np.float64]) -> Moves:
+        """Pages give way to as many `rivals`, which beat them all, and contend for the host."""
+        table = self._table
+        pushed = self._device_heap.pop_below(
+            rivals, Members(self._device, table.device_slot, table.score, table.pins)
+        )
+        slots = table.device_slot[pushed]
+        table.device_slot[pushed] = -1
+        demote_pages, demote, dropped = self._enter_host(pushed, slots)
+        self._device.put_back(slots)
+        dropped = np.concatenate([dropped, pushed[table.host_slot[pushed] < 0]])
+        self.stats.demotions += len(demote_pages)
+        self.stats.dropped += len(dropped)
+        return Moves(
+            demote=demote,
+            demote_pages=demote_pages,
+            kept=np.zeros(0, np.bool_),
+            freed=slots,
+            dropped=dropped,
+        )
 
     def _reorder(self, pages: Pages, fell: npt.NDArray[np.bool_]) -> None:
         """Tells the heaps of scores that fell; those that rose are found when their turn comes."""

@@ -13,8 +13,7 @@ from ckv_jax.cli.store_tools import open_store
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
-    from ckv_jax.request import Request, Result
-    from ckv_jax.serving.generation import Generation
+    from ckv_jax.request import Generation, Request, Result
 
 __all__ = ["ask"]
 

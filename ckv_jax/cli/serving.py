@@ -10,8 +10,7 @@ from ckv_jax.cli.jobs import Job
 from ckv_jax.cli.output import one_line
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
-from ckv_jax.request import Request, Result
-from ckv_jax.serving.generation import Generation
+from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore

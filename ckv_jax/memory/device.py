@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.memory.host import HostPool
+from ckv_jax.memory.pages import storage_dtype
 from ckv_jax.memory.staging import Staging
-from ckv_jax.pipeline.layers import compiled, storage_dtype
 
 STAGING_ROWS = 16
 
@@ -48,10 +48,6 @@ class DevicePool:
     def slots(self) -> int:
         """Packs that fit."""
         return int(self._pages.shape[0])
-
-    def executables(self) -> int:
-        """How many programs have been compiled so far."""
-        return compiled(self._write, self._read)
 
     def write(self, rows: np.ndarray, slots: np.ndarray) -> Array:
         """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.memory.host import HostPool
-from ckv_jax.pipeline.layers import storage_dtype
+from ckv_jax.memory.pages import storage_dtype
 
 
 def in_host_memory() -> bool:
@@ -40,10 +40,6 @@ class MappedPool:
     def slots(self) -> int:
         """Packs that fit."""
         return len(self.packs)
-
-    def executables(self) -> int:
-        """None: nothing here is compiled."""
-        return 0
 
     def warm(self, rows: Sequence[int], packs: int) -> None:
         """Nothing to be done; see `DevicePool.warm`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from jax import Array
 
 from ckv_jax.cache.policy import POLICIES
 from ckv_jax.cache.tiers import Moves, Tiers
@@ -13,9 +12,6 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import HostPool, slots_for
 from ckv_jax.memory.mapped import MappedPool, in_host_memory
-from ckv_jax.pipeline.buckets import bucket
-from ckv_jax.pipeline.layers import Selection
-from ckv_jax.reads.residents import PrefixView
 from ckv_jax.storage.layout import Layout
 
 PagePool = DevicePool | MappedPool
@@ -35,52 +31,62 @@ class Memory:
         host = slots_for(config.host_cache_bytes, layout.pack_bytes)
         if work < 1:
             raise ValueError(
-                f"got prefetch_device_bytes={config.prefetch_device_bytes}, "
-                f"expected room for at least one pack of {layout.pack_bytes} bytes"
+                f"got prefetch_device_bytes={config.prefetch_device_bytes}, expected room for at "
+                f"least one chunk of one layer group, {layout.pack_bytes} bytes"
             )
-        self.tiers = Tiers(device, host, work, POLICIES[system.policy]())
+        policy = POLICIES[system.policy]() if isinstance(system.policy, str) else system.policy
+        self.tiers = Tiers(device, host, work, policy)
         self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
         shape = (device + work, layout.pack_shape, layout.numpy_dtype)
         self.pool: PagePool = MappedPool(*shape) if in_host_memory() else DevicePool(*shape)
+        self.work_slots = work
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
-        self._job_packs = job_packs(layout)
-
-    def warm(self, packs: int) -> None:
-        """Compiles the pool's writes, and its reads of up to `packs` packs."""
-        self.pool.warm(sorted({bucket(n) for n in range(1, self._job_packs + 1)}), packs)
 
     @property
-    def packs(self) -> np.ndarray | None:
-        """All slots [n, *pack_shape] as reads may fill them, where the device shares memory."""
-        return self.pool.packs if isinstance(self.pool, MappedPool) else None
+    def free_slots(self) -> int:
+        """Device slots that nobody holds."""
+        return self.tiers.free_slots
 
-    def write(self, rows: np.ndarray, slots: np.ndarray) -> Array | None:
-        """Copies packs `rows` [n, *pack_shape] into `slots` [n]; slot -1 drops its row.
+    @property
+    def step_slots(self) -> int:
+        """Device slots that one step of one batch can have, now that no other is computing."""
+        lost = sum(len(slots) for _, slots in self._abandoned)
+        return self.tiers.slots - self.tiers.pinned_slots - lost
 
-        Returns what to wait for before `rows` may be overwritten, if anything.
+    @property
+    def hold_slots(self) -> int:
+        """Device slots that sequences may keep between their tokens: the rest is for steps."""
+        return self.tiers.slots - max(1, self.work_slots // 2)
+
+    def take(self, n: int) -> np.ndarray:
+        """Lends `n` device slots int32 [n], if need be those of cached packs nobody uses.
+
+        Raises `PoolExhausted` where running requests hold the others.
         """
-        return self.pool.write(rows, slots)
-
-    def record(self, view: PrefixView, groups: range, selection: Selection) -> None:
-        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
-
-        Where the policy says so, I_j += A_j for those of all other chunks, too.
-        """
-        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
-        real = chosen >= 0
-        chunks, where = np.unique(chosen[real], return_inverse=True)
-        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
-        pages = np.concatenate([view.pages(group, chunks) for group in groups])
-        self.tiers.record(pages, np.tile(total, len(groups)))
-        if self.tiers.observes:
-            others = np.setdiff1d(np.arange(view.num_chunks), chunks, assume_unique=True)
-            seen = np.asarray(selection.scores)[real.any(axis=1)].sum(axis=0)[others]
-            pages = np.concatenate([view.pages(group, others) for group in groups])
-            self.tiers.observe(pages, np.tile(seen, len(groups)))
+        self.reclaim()
+        if self.tiers.free_slots < n:
+            self.apply(self.tiers.make_room(n))
+        return self.tiers.take(n)
 
     def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Host packs to device slots; returns the bytes moved."""
         return self.pool.load(self.host, host_slots, device_slots)
+
+    def write(self, rows: np.ndarray, slots: np.ndarray) -> None:
+        """Copies packs `rows` [n, *pack_shape] into `slots` [n]; returns once that is done."""
+        for row, slot in zip(rows, slots, strict=True):  # one by one: no shape is compiled for it
+            marker = self.pool.write(row[None], slot[None])
+            if marker is not None:
+                marker.block_until_ready()
+
+    def admit(self, pages: np.ndarray, slots: np.ndarray) -> None:
+        """The cache decides about packs in lent slots, see `Tiers.admit`."""
+        self.apply(self.tiers.admit(pages, slots))
+
+    def let_go(self, pages: np.ndarray) -> None:
+        """Unpins pages that a sequence held, and shrinks the cache to its size again."""
+        self.tiers.unpin(pages)
+        self.apply(self.tiers.trim())
 
     def apply(self, moves: Moves) -> None:
         """Starts the copies of packs demoted from the device to the host pool."""

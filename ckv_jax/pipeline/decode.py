@@ -1,175 +1,239 @@
-"""Decode: one token a row and call, over selected chunks, the suffix, and what was generated."""
+"""Decode: one token for every row of a batch, whatever prefix each of them stands on.
+
+A row attends to the packs of its window, to its suffix, and to what was generated. Rows join and
+leave between tokens; shapes change only when a buffer doubles or the batch does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.memory.memory import PagePool
-from ckv_jax.pipeline.executor import Context
-from ckv_jax.pipeline.kv_rows import KvRows, LayerKv, rows_bucket
-from ckv_jax.pipeline.layers import Compute
+from ckv_jax.buckets import batch_bucket, chunk_bucket
+from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.pipeline.reselect import Reselect
+from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.packs import Packs
+
+Watch = Callable[[int, Array], bool]
+"""(period, hidden [B, 1, E]) -> whether any row's window has changed: choosing anew."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One sequence's part of a decode batch."""
+
+    start: int
+    """Position of the first token in the buffers: tokens before it are in packs."""
+    length: int
+    """Tokens in the buffers so far."""
+    window: Window | None
+    """None: everything is in the buffers."""
 
 
 class Decoder:
-    """The KV of a batch beyond its pages, and the calls that add to it. Engine thread only.
-
-    Packs in the tables must stay in their device slots while the decoder is in use. Shapes change
-    only when the buffers double and when rows are dropped.
-    """
+    """The buffers of a batch of rows, and the calls that add to them. Engine thread only."""
 
     def __init__(
         self,
-        *,
-        compute: Compute,
-        rows: KvRows,
-        pool: PagePool,
+        layers: Layers,
+        memory: Memory,
         plan: Plan,
-        start: int,
-        lengths: np.ndarray,
-        buffers: list[LayerKv],
-        tables: Sequence[tuple[np.ndarray, np.ndarray]],
-        reselect: Reselect | None,
+        rows: KvRows,
+        *,
+        packs: Callable[[], Packs] | None = None,
     ) -> None:
-        self._compute = compute
-        self._rows = rows
-        self._pool = pool
+        """`packs`: opens the packs of a single row whose window is not held, for one token."""
+        self.rows: list[Row | None] = []
+        self._layers = layers
+        self._memory = memory
         self._plan = plan
-        self._start = start
-        self._at = lengths.astype(np.int32)
-        self._buffers = buffers
-        self._tables = [(jnp.asarray(slots), jnp.asarray(valid)) for slots, valid in tables]
-        self._reselect = reselect
-
-    @classmethod
-    def after(
-        cls,
-        contexts: Sequence[Context],
-        *,
-        lengths: np.ndarray,
-        start: int,
-        compute: Compute,
-        rows: KvRows,
-        pool: PagePool,
-        plan: Plan,
-        reselect: Reselect | None,
-    ) -> Decoder:
-        """Goes on from a re-prefill of suffixes of `lengths` int32 [B] at position `start`."""
-        suffix = contexts[0].kv[0][0].shape[1]
-        return cls(
-            compute=compute,
-            rows=rows,
-            pool=pool,
-            plan=plan,
-            start=start,
-            lengths=lengths,
-            buffers=[rows.resize(context.kv, rows_bucket(suffix + 1)) for context in contexts],
-            tables=[(context.slots, context.lengths) for context in contexts],
-            reselect=reselect,
-        )
-
-    @classmethod
-    def dense(
-        cls, kv: np.ndarray, *, compute: Compute, rows: KvRows, pool: PagePool, plan: Plan
-    ) -> Decoder:
-        """Goes on from the KV [L, 2, T, K, D] of one whole sequence, with no pages at all."""
-        tokens = kv.shape[2]
-        full = np.zeros((*kv.shape[:2], 1, rows_bucket(tokens + 1), *kv.shape[3:]), kv.dtype)
-        full[:, :, 0, :tokens] = kv
-        no_pages = np.zeros((1, 1), np.int32)
-        return cls(
-            compute=compute,
-            rows=rows,
-            pool=pool,
-            plan=plan,
-            start=0,
-            lengths=np.array([tokens], np.int32),
-            buffers=[
-                tuple((jnp.array(full[i, 0]), jnp.array(full[i, 1])) for i in step.layers)
-                for step in plan.steps
-            ],
-            tables=[
-                (np.full((len(step.groups), 1, 1), -1, np.int32), no_pages) for step in plan.steps
-            ],
-            reselect=None,
-        )
+        self._kv_rows = rows
+        self._packs = packs
+        self._pieces = Piecewise(layers, memory) if packs is not None else None
+        self._buffers: list[LayerKv] = []
+        self._tables: list[tuple[Array, Array]] | None = None
 
     @property
-    def start(self) -> int:
-        """Position of the buffers' first row: tokens before it are in pages."""
-        return self._start
-
-    @property
-    def batch(self) -> int:
-        """B, padding included."""
-        return len(self._at)
-
-    @property
-    def rows(self) -> int:
+    def capacity(self) -> int:
         """R: tokens that the buffers hold before they grow."""
-        return int(self._buffers[0][0][0].shape[1])
+        return int(self._buffers[0][0][0].shape[1]) if self._buffers else 0
+
+    @property
+    def live(self) -> list[int]:
+        """Places of rows that are in use."""
+        return [place for place, row in enumerate(self.rows) if row is not None]
+
+    def join(self, kv: Sequence[LayerKv], joining: Sequence[tuple[int, Row]]) -> list[int]:
+        """Adds rows, each with its place in `kv`, a batch's (K, V) [b, S, K, D] step by step.
+
+        Returns the place of each within this batch.
+        """
+        self._tables = None
+        need = max(row.length + 1 for _, row in joining)
+        whole = batch_bucket(max(place for place, _ in joining) + 1)
+        if not self.live and whole == kv[0][0][0].shape[0]:
+            size = rows_bucket(max(need, kv[0][0][0].shape[1] + 1))
+            self._buffers = [self._kv_rows.resize(step, size) for step in kv]
+            self.rows = [None] * whole
+            for place, row in joining:
+                self.rows[place] = row
+            return [place for place, _ in joining]
+        self.reserve(need)
+        places = self._places(len(joining))
+        if not self._buffers:
+            self._buffers = [
+                self._kv_rows.take(self._kv_rows.pick(step, 0, rows_bucket(need)),
+                                   np.zeros(len(self.rows), np.int32))
+                for step in kv
+            ]  # fmt: skip
+        for place, (source, row) in zip(places, joining, strict=True):
+            self.rows[place] = row
+            for index, step in enumerate(kv):
+                one = self._kv_rows.pick(step, source, self.capacity)
+                self._buffers[index] = self._kv_rows.put(self._buffers[index], one, place)
+        return places
+
+    def leave(self, places: Sequence[int]) -> dict[int, int]:
+        """Rows are done. Halves the batch, as often as those left fit: new places by old ones."""
+        for place in places:
+            self.rows[place] = None
+        self._tables = None
+        left = self.live
+        if not left:
+            self.rows, self._buffers = [], []
+            return {}
+        size = batch_bucket(len(left))
+        if size == len(self.rows):
+            return {place: place for place in left}
+        self._shrink(left, size)
+        return {old: new for new, old in enumerate(left)}
 
     def reserve(self, tokens: int) -> None:
         """Makes room for so many tokens a row."""
         rows = rows_bucket(tokens)
-        if rows > self.rows:
-            self._buffers = [self._rows.resize(kv, rows) for kv in self._buffers]
+        if self._buffers and rows > self.capacity:
+            self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
-    def step(self, tokens: np.ndarray, live: np.ndarray, *, reselect: bool = False) -> Array:
-        """Logits float32 [B, V] after one more token a row.
+    def moved(self) -> None:
+        """Windows have changed: tables are made anew."""
+        self._tables = None
 
-        `tokens` int32 [B]; rows that are not `live` (bool [B]) leave their buffers' length as it
-        is and their logits mean nothing. With `reselect`, each period chooses its chunks anew.
+    def step(self, tokens: np.ndarray, *, watch: Watch | None = None) -> Array:
+        """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
+
+        `watch` sees what enters each period's first layer.
         """
-        self.reserve(int(self._at.max()) + 1)
-        hidden = self._compute.embed(tokens[:, None])
+        self.reserve(max(row.length for row in self.rows if row is not None) + 1)
+        start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
+        at = np.array([row.length if row else 0 for row in self.rows], np.int32)
+        hidden = self._layers.embed(tokens[:, None])
         for step in self._plan.steps:
-            if step.selects and self._reselect is not None:
-                self._watch(step, hidden, reselect)
-            slots, lengths = self._tables[step.index]
-            hidden, self._buffers[step.index] = self._compute.extend(
-                step.layers, hidden, np.int32(self._start) + self._at, self._buffers[step.index],
-                self._at, self._pool.pages, slots, lengths, context=self.rows,
-            )  # fmt: skip
-        self._at = self._at + live.astype(np.int32)
-        logits, _ = self._compute.head(hidden, np.zeros(self.batch, np.int32))
+            if step.selects and watch is not None and watch(step.period, hidden):
+                self._tables = None
+            hidden = self._run(step, hidden, start, at)
+        for row in self.rows:
+            if row is not None:
+                row.length += 1
+        logits, _ = self._layers.head(hidden, np.zeros(len(self.rows), np.int32))
         return logits
 
-    def keep(self, batch_rows: np.ndarray) -> None:
-        """Goes on with these rows (int32 [n]) of the batch alone."""
-        self._buffers = self.thinned(batch_rows)
-        self._at = self._at[batch_rows]
-        self._tables = [
-            (
-                jnp.asarray(np.asarray(slots)[:, batch_rows]),
-                jnp.asarray(np.asarray(valid)[batch_rows]),
-            )
-            for slots, valid in self._tables
-        ]
-        if self._reselect is not None:
-            self._reselect.keep(batch_rows, self._rows)
-
-    def thinned(self, batch_rows: np.ndarray) -> list[LayerKv]:
-        """Buffers of these rows of the batch alone."""
-        return [self._rows.take(kv, batch_rows) for kv in self._buffers]
-
-    def kv(self, batch_row: int, first: int) -> np.ndarray:
+    def kv(self, place: int, first: int) -> np.ndarray:
         """Host copy [L, 2, n, K, D] of one row's keys and values from position `first` on."""
-        stop = int(self._at[batch_row])
+        row = self.rows[place]
+        assert row is not None
         return np.concatenate(
-            [self._rows.read(kv, batch_row, first - self._start, stop) for kv in self._buffers]
+            [self._kv_rows.read(kv, place, first - row.start, row.length) for kv in self._buffers]
         )
 
-    def _watch(self, step: Step, hidden: Array, reselect: bool) -> None:
-        assert self._reselect is not None
-        self._reselect.see(step.period, hidden)
-        if reselect:
-            newest = np.int32(self._start) + self._at
-            for index, slots, lengths in self._reselect.choose(step.period, newest):
-                self._tables[index] = (jax.device_put(slots), jax.device_put(lengths))
+    def _run(self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray) -> Array:
+        if self._packs is not None:
+            with self._packs() as packs:
+                return self._run_streaming(step, hidden, start, at, packs)
+        if self._tables is None:
+            self._tables = [self._table(each) for each in self._plan.steps]
+        slots, lengths = self._tables[step.index]
+        hidden, self._buffers[step.index] = self._layers.extend(
+            step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,
+            slots, lengths, context=self.capacity,
+        )  # fmt: skip
+        return hidden
+
+    def _run_streaming(
+        self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, packs: Packs
+    ) -> Array:
+        """A step of the one row whose packs are not kept: they come through the pool again."""
+        row = self.rows[0]
+        assert row is not None and row.window is not None and self._pieces is not None
+        ids = row.window.ids(step)
+        size = chunk_bucket(len(ids))
+        chosen, lengths = (
+            np.full((len(at), size), -1, np.int32),
+            np.zeros((len(at), size), np.int32),
+        )
+        chosen[0, : len(ids)], lengths[0, : len(ids)] = ids, row.window.lengths(step)
+        buffers = self._buffers[step.index]
+        if len(ids) * len(step.groups) > self._memory.step_slots:
+            owners = np.where(np.arange(len(at)) == 0, 0, -1)
+            hidden, self._buffers[step.index] = self._pieces.run(
+                start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
+            )
+            return hidden
+        slots = np.full((len(step.groups), len(at), size), -1, np.int32)
+        for group in step.groups:
+            packs.demand(0, group, ids)
+        for place, group in enumerate(step.groups):
+            slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
+        hidden, self._buffers[step.index] = self._layers.extend(
+            step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots, lengths,
+            context=self.capacity,
+        )  # fmt: skip
+        for group in step.groups:
+            packs.give_up(0, group, hidden)
+        return hidden
+
+    def _table(self, step: Step) -> tuple[Array, Array]:
+        """Slots [P, B, N] and valid lengths [B, N] of a step, on the device."""
+        windows = [row.window if row is not None else None for row in self.rows]
+        widest = max((window.widest for window in windows if window is not None), default=1)
+        shape = (len(windows), chunk_bucket(widest))
+        slots = np.full((len(step.groups), *shape), -1, np.int32)
+        lengths = np.zeros(shape, np.int32)
+        for place, window in enumerate(windows):
+            if window is not None:
+                count = len(window.ids(step))
+                slots[:, place, :count] = window.slots(step)
+                lengths[place, :count] = window.lengths(step)
+        return jax.device_put(slots), jax.device_put(lengths)
+
+    def _places(self, n: int) -> list[int]:
+        """Places for `n` more rows; the batch grows if need be."""
+        free = [place for place, row in enumerate(self.rows) if row is None]
+        if len(free) < n:
+            size = batch_bucket(len(self.rows) - len(free) + n)
+            more = size - len(self.rows)
+            if self._buffers:
+                which = np.minimum(np.arange(size), len(self.rows) - 1).astype(np.int32)
+                self._buffers = [self._kv_rows.take(kv, which) for kv in self._buffers]
+            free += range(len(self.rows), size)
+            self.rows += [None] * more
+        return free[:n]
+
+    def _shrink(self, left: list[int], size: int) -> None:
+        """Goes on with these rows alone."""
+        which = np.array(left + left[:1] * (size - len(left)), np.int32)
+        self._buffers = [self._kv_rows.take(kv, which) for kv in self._buffers]
+        self.rows = [self.rows[place] for place in left] + [None] * (size - len(left))
+
+
+def stacked(hidden: Sequence[Array]) -> Array:
+    """Hidden states [B, 1, E] of several tokens as one [B, W, E]."""
+    return jnp.concatenate(list(hidden), axis=1)

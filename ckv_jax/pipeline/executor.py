@@ -1,4 +1,4 @@
-"""One re-prefill: a batch of suffixes over one stored prefix, from tokens to first token.
+"""One re-prefill: suffixes over stored prefixes, one or several, from tokens to first token.
 
 The paper's §4.3 on one engine thread: select at each period's first layer, submit the period's
 packs in layer order, run each subperiod as soon as its packs are there, and keep the reader busy
@@ -9,50 +9,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.buckets import batch_bucket, chunk_bucket, suffix_bucket
-from ckv_jax.pipeline.layers import Compute, Selection
-from ckv_jax.pipeline.pace import Pace
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.reads.packs import PackSource
+from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
+from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.probes import Probes
-from ckv_jax.reads.residents import PrefixView
+from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.selection.base import Selection
+from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.trace import Trace
-
-RECURRENCE = 0.5
-"""Share of the last request's first selection that must have come again for it to be read ahead:
-below it, what is read in vain delays the selection's own packs by more than is won."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Suffixes over one prefix, padded to buckets."""
-
-    tokens: np.ndarray
-    """int32 [B, S]."""
-    lengths: np.ndarray
-    """int32 [B]: tokens of each suffix; 0 for rows that are padding."""
-    limits: np.ndarray
-    """int32 [B]: chunks each row may select."""
-
-    @classmethod
-    def of(cls, suffixes: list[np.ndarray], budgets: list[float], num_chunks: int) -> Batch:
-        """Pads `suffixes` (int32 [s] each, s >= 1) to a batch and length bucket."""
-        rows = batch_bucket(len(suffixes))
-        tokens = np.zeros((rows, suffix_bucket(max(map(len, suffixes)))), np.int32)
-        lengths, limits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        for row, (suffix, budget) in enumerate(zip(suffixes, budgets, strict=True)):
-            tokens[row, : len(suffix)] = suffix
-            lengths[row] = len(suffix)
-            limits[row] = selected_chunks(budget, num_chunks)
-        return cls(tokens=tokens, lengths=lengths, limits=limits)
 
 
 def selected_chunks(budget: float, num_chunks: int) -> int:
@@ -60,26 +38,79 @@ def selected_chunks(budget: float, num_chunks: int) -> int:
     return max(1, math.ceil(round(budget * num_chunks, 9)))
 
 
-def guessed_chunks(limits: np.ndarray, overfetch: float) -> np.ndarray:
-    """How many chunks lookahead speculates for each row, int32 [B], of which it selects `limits`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One prefix of a batch, and the batch rows that ask about it."""
 
-    Rows share the excess: guesses are read as one, and what one row nearly chose another chose.
-    """
-    share = 1 + (overfetch - 1) / len(limits)
-    more: np.ndarray = np.ceil(limits * share).astype(np.int32)
-    return more
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a step attended to: enough for decode to go on from there."""
-
-    slots: np.ndarray
-    """int32 [P, B, N]: device slots of the step's layer groups."""
+    resident: Resident
+    probes: Probes
+    rows: np.ndarray
+    """int32 [b], padded to a bucket; where a row comes twice, the later one is padding."""
     lengths: np.ndarray
-    """int32 [B, N]: valid tokens of each chunk."""
-    kv: tuple[tuple[Array, Array], ...]
-    """Each layer's suffix (K, V) [B, S, K, D]."""
+    """int32 [b]: suffix tokens of each; 0 for padding."""
+    limits: np.ndarray
+    """int32 [b]: chunks (or tokens) that each may select; 0 for padding."""
+
+    @property
+    def real(self) -> np.ndarray:
+        """The batch rows of `rows` that are no padding."""
+        return self.rows[self.lengths > 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Suffixes, padded to buckets, over the prefixes of `members`."""
+
+    tokens: np.ndarray
+    """int32 [B, S]."""
+    lengths: np.ndarray
+    """int32 [B]: tokens of each suffix; 0 for rows that are padding."""
+    limits: np.ndarray
+    """int32 [B]: chunks (or tokens) each row may select."""
+    start: np.ndarray
+    """int32 [B]: position of each row's first suffix token."""
+    members: tuple[Member, ...]
+
+    @classmethod
+    def of(
+        cls,
+        suffixes: Sequence[np.ndarray],
+        limits: Sequence[int],
+        prefixes: Sequence[tuple[Resident, Probes]],
+        which: Sequence[int],
+    ) -> Batch:
+        """Pads `suffixes` (int32 [s] each, s >= 1) to a batch and length bucket.
+
+        Row i asks about `prefixes[which[i]]`.
+        """
+        count = len(suffixes)
+        rows = batch_bucket(count)
+        tokens = np.zeros((rows, suffix_bucket(max(map(len, suffixes)))), np.int32)
+        lengths, most, start = (np.zeros(rows, np.int32) for _ in range(3))
+        for row, suffix in enumerate(suffixes):
+            tokens[row, : len(suffix)] = suffix
+        lengths[:count] = [len(suffix) for suffix in suffixes]
+        most[:count] = limits
+        start[:count] = [prefixes[i][0].prefix.num_tokens for i in which]
+        members = []
+        for index, (resident, probes) in enumerate(prefixes):
+            mine = np.array([row for row in range(count) if which[row] == index], np.int32)
+            if len(prefixes) == 1:
+                padded, real = np.arange(rows, dtype=np.int32), lengths > 0
+            else:
+                padded = np.full(batch_bucket(len(mine)), mine[0], np.int32)
+                padded[: len(mine)] = mine
+                real = np.arange(len(padded)) < len(mine)
+            members.append(
+                Member(
+                    resident=resident,
+                    probes=probes,
+                    rows=padded,
+                    lengths=np.where(real, lengths[padded], 0).astype(np.int32),
+                    limits=np.where(real, most[padded], 0).astype(np.int32),
+                )
+            )
+        return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,76 +125,80 @@ class FirstToken:
     """float32 [periods, B]: share of the probe's attention that the selection covers."""
     selections: list[np.ndarray]
     """Per period the selected chunk ids, int32 [B, N], -1 where there is none."""
-    contexts: list[Context]
-    """One a step."""
+    kv: list[LayerKv]
+    """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nobody decodes."""
 
 
 class Executor:
     """The schedule of one model and system. Engine thread only."""
 
     def __init__(
-        self, compute: Compute, memory: Memory, plan: Plan, system: SystemConfig, pace: Pace
+        self,
+        layers: Layers,
+        memory: Memory,
+        residents: Residents,
+        plan: Plan,
+        system: SystemConfig,
     ) -> None:
-        self._compute = compute
+        self.ahead = ReadAhead(system)
+        self._layers = layers
         self._memory = memory
+        self._residents = residents
         self._plan = plan
         self._system = system
-        self._pace = pace
+        self._score = system.score or attention_mass
+        self._pieces = Piecewise(layers, memory)
+        self._take = layers.programs.jit(lambda hidden, rows: jnp.take(hidden, rows, axis=0))
 
-    def run(
-        self, view: PrefixView, batch: Batch, source: PackSource, probes: Probes, trace: Trace
-    ) -> FirstToken:
-        """First tokens of `batch`. Packs stay in their slots until `source` is finished."""
-        start = np.int32(view.prefix.num_tokens)
-        self._speculate_first(view, batch, source)
-        probes.ahead(0)
-        hidden = self._compute.embed(batch.tokens)
-        masses, selections, contexts = [], [], []
+    def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
+        """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
+        room = self._memory.step_slots
+        for which, member in enumerate(batch.members):
+            opening = self.ahead.opening(member.resident, int(member.limits.sum()))
+            self._read_ahead(packs, which, 0, opening)
+            member.probes.ahead(0)
+        hidden = self._layers.embed(batch.tokens)
+        masses, selections, kv = [], [], []
         for period in range(self._plan.periods):
-            layers = self._plan.scoring_layers(period)
-            selection = self._choose(
-                view, batch, hidden, start, period, layers, probes, batch.limits
-            )
+            picks = [self._choose(member, batch, hidden, period) for member in batch.members]
             began = time.perf_counter_ns()
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
             trace.add("compute", "compute", began, ready, period=period - 1)
-            chosen = np.asarray(selection.ids)
+            found = [np.asarray(pick.ids) for pick in picks]
             selected = time.perf_counter_ns()
             trace.add("select", "host", ready, selected, period=period)
-            self._pace.selected((selected - ready) * 1e-9)
-            union = np.unique(chosen[chosen >= 0])
-            missing = self._submit(source, period, union)
-            guess = None
-            if self._inter(period) and self._ahead_pays(view, missing):
-                if self._system.speculate == "previous":
-                    self._speculate(source, period + 1, union)
-                else:
-                    guess = self._guess(view, batch, hidden, start, period + 1, probes)
-                    trace.count("guesses", 1)
-            probes.used(period)
-            probes.ahead(period + 1)  # behind the packs, which are needed sooner
+            self.ahead.pace.selected((selected - ready) * 1e-9 / len(picks))
+            unions = [np.unique(ids[ids >= 0]) for ids in found]
+            chosen = _by_row(batch, found)
+            fits = sum(map(len, unions)) * len(self._plan.groups(period)) <= room
+            guesses: list[Callable[[], np.ndarray]] = []
+            for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
+                missing = self._submit(packs, which, period, union) if fits else 0
+                if fits and self._inter(period):
+                    guesses.append(
+                        self._guess(batch, member, hidden, period, union, missing, trace)
+                    )
+                member.probes.used(period)
+                member.probes.ahead(period + 1)  # behind the packs, which are needed sooner
             for step in self._plan.period_steps(period):
-                hidden, context = self._step(view, source, step, chosen, union, hidden, start)
-                contexts.append(context)
+                hidden, suffix = self._step(
+                    batch, packs, step, chosen, unions, hidden, hold, asked=fits
+                )
+                kv.append(suffix)
                 if not step.selects:
                     continue
-                if guess is not None:
-                    self._speculate(source, period + 1, np.asarray(guess))
-                # Bookkeeping, while the device computes.
-                groups = self._plan.groups(period)
-                self._memory.record(view, groups, selection)
-                self._remember(view, period, selection)
-                real = int((batch.lengths > 0).sum())
-                trace.count_chunks(selected=int((chosen >= 0).sum()), total=real * view.num_chunks)
-            masses.append(selection.mass)
+                for which, guessed in enumerate(guesses):
+                    self._read_ahead(packs, which, period + 1, guessed())
+                self._book(batch, period, picks, unions, trace)  # while the device computes
+            masses.append(picks)
             selections.append(chosen)
         began = time.perf_counter_ns()
-        logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))
-        self._pace.read(trace.spans)  # while the device computes
+        logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
+        self.ahead.pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
-        trace.add("compute", "compute", began, time.perf_counter_ns(), period=period)
-        attention_mass = np.stack([np.asarray(mass) for mass in masses])
+        trace.add("compute", "compute", began, time.perf_counter_ns(), period=self._plan.periods)
+        attention_mass = np.stack([_masses(batch, picks) for picks in masses])
         held = attention_mass[:, batch.lengths > 0]
         trace.period_attention_mass.extend(held.mean(axis=1).tolist())
         return FirstToken(
@@ -171,87 +206,144 @@ class Executor:
             token_ids=token_ids,
             attention_mass=attention_mass,
             selections=selections,
-            contexts=contexts,
+            kv=kv,
         )
-
-    def executables(self) -> int:
-        """Programs of its own: none, all calls are `Compute`'s."""
-        return 0
 
     def _inter(self, period: int) -> bool:
         return self._system.prefetch == "inter" and period + 1 < self._plan.periods
 
     def _choose(
-        self, view: PrefixView, batch: Batch, hidden: Array, start: np.int32, period: int,
-        layers: Sequence[int], probes: Probes, limits: np.ndarray,
-    ) -> Selection:  # fmt: skip
-        n = min(chunk_bucket(int(limits.max())), view.probe_chunks)
-        return self._compute.select(
-            layers, hidden, start, batch.lengths, probes.get(layers, period),
-            np.int32(view.prefix.num_tokens), np.int32(view.num_chunks), limits,
-            n=n, window=self._system.score_window, chunk_tokens=self._system.chunk_tokens,
+        self, member: Member, batch: Batch, hidden: Array, period: int, *, guess: bool = False
+    ) -> Selection:
+        """What `period` selects by this hidden state; a guess asks its first layer alone."""
+        resident, limits = member.resident, member.limits
+        layers = self._plan.scoring_layers(period)
+        if guess:
+            layers = layers[:1]
+            limits = guessed_chunks(limits, self._system.overfetch)
+        return self._layers.select(
+            layers, self._rows(batch, member, hidden), batch.start[member.rows], member.lengths,
+            member.probes.get(layers, period), np.int32(resident.prefix.num_tokens),
+            np.int32(resident.num_chunks), limits, **self._how(resident, limits),
         )  # fmt: skip
 
+    def _how(self, resident: Resident, limits: np.ndarray) -> dict[str, Any]:
+        return {
+            "score": self._score,
+            "n": min(chunk_bucket(int(limits.max())), resident.probe_chunks),
+            "window": self._system.score_window,
+            "chunk_tokens": self._system.chunk_tokens,
+        }
+
+    def _rows(self, batch: Batch, member: Member, hidden: Array) -> Array:
+        """The hidden states of a member's rows."""
+        if len(batch.members) == 1:
+            return hidden
+        rows: Array = self._take((hidden.shape, len(member.rows)), hidden, member.rows)
+        return rows
+
     def _guess(
-        self, view: PrefixView, batch: Batch, hidden: Array, start: np.int32, period: int,
-        probes: Probes,
-    ) -> Array:  # fmt: skip
-        """What `period` will probably select, by this hidden state and its own queries."""
-        more = guessed_chunks(batch.limits, self._system.overfetch)
-        first = [self._plan.first_layer(period)]
-        return self._choose(view, batch, hidden, start, period, first, probes, more).ids
+        self, batch: Batch, member: Member, hidden: Array, period: int, union: np.ndarray,
+        missing: int, trace: Trace,
+    ) -> Callable[[], np.ndarray]:  # fmt: skip
+        """What the next period will probably need of a member's prefix."""
 
-    def _ahead_pays(self, view: PrefixView, missing: int) -> bool:
-        """Whether to speculate after a period that had to read so many packs."""
-        num_bytes = missing * view.prefix.layout.pack_bytes
-        return self._system.speculate_always or self._pace.ahead_pays(num_bytes)
+        def lookahead(pays: bool) -> Array | None:
+            # A shape that is new is tried whether it pays or not: what adapts to measured times
+            # must not compile in the middle of later traffic.
+            layers = self._plan.scoring_layers(period + 1)[:1]
+            limits = guessed_chunks(member.limits, self._system.overfetch)
+            known = self._layers.selects_without_compiling(
+                layers, (len(member.rows), *hidden.shape[1:]),
+                member.probes.get(layers, period + 1), **self._how(member.resident, limits),
+            )  # fmt: skip
+            if not pays and known:
+                return None
+            trace.count("guesses", 1)
+            return self._choose(member, batch, hidden, period + 1, guess=True).ids
 
-    def _submit(self, source: PackSource, period: int, union: np.ndarray) -> int:
+        num_bytes = missing * member.resident.prefix.layout.pack_bytes
+        return self.ahead.next_period(union, num_bytes, lookahead)
+
+    def _submit(self, packs: Packs, which: int, period: int, union: np.ndarray) -> int:
         """Starts the reads of a period; how many of its packs are not cached."""
         if self._system.prefetch == "none":
             return 0
-        return sum(source.demand(group, union) for group in self._plan.groups(period))
+        return sum(packs.demand(which, group, union) for group in self._plan.groups(period))
 
-    def _speculate(self, source: PackSource, period: int, ids: np.ndarray) -> None:
-        chunks = np.unique(ids[ids >= 0])
-        for group in self._plan.groups(period):
-            source.speculate(group, chunks)
-
-    def _speculate_first(self, view: PrefixView, batch: Batch, source: PackSource) -> None:
-        """Reads the best of what the request before selected first, where requests are alike."""
-        if self._system.prefetch == "inter" and view.recurrence >= RECURRENCE:
-            self._speculate(source, 0, view.opening[: batch.limits.sum()])
-
-    def _remember(self, view: PrefixView, period: int, selection: Selection) -> None:
-        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
-        taken = chosen >= 0
-        view.last_selection[period] = union = np.unique(chosen[taken])
-        if period:
-            return
-        most = np.zeros(view.num_chunks, np.float32)
-        np.maximum.at(most, chosen[taken], attention[taken])
-        best = union[np.argsort(-most[union], kind="stable")]
-        n = min(len(best), len(view.opening))
-        again = len(np.intersect1d(best[:n], view.opening[:n]))
-        view.recurrence = again / n if n else 0.0
-        view.opening = best
+    def _read_ahead(self, packs: Packs, which: int, period: int, chunks: np.ndarray) -> None:
+        if len(chunks):
+            for group in self._plan.groups(period):
+                packs.ahead(which, group, np.unique(chunks))
 
     def _step(
-        self, view: PrefixView, source: PackSource, step: Step, chosen: np.ndarray,
-        union: np.ndarray, hidden: Array, start: np.int32,
-    ) -> tuple[Array, Context]:  # fmt: skip
-        tables = np.full((len(step.groups), *chosen.shape), -1, np.int32)
-        slot_of = np.full(view.num_chunks + 1, -1, np.int32)  # the last entry serves id -1
-        if self._system.prefetch == "none":
-            for group in step.groups:
-                source.demand(group, union)
-        for row, group in enumerate(step.groups):
-            slot_of[union] = source.collect(group, union)
-            tables[row] = slot_of[chosen]
-        lengths = np.where(chosen >= 0, view.chunk_lengths[chosen], 0).astype(np.int32)
-        hidden, kv = self._compute.run(
-            step.layers, hidden, start, self._memory.pool.pages, tables, lengths
+        self, batch: Batch, packs: Packs, step: Step, chosen: np.ndarray,
+        unions: list[np.ndarray], hidden: Array, hold: bool, *, asked: bool,
+    ) -> tuple[Array, LayerKv]:  # fmt: skip
+        lengths = _valid(batch, chosen)
+        try:
+            if not asked or self._system.prefetch == "none":
+                for which, union in enumerate(unions):
+                    for group in step.groups:
+                        packs.demand(which, group, union)
+            tables = np.full((len(step.groups), *chosen.shape), -1, np.int32)
+            for place, group in enumerate(step.groups):
+                for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
+                    slot_of = np.full(member.resident.num_chunks + 1, -1, np.int32)
+                    slot_of[union] = packs.collect(which, group, union)  # the last serves id -1
+                    tables[place, member.real] = slot_of[chosen[member.real]]
+        except PoolExhausted:
+            return self._pieces.run(
+                batch.start, packs, step, chosen, lengths, self._owners(batch), hidden
+            )
+        hidden, kv = self._layers.run(
+            step.layers, hidden, batch.start, self._memory.pool.pages, tables, lengths
         )
-        for group in step.groups:
-            source.done(group, hidden)
-        return hidden, Context(tables, lengths, kv)
+        if not hold:
+            for which in range(len(unions)):
+                for group in step.groups:
+                    packs.done(which, group, hidden)
+        return hidden, kv
+
+    def _owners(self, batch: Batch) -> np.ndarray:
+        owners = np.full(len(batch.lengths), -1, np.int32)
+        for which, member in enumerate(batch.members):
+            owners[member.real] = which
+        return owners
+
+    def _book(
+        self, batch: Batch, period: int, picks: list[Selection], unions: list[np.ndarray],
+        trace: Trace,
+    ) -> None:  # fmt: skip
+        for member, pick, union in zip(batch.members, picks, unions, strict=True):
+            resident = member.resident
+            self._residents.record(resident, self._plan.groups(period), pick)
+            if period == 0:
+                self.ahead.remember(resident, pick)
+            resident.last_selection[period] = union
+            taken = int((np.asarray(pick.ids) >= 0).sum())
+            trace.count_chunks(selected=taken, total=len(member.real) * resident.num_chunks)
+
+
+def _by_row(batch: Batch, found: list[np.ndarray]) -> np.ndarray:
+    """Chosen ids int32 [B, N] of all rows, from those of each member's rows."""
+    chosen = np.full((len(batch.lengths), max(ids.shape[1] for ids in found)), -1, np.int32)
+    for member, ids in zip(batch.members, found, strict=True):
+        chosen[member.real, : ids.shape[1]] = ids[member.lengths > 0]
+    return chosen
+
+
+def _valid(batch: Batch, chosen: np.ndarray) -> np.ndarray:
+    """Valid tokens int32 [B, N] of each chosen chunk, 0 where there is none."""
+    lengths = np.zeros(chosen.shape, np.int32)
+    for member in batch.members:
+        ids = chosen[member.real]
+        lengths[member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
+    return lengths
+
+
+def _masses(batch: Batch, picks: list[Selection]) -> np.ndarray:
+    mass = np.zeros(len(batch.lengths), np.float32)
+    for member, pick in zip(batch.members, picks, strict=True):
+        mass[member.real] = np.asarray(pick.mass)[member.lengths > 0]
+    return mass

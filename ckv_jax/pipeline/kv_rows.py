@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.layers import Compute, compiled
+from ckv_jax.memory.pages import as_bits
+from ckv_jax.pipeline.layers import LayerKv, Layers
 
 LEAST_ROWS = 64
-
-LayerKv = tuple[tuple[Array, Array], ...]
-"""(K, V) [B, R, K, D] of each layer of one step."""
 
 
 def rows_bucket(tokens: int) -> int:
@@ -23,48 +21,83 @@ def rows_bucket(tokens: int) -> int:
 
 
 class KvRows:
-    """Makes, grows, thins out and reads decode buffers of one engine."""
+    """Makes, grows, joins, thins out and reads the decode buffers of one model."""
 
-    def __init__(self, compute: Compute) -> None:
-        self._dtype = compute.kv_dtype
-        self._resize = jax.jit(_resize, static_argnames=("rows", "dtype"))
-        self._take = jax.jit(_take)
-        self._read = jax.jit(_read)
+    def __init__(self, layers: Layers) -> None:
+        self._dtype = layers.kv_dtype
+        jit = layers.programs.jit
+        self._resize = jit(_resize, static=("rows", "dtype"))
+        self._pick = jit(_pick, static=("rows", "dtype"))
+        self._put = jit(_put, donate=("buffers",))
+        self._take = jit(_take)
+        self._read = jit(_pick_one)
 
     def resize(self, kv: LayerKv, rows: int) -> LayerKv:
         """A copy with `rows` rows in the pool's element type; rows past the old end are zero."""
-        out: LayerKv = self._resize(kv, rows=rows, dtype=self._dtype)
+        out: LayerKv = self._resize((_shape(kv), rows), kv, rows=rows, dtype=self._dtype)
         return out
 
-    def take(self, tree: Any, batch_rows: np.ndarray) -> Any:
-        """Only these rows of the batch, of every array of a pytree."""
-        return self._take(tree, batch_rows)
+    def pick(self, kv: LayerKv, batch_row: int, rows: int) -> LayerKv:
+        """One row of the batch, [1, rows, K, D] each, in the pool's element type."""
+        out: LayerKv = self._pick(
+            (_shape(kv), rows), kv, np.int32(batch_row), rows=rows, dtype=self._dtype
+        )
+        return out
+
+    def put(self, buffers: LayerKv, one: LayerKv, batch_row: int) -> LayerKv:
+        """(Donated) `buffers` with a row from `pick` in place of row `batch_row`."""
+        out: LayerKv = self._put(_shape(buffers), buffers, one, np.int32(batch_row))
+        return out
+
+    def take(self, kv: LayerKv, batch_rows: np.ndarray) -> LayerKv:
+        """Only these rows of the batch (they may repeat)."""
+        out: LayerKv = self._take((_shape(kv), len(batch_rows)), kv, batch_rows)
+        return out
 
     def read(self, kv: LayerKv, batch_row: int, first: int, stop: int) -> np.ndarray:
         """Host copy [layers, 2, stop - first, K, D] of one row of the batch."""
-        out: np.ndarray = np.asarray(self._read(kv, np.int32(batch_row)))
+        out = np.asarray(self._read(_shape(kv), kv, np.int32(batch_row)))
         return out[:, :, first:stop].copy()
 
-    def executables(self) -> int:
-        """How many programs have been compiled so far."""
-        return compiled(self._resize, self._take, self._read)
+
+def _shape(kv: LayerKv) -> tuple[Any, ...]:
+    return (len(kv), kv[0][0].shape, kv[0][0].dtype)
+
+
+def _fitted(x: Array, rows: int, dtype: jnp.dtype) -> Array:
+    x = as_bits(x, dtype)
+    return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))
 
 
 def _resize(kv: LayerKv, *, rows: int, dtype: jnp.dtype) -> LayerKv:
-    def one(x: Array) -> Array:
-        if x.dtype != dtype:
-            x = jax.lax.bitcast_convert_type(x, dtype)
-        return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))
-
-    resized: LayerKv = jax.tree.map(one, kv)
+    resized: LayerKv = jax.tree.map(lambda x: _fitted(x, rows, dtype), kv)
     return resized
 
 
-def _take(tree: Any, batch_rows: Array) -> Any:
-    return jax.tree.map(lambda x: jnp.take(x, batch_rows, axis=0), tree)
+def _pick(kv: LayerKv, batch_row: Array, *, rows: int, dtype: jnp.dtype) -> LayerKv:
+    def one(x: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(x, batch_row, 1, axis=0)
+        return _fitted(row, rows, dtype)
+
+    picked: LayerKv = jax.tree.map(one, kv)
+    return picked
 
 
-def _read(kv: LayerKv, batch_row: Array) -> Array:
+def _put(buffers: LayerKv, one: LayerKv, batch_row: Array) -> LayerKv:
+    def put(buffer: Array, row: Array) -> Array:
+        kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, row, batch_row, axis=0)
+        return kept
+
+    joined: LayerKv = jax.tree.map(put, buffers, one)
+    return joined
+
+
+def _take(kv: LayerKv, batch_rows: Array) -> LayerKv:
+    taken: LayerKv = jax.tree.map(lambda x: jnp.take(x, batch_rows, axis=0), kv)
+    return taken
+
+
+def _pick_one(kv: LayerKv, batch_row: Array) -> Array:
     def row(x: Array) -> Array:
         kept: Array = jax.lax.dynamic_index_in_dim(x, batch_row, axis=0, keepdims=False)
         return kept

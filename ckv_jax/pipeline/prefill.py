@@ -4,31 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.pipeline.layers import Compute, compiled
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.pieces import Pieces
 
 STEP_LAYERS = 4
+PIECE_BLOCKS = 4  # blocks of earlier tokens that are attended to at a time
 
-Buffers = list[tuple[tuple[Array, Array], ...]]
-"""For each step of layers, each layer's (K, V) [1, R, K, D]."""
+
+class Earlier(Protocol):
+    """Keys and values of tokens ahead of a prefill, wherever they are kept."""
+
+    def read(self, layers: range, first: int, stop: int) -> np.ndarray:
+        """[layers, 2, stop - first, K, D] of positions [first, stop), as the store keeps them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block's outcome. `kv` is still being computed when it is handed out."""
+    """One block's outcome. `kv` may still be being computed when it is handed out."""
 
     first: int
     """Position of the block's first token."""
     length: int
-    kv: Array
+    kv: Array | np.ndarray
     """[L, 2, block, K, D] in the pool's element type; rows past `length` mean nothing."""
     hidden: Array
     """[1, block, E] after the last layer."""
+
+    def tokens_kv(self, dtype: np.dtype) -> np.ndarray:
+        """[L, 2, length, K, D] as elements of `dtype`, in host memory; waits for it."""
+        kv: np.ndarray = np.asarray(self.kv)[:, :, : self.length].view(dtype)
+        return kv
 
 
 def context_bucket(tokens: int, block: int) -> int:
@@ -37,75 +50,170 @@ def context_bucket(tokens: int, block: int) -> int:
     return block * (1 << (blocks - 1).bit_length())
 
 
-class DensePrefill:
-    """Dense causal prefill of one sequence, `block` tokens a call, four layers a call."""
+class Prefills:
+    """Makes dense prefills over one model: `block` tokens a call, four layers a call."""
 
-    def __init__(self, compute: Compute, *, block: int) -> None:
-        self._compute = compute
-        self._block = block
-        config = compute.config
-        self._row = (config.num_kv_heads, config.head_dim)
-        layers = range(compute.num_layers)
-        self._steps = [layers[i : i + STEP_LAYERS] for i in layers[::STEP_LAYERS]]
+    def __init__(self, layers: Layers, *, block: int, window: int) -> None:
+        self.layers = layers
+        self.block = block
+        self.window = -(-window // block) * block
+        self.pieces = Pieces(layers)
+        config = layers.config
+        self.row = (config.num_kv_heads, config.head_dim)
+        every = range(layers.num_layers)
+        self.steps = [every[i : i + STEP_LAYERS] for i in every[::STEP_LAYERS]]
         # No pages: one invalid page keeps the call's shape the same.
-        self._no_pages = jnp.zeros((1, STEP_LAYERS, 2, 1, *self._row), compute.kv_dtype)
-        self._no_slots = jnp.full((1, 1, 1), -1, jnp.int32)
-        self._no_lengths = jnp.zeros((1, 1), jnp.int32)
-        self._join = jax.jit(_join, static_argnames="block")
+        self.no_pages = jnp.zeros((1, STEP_LAYERS, 2, 1, *self.row), layers.kv_dtype)
+        self.no_slots = np.full((1, 1, 1), -1, np.int32)
+        self.no_lengths = np.zeros((1, 1), np.int32)
+        self.join = layers.programs.jit(_join, static=("block",))
 
-    def run(
-        self, tokens: np.ndarray, *, start: int = 0, before: np.ndarray | None = None
-    ) -> Iterator[Block]:
-        """Blocks of `tokens` int32 [n], in order.
+    def begin(
+        self,
+        tokens: np.ndarray,
+        *,
+        start: int = 0,
+        earlier: Earlier | None = None,
+        bounded: bool = True,
+    ) -> Prefill:
+        """The prefill of `tokens` int32 [n], n >= 1, at positions from `start` on.
 
-        `before` [L, 2, start, K, D] is the KV of the `start` tokens ahead of them.
+        `earlier` has the KV of what is before them, and, if `bounded`, of each block by the time
+        the next is computed: past `window` tokens it is read back from there.
         """
-        total = start + len(tokens)
-        # A block is written whole, padding included, so the buffer ends on one.
-        rows = context_bucket(start + -(-len(tokens) // self._block) * self._block, self._block)
-        buffers = self._buffers(rows, before)
-        for first in range(start, total, self._block):
-            part = tokens[first - start : first - start + self._block]
-            padded = np.zeros((1, self._block), np.int32)
-            padded[0, : len(part)] = part
-            hidden = self._compute.embed(padded)
-            context = context_bucket(first + self._block, self._block)
-            at = np.array([first], np.int32)
-            new = []
-            for step, layers in enumerate(self._steps):
-                hidden, buffers[step] = self._compute.extend(
-                    layers, hidden, at, buffers[step], at, self._no_pages, self._no_slots,
-                    self._no_lengths, context=min(context, rows),
-                )  # fmt: skip
-                new.append(self._join(buffers[step], at[0], block=self._block))
-            yield Block(first, len(part), jnp.concatenate(new), hidden)
+        return Prefill(self, tokens, start, earlier, bounded)
 
-    def logits(self, tokens: np.ndarray) -> tuple[Array, Array]:
-        """Float32 logits [1, V] after the last of `tokens`, and their argmax [1]."""
-        last: Block | None = None
-        for block in self.run(tokens):
-            last = block
-        if last is None:
+    def run(self, tokens: np.ndarray) -> Iterator[Block]:
+        """Blocks of `tokens` int32 [n], in order, with all of their KV on the device."""
+        prefill = self.begin(tokens, bounded=False)
+        while not prefill.done:
+            yield prefill.advance()
+
+
+class Prefill:
+    """One sequence's dense causal prefill, a block at a time. Engine thread only.
+
+    Device memory holds the KV of `window` tokens at most: later blocks attend to those, and to the
+    tokens between in pieces that are read back, merged by their log-sum-exp.
+    """
+
+    def __init__(
+        self,
+        own: Prefills,
+        tokens: np.ndarray,
+        start: int,
+        earlier: Earlier | None,
+        bounded: bool,
+    ) -> None:
+        if not len(tokens):
             raise ValueError("got no tokens, expected at least one")
-        return self._compute.head(last.hidden, np.array([last.length - 1], np.int32))
+        self._own = own
+        self._tokens = tokens
+        self._start = start
+        self._earlier = earlier
+        self._next = start
+        self.total = start + len(tokens)
+        block = own.block
+        self._window = own.window if bounded else self.total + 2 * block
+        rows = context_bucket(max(self.total, start + block), block)
+        self._rows = min(rows, self._window + block)
+        self._buffers = [self._buffer(layers) for layers in own.steps]
+        self._sliced = False
 
-    def executables(self) -> int:
-        """How many programs of its own have been compiled so far."""
-        return compiled(self._join)
+    @property
+    def done(self) -> bool:
+        """Whether every token has been computed."""
+        return self._next == self.total
 
-    def _buffers(self, rows: int, before: np.ndarray | None) -> Buffers:
-        dtype = self._compute.kv_dtype
+    @property
+    def next_first(self) -> int:
+        """Position of the next block's first token."""
+        return self._next
 
-        def buffer(layer: int, kind: int) -> Array:
-            full = np.zeros((1, rows, *self._row), dtype)
-            if before is not None:
-                full[0, : before.shape[2]] = before[layer, kind].view(dtype)
+    @property
+    def needs(self) -> int:
+        """Tokens whose KV `earlier` has to have before the next block can be computed."""
+        return self._next if self._next >= self._window else min(self._start, self._next)
+
+    @property
+    def kv(self) -> LayerKv:
+        """Each layer's (K, V) [1, R, K, D] so far, of a prefill that fits the window."""
+        return tuple(pair for step in self._buffers for pair in step)
+
+    def advance(self) -> Block:
+        """Computes the next block; blocks end where multiples of the block size do."""
+        own, first = self._own, self._next
+        stop = min(self.total, (first // own.block + 1) * own.block)
+        padded = np.zeros((1, own.block), np.int32)
+        padded[0, : stop - first] = self._tokens[first - self._start : stop - self._start]
+        hidden = own.layers.embed(padded)
+        at = np.array([first], np.int32)
+        kv: Array | np.ndarray
+        if first >= self._window:
+            kv, hidden = self._in_pieces(hidden, at)
+        else:
+            kv, hidden = self._at_once(hidden, at)
+        self._next = stop
+        return Block(first, stop - first, kv, hidden)
+
+    def _at_once(self, hidden: Array, at: np.ndarray) -> tuple[Array, Array]:
+        own, first = self._own, int(at[0])
+        context = min(context_bucket(first + own.block, own.block), self._rows)
+        new = []
+        for step, layers in enumerate(own.steps):
+            hidden, self._buffers[step] = own.layers.extend(
+                layers, hidden, at, self._buffers[step], at, own.no_pages, own.no_slots,
+                own.no_lengths, context=context,
+            )  # fmt: skip
+            key = (len(layers), self._rows)
+            new.append(own.join(key, self._buffers[step], at[0], block=own.block))
+        return jnp.concatenate(new), hidden
+
+    def _in_pieces(self, hidden: Array, at: np.ndarray) -> tuple[np.ndarray, Array]:
+        own, first = self._own, int(at[0])
+        if not self._sliced:  # the rows past the window have served blocks that began before it
+            window = self._window
+            self._buffers = [
+                tuple((k[:, :window], v[:, :window]) for k, v in step) for step in self._buffers
+            ]
+            self._sliced = True
+        new = []
+        resident = [pair for step in self._buffers for pair in step]
+        size = PIECE_BLOCKS * own.block
+        for layer in range(own.layers.num_layers):
+            part = own.pieces.open(layer, hidden, at)
+            part = own.pieces.over_rows(part, *resident[layer])
+            for piece in range(self._window, first, size):
+                keys, values = self._read(range(layer, layer + 1), piece, min(piece + size, first))
+                part = own.pieces.over_rows(part, keys, values)
+            hidden = own.pieces.close(layer, hidden, part)
+            new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
+        return np.stack(new), hidden
+
+    def _read(self, layers: range, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(K, V) [1, n, K, D] of one layer, from where earlier tokens are kept."""
+        assert self._earlier is not None  # a bounded prefill has it
+        kv = self._earlier.read(layers, first, stop).view(self._own.layers.kv_dtype)
+        return kv[0, 0][None], kv[0, 1][None]
+
+    def _buffer(self, layers: range) -> LayerKv:
+        """Zeros for some layers, with the KV of what is before the first token."""
+        ahead = min(self._start, self._window)
+        dtype = self._own.layers.kv_dtype
+        known = (
+            self._earlier.read(layers, 0, ahead).view(dtype) if self._earlier and ahead else None
+        )
+
+        def one(place: int, kind: int) -> Array:
+            full = np.zeros((1, self._rows, *self._own.row), dtype)
+            if known is not None:
+                full[0, :ahead] = known[place, kind]
             return jnp.array(full)  # a copy: the buffer will be donated
 
-        return [tuple((buffer(i, 0), buffer(i, 1)) for i in layers) for layers in self._steps]
+        return tuple((one(i, 0), one(i, 1)) for i in range(len(layers)))
 
 
-def _join(buffers: tuple[tuple[Array, Array], ...], first: Array, *, block: int) -> Array:
+def _join(buffers: LayerKv, first: Array, *, block: int) -> Array:
     """The block's rows of each layer: [layers, 2, block, K, D]."""
 
     def rows(buffer: Array) -> Array:

@@ -1,55 +1,123 @@
-"""KV that the store could not give, computed again from the tokens. Made once a request, lazily."""
+"""KV that the store could not give, computed again from the tokens, as far as it is needed.
+
+Every fault of the store ends here, never in a wrong answer.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections import OrderedDict
+
 import numpy as np
 
-from ckv_jax.pipeline.prefill import DensePrefill
+from ckv_jax.pipeline.prefill import Prefill, Prefills
 from ckv_jax.storage.prefix import Prefix
 
+_KEPT = 4  # prefixes whose recomputed KV stays, in files without a name
 
-class Recovery:
-    """The dense KV of one prefix. Every fault of the store ends here, never in a wrong answer.
 
-    Args:
+class RecoveryNeeded(Exception):
+    """Somebody waits for KV that is still to be computed again; `recovered` can do so."""
+
+    def __init__(self, recovered: Recovered, tokens: int) -> None:
+        super().__init__(f"the first {tokens} tokens of prefix {recovered.prefix.id}")
+        self.recovered = recovered
+        self.tokens = tokens
+
+
+class Recovered:
+    """The dense KV of one prefix's first tokens, shared by all who wait for some of it.
+
+    Engine thread only. Args:
         order: int [T], the position of each token as stored, of a reordered prefix.
     """
 
-    def __init__(
-        self, prefix: Prefix, prefill: DensePrefill, order: np.ndarray | None = None
-    ) -> None:
-        self._prefix = prefix
-        self._prefill = prefill
+    def __init__(self, prefix: Prefix, prefills: Prefills, order: np.ndarray | None) -> None:
+        self.prefix = prefix
+        self._prefills = prefills
         self._order = order
         self._kv: np.ndarray | None = None
+        self._prefill: Prefill | None = None
+        self.tokens = 0
+        """Of the prefix, computed so far."""
+
+    def advance(self) -> None:
+        """Computes one more block."""
+        if self._prefill is None:
+            rest = self.prefix.tokens[self.tokens :]
+            self._prefill = self._prefills.begin(rest, start=self.tokens, earlier=self)
+        layout = self.prefix.layout
+        if self._kv is None:
+            shape = (
+                layout.num_layers,
+                2,
+                self.prefix.num_tokens,
+                layout.num_kv_heads,
+                layout.head_dim,
+            )
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the mapping lives
+            bits = np.memmap(file, layout.disk_dtype, "w+", shape=shape)
+            self._kv = np.asarray(bits).view(layout.numpy_dtype)
+        block = self._prefill.advance()
+        self.tokens = block.first + block.length
+        self._kv[:, :, block.first : self.tokens] = block.tokens_kv(layout.numpy_dtype)
+
+    def pause(self) -> None:
+        """Gives device memory back until more is needed."""
+        self._prefill = None
+
+    def read(self, layers: range, first: int, stop: int) -> np.ndarray:
+        """See `prefill.Earlier`."""
+        assert self._kv is not None
+        return np.ascontiguousarray(self._kv[layers.start : layers.stop, :, first:stop])
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """Packs [n, *pack_shape] of a layer group, zero past the prefix's last token."""
-        layout = self._prefix.layout
-        size = layout.chunk_tokens
-        kv = self._dense()
+        """Packs [n, *pack_shape] of a layer group, zero past the prefix's last token.
+
+        Raises `RecoveryNeeded` unless they have been computed.
+        """
+        layout = self.prefix.layout
+        size, total = layout.chunk_tokens, self.prefix.num_tokens
+        wanted = [np.arange(c * size, min((c + 1) * size, total)) for c in chunks.tolist()]
+        if self._order is not None:
+            wanted = [self._order[tokens] for tokens in wanted]
+        self._require(max(int(tokens.max()) for tokens in wanted) + 1)
+        assert self._kv is not None
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
         layers = layout.group_layers(group)
-        for row, chunk in enumerate(chunks.tolist()):
-            part = kv[layers.start : layers.stop, :, chunk * size : (chunk + 1) * size]
+        for row, tokens in enumerate(wanted):
+            part = self._kv[layers.start : layers.stop][:, :, tokens]
             if layout.kv_together:
-                out[row, : len(layers), :, : part.shape[2]] = part
+                out[row, : len(layers), :, : len(tokens)] = part
             else:
-                out[row, :, :, : part.shape[2]] = part[:, group % 2, None]
+                out[row, :, :, : len(tokens)] = part[:, group % 2, None]
         return out
 
     def keys(self, layer: int) -> np.ndarray:
-        """Keys [T, K, D] of one layer."""
-        keys: np.ndarray = self._dense()[layer, 0]
-        return keys
+        """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` unless they have been computed."""
+        self._require(self.prefix.num_tokens)
+        assert self._kv is not None
+        keys: np.ndarray = self._kv[layer, 0]
+        return keys if self._order is None else keys[self._order]
 
-    def _dense(self) -> np.ndarray:
-        if self._kv is None:
-            dtype = self._prefix.layout.numpy_dtype
-            blocks = [
-                np.asarray(block.kv)[:, :, : block.length].view(dtype)
-                for block in self._prefill.run(self._prefix.tokens)
-            ]
-            kv = np.concatenate(blocks, axis=2)
-            self._kv = kv if self._order is None else np.take(kv, self._order, axis=2)
-        return self._kv
+    def _require(self, tokens: int) -> None:
+        if self.tokens < tokens:
+            raise RecoveryNeeded(self, tokens)
+
+
+class Recoveries:
+    """The prefixes that KV was recomputed for of late. Engine thread only."""
+
+    def __init__(self, prefills: Prefills) -> None:
+        self._prefills = prefills
+        self._known: OrderedDict[str, Recovered] = OrderedDict()
+
+    def of(self, prefix: Prefix, order: np.ndarray | None) -> Recovered:
+        """What has been recomputed of a prefix, perhaps nothing."""
+        known = self._known.get(prefix.id)
+        if known is None or known.prefix != prefix:
+            known = self._known[prefix.id] = Recovered(prefix, self._prefills, order)
+        self._known.move_to_end(prefix.id)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return known

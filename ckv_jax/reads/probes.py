@@ -1,64 +1,104 @@
-"""The probe of each period: resident digest, or keys read from the store ahead of their use."""
+"""The probe of each period: a resident digest, or keys read from the store ahead of their use."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import jax
 import numpy as np
 
+from ckv_jax.buckets import pad_rows
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
-from ckv_jax.pipeline.buckets import pad_rows
+from ckv_jax.memory.host import aligned_bytes
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.recovery import Recovery
-from ckv_jax.reads.key_buffers import KeyBuffers
-from ckv_jax.reads.residents import PrefixView, Views
+from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.storage.errors import CkvError
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
+_THREADS = 2
+_SPARES = 2  # buffers kept: one that is scored, one that is read into
+
+
+class RecomputedKeys(Protocol):
+    """Keys that the store could not give, computed again."""
+
+    def keys(self, layer: int) -> np.ndarray:
+        """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` while they are to be computed."""
+        ...
+
+
+class ProbeReads:
+    """Threads that read probe keys, and memory for them to be used again. Thread-safe.
+
+    Fresh memory costs as much as half the read.
+    """
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(_THREADS, "ckv-probe")
+        self._spare: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Page-aligned memory of this shape; its content is whatever was there before."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        with self._lock:
+            fits = [i for i, spare in enumerate(self._spare) if spare.nbytes >= size]
+            memory = self._spare.pop(fits[0]) if fits else None
+        if memory is None:
+            memory = aligned_bytes(size)
+        return memory[:size].view(dtype).reshape(shape)
+
+    def give_back(self, keys: np.ndarray) -> None:
+        """Nobody reads or writes `keys` any more."""
+        memory = keys.reshape(-1).view(np.uint8)
+        with self._lock:
+            self._spare.append(memory)
+            self._spare.sort(key=len, reverse=True)
+            del self._spare[_SPARES:]
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self.threads.shutdown(cancel_futures=True)
+
 
 class Probes:
-    """The probes of one request. What the store cannot give is recomputed."""
+    """The probes of one prefix for one batch. What the store cannot give is recomputed."""
 
     def __init__(
         self,
         *,
-        view: PrefixView,
-        views: Views,
+        resident: Resident,
+        residents: Residents,
         reader: PrefixReader,
         plan: Plan,
         system: SystemConfig,
-        threads: ThreadPoolExecutor,
-        buffers: KeyBuffers,
-        recovery: Recovery,
+        reads: ProbeReads,
+        recovered: RecomputedKeys,
         trace: Trace,
     ) -> None:
-        self._view = view
+        self._resident = resident
         self._reader = reader
         self._plan = plan
-        self._threads = threads
-        self._buffers = buffers
-        self._held: dict[int, np.ndarray] = {}  # period -> keys that a selection may be reading
-        self._recovery = recovery
+        self._own = reads
+        self._recovered = recovered
         self._trace = trace
+        self._held: dict[int, np.ndarray] = {}  # period -> keys that a selection may be reading
         self._reads: dict[int, Future[np.ndarray | None]] = {}
-        self._digest = view.digest
+        self._digest = resident.digest
         if system.probe == "digest" and self._digest is None:
-            self._digest = self._load_digest(views)
-
-    @property
-    def _tokens(self) -> int:
-        return self._view.probe_chunks * self._view.prefix.layout.chunk_tokens
+            self._digest = self._load_digest(residents)
 
     def ahead(self, period: int) -> None:
         """Starts reading the probe of `period`, unless it is resident or past the last."""
         if self._digest is None and period < self._plan.periods and period not in self._reads:
             layer = self._plan.first_layer(period)
-            self._reads[period] = self._threads.submit(self._read, layer)
+            self._reads[period] = self._own.threads.submit(self._read, layer)
 
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The probes of these layers of `period`, of which keys are read for the first alone;
@@ -78,19 +118,23 @@ class Probes:
         """Says that the selection of `period` is known, so that its keys may be overwritten."""
         keys = self._held.pop(period, None)
         if keys is not None:
-            self._buffers.give_back(keys)
+            self._own.give_back(keys)
 
     def cancel(self) -> None:
         """Drops reads that have not begun, waits for the others."""
         for read in self._reads.values():
             if not read.cancel() and (keys := read.result()) is not None:
-                self._buffers.give_back(keys)
+                self._own.give_back(keys)
         self._reads.clear()
 
+    @property
+    def _tokens(self) -> int:
+        return self._resident.probe_chunks * self._resident.prefix.layout.chunk_tokens
+
     def _read(self, layer: int) -> np.ndarray | None:
-        layout = self._view.prefix.layout
-        tokens = self._view.prefix.num_tokens
-        keys = self._buffers.take(
+        layout = self._resident.prefix.layout
+        tokens = self._resident.prefix.num_tokens
+        keys = self._own.take(
             (self._tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype
         )
         keys[tokens:] = 0
@@ -98,27 +142,30 @@ class Probes:
         try:
             good = self._reader.read_probe(layer, keys[:tokens])
         except CkvError:
-            return None
+            return None  # a read that was given up may still write: this memory is not used again
         self._trace.add("probe_read", "ssd", start, time.perf_counter_ns(), layer=layer)
         self._trace.count_bytes("ssd", tokens * keys[0].nbytes)
         return keys if good == tokens else None
 
-    def _load_digest(self, views: Views) -> dict[int, Probe]:
+    def _load_digest(self, residents: Residents) -> dict[int, Probe]:
         start = time.perf_counter_ns()
-        data = self._reader.read_digest()
+        try:
+            data = self._reader.read_digest()
+        except CkvError:
+            data = None  # late, or out of reach: a miss like any other
         if data is None:
             self._trace.count("recomputed_probes", self._plan.periods)
-            layers = self._view.prefix.layout.digest_layers
+            layers = self._resident.prefix.layout.digest_layers
             return {layer: self._recomputed(layer) for layer in layers}
-        views.keep_digest(self._view, data)
+        residents.keep_digest(self._resident, data)
         self._trace.count_bytes("ssd", sum(array.nbytes for array in data.arrays.values()))
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
-        assert self._view.digest is not None
-        return self._view.digest
+        assert self._resident.digest is not None
+        return self._resident.digest
 
     def _recomputed(self, layer: int) -> Keys:
         self._trace.count("recomputed_probes", 1)
-        layout = self._view.prefix.layout
+        layout = self._resident.prefix.layout
         heads = layout.probe_heads if layout.probe == "heads" else layout.num_kv_heads
-        keys = self._recovery.keys(layer)[:, :heads]
-        return Keys(jax.device_put(pad_rows(keys, self._tokens)))
+        keys = self._recovered.keys(layer)[:, :heads]
+        return Keys(jax.device_put(pad_rows(np.ascontiguousarray(keys), self._tokens)))

@@ -1,4 +1,4 @@
-"""One prefix as the engine sees it: page numbers, valid lengths, and its probe on the device."""
+"""What the engine keeps of the prefixes it serves: page numbers, lengths, digests on the device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from itertools import count
 import jax
 import numpy as np
 
+from ckv_jax.buckets import pad_rows, probe_bucket
 from ckv_jax.cache.tiers import Tiers
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, PqKeys, Probe
-from ckv_jax.pipeline.buckets import pad_rows, probe_bucket
+from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
 
 @dataclass(slots=True)
-class PrefixView:
+class Resident:
     """What outlives one request: cheap tables, last selections, and the resident digest."""
 
     prefix: Prefix
@@ -61,60 +62,83 @@ class PrefixView:
         return pages
 
 
-MAX_VIEWS = 1024
+MOST_RESIDENTS = 1024
 """Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""
 
 
-class Views:
-    """The views in use, least recently used first; digests live under one byte budget."""
+class Residents:
+    """The prefixes in use, least recently used first; digests live under one byte budget."""
 
     def __init__(self, store: ChunkStore, tiers: Tiers, *, digest_bytes: int) -> None:
         self._store = store
         self._tiers = tiers
         self._budget = digest_bytes
         self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
-        self._views: OrderedDict[str, PrefixView] = OrderedDict()
-        self._in_use: dict[int, PrefixView] = {}  # by a number of their own
+        self._known: OrderedDict[str, Resident] = OrderedDict()
+        self._in_use: dict[int, Resident] = {}  # by a number of their own
         self._uses = count()
 
     @contextmanager
-    def using(self, prefix: Prefix) -> Iterator[PrefixView]:
-        """The view of `prefix`, whose pages keep their numbers until the context is left."""
-        view, use = self.open(prefix), next(self._uses)
-        self._in_use[use] = view
+    def using(self, prefix: Prefix) -> Iterator[Resident]:
+        """The resident of `prefix`, whose pages keep their numbers until the context is left."""
+        resident, use = self.open(prefix), next(self._uses)
+        self._in_use[use] = resident
         try:
-            yield view
+            yield resident
         finally:
             del self._in_use[use]
 
-    def open(self, prefix: Prefix) -> PrefixView:
-        """The view of `prefix`, made on first use."""
-        view = self._views.get(prefix.id)
-        if view is None or view.prefix != prefix:  # stored anew, in other segments
-            view = self._views[prefix.id] = self._make(prefix)
-        self._views.move_to_end(prefix.id)
-        while len(self._views) > MAX_VIEWS:
-            self._views.popitem(last=False)
+    def open(self, prefix: Prefix) -> Resident:
+        """The resident of `prefix`, made on first use."""
+        resident = self._known.get(prefix.id)
+        if resident is None or resident.prefix != prefix:  # stored anew, in other segments
+            resident = self._known[prefix.id] = self._make(prefix)
+        self._known.move_to_end(prefix.id)
+        while len(self._known) > MOST_RESIDENTS:
+            self._known.popitem(last=False)
             self._forget_unused()
-        return view
+        return resident
+
+    @property
+    def digest_bytes(self) -> int:
+        """Device bytes of all resident digests."""
+        return sum(resident.digest_bytes for resident in list(self._known.values()))
 
     def drop(self, prefix: Prefix) -> None:
         """Forgets a prefix that is served from other segments from now on."""
-        if self._views.pop(prefix.id, None) is not None:
+        if self._known.pop(prefix.id, None) is not None:
             self._forget_unused()
 
-    def keep_digest(self, view: PrefixView, data: DigestData) -> None:
+    def keep_digest(self, resident: Resident, data: DigestData) -> None:
         """Puts a digest on the device; others make room until the byte budget holds."""
-        layout = view.prefix.layout
-        probes = device_digest(data, view.probe_chunks * layout.chunk_tokens)
-        view.digest = dict(zip(layout.digest_layers, probes, strict=True))
-        total = sum(other.digest_bytes for other in self._views.values())
-        for other in self._views.values():
+        layout = resident.prefix.layout
+        probes = device_digest(data, resident.probe_chunks * layout.chunk_tokens)
+        resident.digest = dict(zip(layout.digest_layers, probes, strict=True))
+        total = self.digest_bytes
+        for other in self._known.values():
             if total <= self._budget:
                 break
-            if other is not view and other.digest is not None:
+            if other is not resident and other.digest is not None:
                 total -= other.digest_bytes
                 other.digest = None
+
+    def record(self, resident: Resident, groups: range, selection: Selection) -> None:
+        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
+
+        Where the policy says so, I_j += A_j for those of all other chunks, too. `selection`'s
+        rows all belong to this prefix.
+        """
+        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
+        real = chosen >= 0
+        chunks, where = np.unique(chosen[real], return_inverse=True)
+        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
+        pages = np.concatenate([resident.pages(group, chunks) for group in groups])
+        self._tiers.record(pages, np.tile(total, len(groups)))
+        if self._tiers.observes:
+            others = np.setdiff1d(np.arange(resident.num_chunks), chunks, assume_unique=True)
+            seen = np.asarray(selection.scores)[real.any(axis=1)].sum(axis=0)[others]
+            pages = np.concatenate([resident.pages(group, others) for group in groups])
+            self._tiers.observe(pages, np.tile(seen, len(groups)))
 
     def save_scores(self) -> None:
         """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
@@ -129,15 +153,15 @@ class Views:
         )
 
     def _forget_unused(self) -> None:
-        """Segments of no view leave memory; the store keeps their scores."""
-        views = (*self._views.values(), *self._in_use.values())
-        used = {span.segment_id for view in views for span in view.prefix.spans}
+        """Segments of no resident leave memory; the store keeps their scores."""
+        residents = (*self._known.values(), *self._in_use.values())
+        used = {span.segment_id for resident in residents for span in resident.prefix.spans}
         for segment in [name for name in self._segments if name not in used]:
             self._save(segment)
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)
 
-    def _make(self, prefix: Prefix) -> PrefixView:
+    def _make(self, prefix: Prefix) -> Resident:
         layout = prefix.layout
         first, stride = [], []
         for span in prefix.spans:
@@ -148,7 +172,7 @@ class Views:
         size = layout.chunk_tokens
         lengths = np.full(prefix.num_chunks, size, np.int32)
         lengths[-1] = prefix.num_tokens - size * (prefix.num_chunks - 1)
-        return PrefixView(
+        return Resident(
             prefix=prefix,
             first_page=np.concatenate(first),
             page_stride=np.concatenate(stride),

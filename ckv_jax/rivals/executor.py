@@ -10,26 +10,19 @@ threads, the tiers and the pool that our own systems use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax import Array
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.executor import Batch, FirstToken
-from ckv_jax.pipeline.layers import Compute
-from ckv_jax.reads.packs import PackSource
-from ckv_jax.reads.probes import Probes
-from ckv_jax.reads.residents import PrefixView
-from ckv_jax.rivals.layers import LayerCompute
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.reads.packs import Packs
+from ckv_jax.rivals.layers import RivalLayers
+from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.rivals.schedule import LayerSchedule
-from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
-
-NoteImportance = Callable[[Prefix, Sequence[Array]], None]
-"""Told each layer's token importance [T] (stored order) after a request, for reordering."""
 
 
 class LayerwiseExecutor:
@@ -37,58 +30,50 @@ class LayerwiseExecutor:
 
     def __init__(
         self,
-        compute: Compute,
-        layers: LayerCompute,
+        layers: Layers,
         memory: Memory,
         system: SystemConfig,
-        note: NoteImportance | None = None,
+        reorderer: Reorderer | None = None,
     ) -> None:
-        self._compute = compute
         self._layers = layers
+        self._single = RivalLayers(layers)
         self._memory = memory
         self._system = system
-        self._note = note
+        self._reorderer = reorderer
         self._prepared: set[tuple[int, ...]] = set()  # shapes whose fallback is compiled
 
-    def executables(self) -> int:
-        """How many programs of its own have been compiled so far."""
-        return self._layers.executables()
-
-    def run(
-        self, view: PrefixView, batch: Batch, source: PackSource, probes: Probes, trace: Trace
-    ) -> FirstToken:
+    def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`, whose `limits` count tokens; selections are stored positions.
 
-        There are no contexts: these systems serve first tokens only.
+        Its rows ask about one prefix. These systems serve first tokens only: nothing is held.
         """
-        schedule = LayerSchedule(
-            self._layers, self._memory, self._system, view, batch, source, probes, trace
-        )
-        hidden = self._compute.embed(batch.tokens)
+        schedule = LayerSchedule(self._single, self._memory, self._system, batch, packs, trace)
+        hidden = self._layers.embed(batch.tokens)
         schedule.begin()
         if self._system.selector == "impress" and schedule.shape not in self._prepared:
             schedule.prepare_fallback(hidden)
             self._prepared.add(schedule.shape)
-        for layer in range(self._compute.num_layers):
+        for layer in range(self._layers.num_layers):
             if self._system.selector == "all":
                 hidden = schedule.attend_all(layer, hidden)
             else:
                 hidden = schedule.attend_chosen(layer, hidden)
         start = time.perf_counter_ns()
-        logits, token = self._compute.head(hidden, np.maximum(batch.lengths - 1, 0))
+        logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
         token_ids = np.asarray(token)
         trace.add("compute", "compute", start, time.perf_counter_ns())
         choices = schedule.choices
-        masses = np.ones((self._compute.num_layers, len(batch.lengths)), np.float32)
+        masses = np.ones((self._layers.num_layers, len(batch.lengths)), np.float32)
         if choices:
             masses = np.stack(jax.device_get([choice.mass for choice in choices]))
         trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
-        if self._note is not None:
-            self._note(view.prefix, [choice.importance for choice in choices])
+        if self._reorderer is not None:
+            prefix = batch.members[0].resident.prefix
+            self._reorderer.note(prefix, [choice.importance for choice in choices])
         return FirstToken(
             logits=logits,
             token_ids=token_ids,
             attention_mass=masses,
             selections=jax.device_get([choice.ids for choice in choices]),
-            contexts=[],
+            kv=[],
         )

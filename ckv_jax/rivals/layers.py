@@ -11,14 +11,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.memory.pages import as_bits, positions
 from ckv_jax.model.qwen2 import Layer
-from ckv_jax.pipeline.layers import Compute, LayerState, compiled
-from ckv_jax.selection.base import chunk_counts, share_held, top_tokens
+from ckv_jax.pipeline.layers import Layers, LayerState
+from ckv_jax.selection.base import choose, chunk_counts, share_held
 from ckv_jax.selection.h2o import column_sums
 from ckv_jax.selection.impress import mean_jaccard, probe_sets, votes
 
@@ -40,29 +42,21 @@ class Choice(NamedTuple):
     """Attention that each token got, summed over the batch, for reordering."""
 
 
-class LayerCompute:
+class RivalLayers:
     """Jitted calls over single layers of one model. Shapes are bucketed by the caller."""
 
-    def __init__(self, compute: Compute) -> None:
-        self._state = compute.layer_state
-        layer_of = compute.layer_of
-        self._project = jax.jit(_project_of(layer_of))
-        self._by_keys = jax.jit(_by_keys, static_argnames="n")
-        self._by_probe = jax.jit(_by_probe, static_argnames=("n", "chunk_tokens"))
-        self._attend_tokens = jax.jit(_attend_tokens_of(layer_of))
-        self._attend_all = jax.jit(_attend_all_of(layer_of))
+    def __init__(self, layers: Layers) -> None:
+        self._state = layers.state
+        jit = layers.programs.jit
+        self._project = jit(_project_of(layers.layer_of))
+        self._by_keys = jit(_by_keys, static=("n",))
+        self._by_probe = jit(_by_probe, static=("n", "chunk_tokens"))
+        self._attend_tokens = jit(_attend_tokens_of(layers.layer_of))
+        self._attend_all = jit(_attend_all_of(layers.layer_of))
 
-    def executables(self) -> int:
-        """How many programs have been compiled so far; constant once warm."""
-        return compiled(
-            self._project, self._by_keys, self._by_probe, self._attend_tokens, self._attend_all
-        )
-
-    def project(
-        self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, ""]
-    ) -> Qkv:
+    def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, B]) -> Qkv:
         """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
-        q, k, v = self._project(self._state(layer), hidden, start)
+        q, k, v = self._project(hidden.shape, self._state(layer), hidden, start)
         return q, k, v
 
     def choose_by_keys(
@@ -70,7 +64,7 @@ class LayerCompute:
         qkv: Qkv,
         q_lengths: Int32[ArrayLike, B],
         pages: Array,
-        key_slots: Int32[ArrayLike, " M"],
+        key_slots: Int32[np.ndarray, " M"],
         num_tokens: Int32[ArrayLike, ""],
         limits: Int32[ArrayLike, B],
         *,
@@ -80,7 +74,10 @@ class LayerCompute:
 
         `pages` [slots, 1, 1, C, K, D]; `key_slots` say where every chunk's keys of the layer are.
         """
-        return Choice(*self._by_keys(qkv, q_lengths, pages, key_slots, num_tokens, limits, n=n))
+        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
+        return Choice(
+            *self._by_keys(key, qkv, q_lengths, pages, key_slots, num_tokens, limits, n=n)
+        )
 
     def choose_by_probe(
         self,
@@ -94,9 +91,10 @@ class LayerCompute:
         chunk_tokens: int,
     ) -> Choice:
         """IMPRESS: the tokens that the first P KV heads vote for, and how far those heads agree."""
+        key = (qkv[0].shape, probe.shape, n)
         return Choice(
             *self._by_probe(
-                qkv, q_lengths, probe, num_tokens, limits, n=n, chunk_tokens=chunk_tokens
+                key, qkv, q_lengths, probe, num_tokens, limits, n=n, chunk_tokens=chunk_tokens
             )
         )
 
@@ -106,13 +104,14 @@ class LayerCompute:
         hidden: Float[Array, "B S E"],
         qkv: Qkv,
         pages: Array,
-        key_slots: Int32[ArrayLike, " M"],
+        key_slots: Int32[np.ndarray, " M"],
         value_slots: Int32[ArrayLike, " M"],
         ids: Int32[Array, "B n"],
     ) -> Float[Array, "B S E"]:
         """The rest of the layer: attention over the tokens `ids` and the suffix, then the MLP."""
+        key = (hidden.shape, pages.shape, key_slots.shape, ids.shape)
         out: Array = self._attend_tokens(
-            self._state(layer), hidden, qkv, pages, key_slots, value_slots, ids
+            key, self._state(layer), hidden, qkv, pages, key_slots, value_slots, ids
         )
         return out
 
@@ -120,29 +119,23 @@ class LayerCompute:
         self,
         layer: int,
         hidden: Float[Array, "B S E"],
-        start: Int32[ArrayLike, ""],
+        start: Int32[ArrayLike, B],
         pages: Array,
-        key_slots: Int32[ArrayLike, " M"],
+        key_slots: Int32[np.ndarray, " M"],
         value_slots: Int32[ArrayLike, " M"],
         lengths: Int32[ArrayLike, " M"],
     ) -> Float[Array, "B S E"]:
         """The whole layer over every chunk of the prefix and the suffix."""
+        key = (hidden.shape, pages.shape, key_slots.shape)
         out: Array = self._attend_all(
-            self._state(layer), hidden, start, pages, key_slots, value_slots, lengths
+            key, self._state(layer), hidden, start, pages, key_slots, value_slots, lengths
         )
         return out
 
 
-def _positions(start: Array, batch: int, length: int) -> Int32[Array, "B S"]:
-    steps = jnp.arange(length, dtype=jnp.int32)[None, :]
-    return jnp.broadcast_to(jnp.broadcast_to(start, (1, 1)) + steps, (batch, length))
-
-
 def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:
     def project(state: LayerState, hidden: Array, start: Array) -> Qkv:
-        layer = layer_of(state)
-        positions = _positions(start, *hidden.shape[:2])
-        return layer.attention.project(layer.input_norm(hidden), positions)
+        return layer_of(state).project(hidden, positions(start, hidden.shape[1]))
 
     return project
 
@@ -154,10 +147,10 @@ def _by_keys(
     q, k, _ = qkv
     chunk_tokens = pages.shape[3]
     keys = gather(_pages(pages), key_slots[None, :])[0]  # [M, C, K, D]
-    keys = _as_dtype(keys.reshape(-1, *keys.shape[2:]), k.dtype)
+    keys = as_bits(keys.reshape(-1, *keys.shape[2:]), k.dtype)
     sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
     scores = jnp.sum(sums, axis=1)
-    ids = top_tokens(scores, n, limits)
+    ids = choose(scores, n, limits).ids
     counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
     agreement = jnp.ones(scores.shape[:1], jnp.float32)
     return ids, counts, share_held(scores, ids), agreement, _importance(scores)
@@ -172,7 +165,7 @@ def _by_probe(
     group = q.shape[2] // k.shape[2]
     sums = _sums(q[:, :, : heads * group], probe, k[:, :, :heads], num_tokens, q_lengths)
     sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
-    ids = top_tokens(jax.vmap(votes)(sums, sets), n, limits)
+    ids = choose(jax.vmap(votes)(sums, sets), n, limits).ids
     counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
     scores = jnp.sum(sums, axis=1)
     return ids, counts, share_held(scores, ids), jax.vmap(mean_jaccard)(sets), _importance(scores)
@@ -196,7 +189,7 @@ def _attend_tokens_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., 
         lengths = (ids >= 0).astype(jnp.int32)
         zero = jnp.zeros(ids.shape[:1], jnp.int32)
         heads, _ = attend(q, pool, table(key_slots), table(value_slots), lengths, k, v, zero)
-        return _after_attention(layer_of(state), hidden, heads)
+        return layer_of(state).complete(hidden, heads)
 
     return run
 
@@ -206,27 +199,20 @@ def _attend_all_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Arr
         state: LayerState, hidden: Array, start: Array, pages: Array, key_slots: Array,
         value_slots: Array, lengths: Array,
     ) -> Array:  # fmt: skip
-        layer = layer_of(state)
         batch, length, _ = hidden.shape
-        q, k, v = layer.attention.project(
-            layer.input_norm(hidden), _positions(start, batch, length)
-        )
 
         def rows(table: Array) -> Array:
             return jnp.broadcast_to(table[None, :], (batch, table.shape[0]))
 
-        heads, _ = attend(
-            q, _pages(pages), rows(key_slots), rows(value_slots), rows(lengths), k, v,
-            jnp.zeros((batch,), jnp.int32),
-        )  # fmt: skip
-        return _after_attention(layer, hidden, heads)
+        def over_all(q: Array, k: Array, v: Array) -> Array:
+            return attend(
+                q, _pages(pages), rows(key_slots), rows(value_slots), rows(lengths), k, v,
+                jnp.zeros((batch,), jnp.int32),
+            )[0]  # fmt: skip
+
+        return layer_of(state)(hidden, positions(start, length), over_all)
 
     return run
-
-
-def _after_attention(layer: Layer, hidden: Array, heads: Array) -> Array:
-    hidden = hidden + layer.attention.output(heads)
-    return hidden + layer.mlp(layer.post_norm(hidden))
 
 
 def _sums(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: Array) -> Array:
@@ -243,7 +229,3 @@ def _importance(scores: Array) -> Array:
 
 def _pages(pages: Array) -> Array:
     return pages.reshape(-1, *pages.shape[3:])  # [slots, C, K, D]
-
-
-def _as_dtype(x: Array, dtype: jnp.dtype) -> Array:
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

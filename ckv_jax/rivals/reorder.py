@@ -16,7 +16,6 @@ from jax import Array
 
 from ckv_jax.errors import CkvError
 from ckv_jax.ingest import read_kv
-from ckv_jax.pipeline.prefill import DensePrefill
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -49,13 +48,11 @@ class Reorderer:
     def __init__(
         self,
         store: ChunkStore,
-        prefill: DensePrefill,
         *,
         replaced: Callable[[Prefix], None],
         after: int = REORDER_AFTER,
     ) -> None:
         self._store = store
-        self._prefill = prefill
         self._replaced = replaced
         self._after = after
         self._known: dict[str, _Known] = {}
@@ -104,7 +101,7 @@ class Reorderer:
         self._thread.shutdown(cancel_futures=True)
 
     def _rewrite(self, prefix: Prefix, seen: list[Sequence[Array]]) -> Prefix | None:
-        """The prefix in its new order; None where the store has no room or lost it meanwhile."""
+        """The prefix in its new order; None where the store has no room, or has lost some of it."""
         try:
             return self._write(prefix, average_importance(seen, prefix.num_tokens))
         except CkvError:
@@ -112,7 +109,7 @@ class Reorderer:
 
     def _write(self, prefix: Prefix, importance: np.ndarray) -> Prefix:
         stored = self._stored(prefix)  # parents that another prefix has had reordered
-        kv = read_kv(self._store, prefix, self._prefill)
+        kv = read_kv(self._store, prefix)
         size = prefix.layout.chunk_tokens
         ends = np.cumsum([span.num_chunks for span in prefix.spans]) * size
         for end in np.minimum(ends, prefix.num_tokens).tolist():

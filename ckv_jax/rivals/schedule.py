@@ -8,15 +8,13 @@ import jax
 import numpy as np
 from jax import Array
 
+from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.buckets import bucket
 from ckv_jax.pipeline.executor import Batch
-from ckv_jax.reads.packs import PackSource
-from ckv_jax.reads.probes import Probes
-from ckv_jax.reads.residents import PrefixView
-from ckv_jax.rivals.layers import Choice, LayerCompute, Qkv
+from ckv_jax.reads.packs import Packs
+from ckv_jax.rivals.layers import Choice, Qkv, RivalLayers
 from ckv_jax.selection.impress import similarity_threshold
 from ckv_jax.trace import Trace
 
@@ -33,35 +31,34 @@ class LayerSchedule:
 
     def __init__(
         self,
-        layers: LayerCompute,
+        layers: RivalLayers,
         memory: Memory,
         system: SystemConfig,
-        view: PrefixView,
         batch: Batch,
-        source: PackSource,
-        probes: Probes,
+        packs: Packs,
         trace: Trace,
     ) -> None:
         self.choices: list[Choice] = []
         self._layers = layers
         self._memory = memory
         self._system = system
-        self._view = view
+        [member] = batch.members  # rivals batch over one prefix
+        self._resident = resident = member.resident
         self._batch = batch
-        self._source = source
-        self._probes = probes
+        self._packs = packs
+        self._probes = member.probes
         self._trace = trace
-        self._num_layers = view.prefix.layout.num_layers
-        self._chunk_tokens = view.prefix.layout.chunk_tokens
+        self._num_layers = resident.prefix.layout.num_layers
+        self._chunk_tokens = resident.prefix.layout.chunk_tokens
         self._ahead = 0 if system.prefetch == "none" else READ_AHEAD
-        self._all = np.arange(view.num_chunks)
-        self._start = np.int32(view.prefix.num_tokens)
+        self._all = np.arange(resident.num_chunks)
+        self._tokens = np.int32(resident.prefix.num_tokens)
         self._budget = min(
             bucket(int(batch.limits.max()), least=LEAST_TOKENS),
-            view.probe_chunks * self._chunk_tokens,
+            resident.probe_chunks * self._chunk_tokens,
         )
-        self._lengths = np.zeros(view.probe_chunks, np.int32)
-        self._lengths[: view.num_chunks] = view.chunk_lengths
+        self._lengths = np.zeros(resident.probe_chunks, np.int32)
+        self._lengths[: resident.num_chunks] = resident.chunk_lengths
 
     def begin(self) -> None:
         """Starts the first layers' unconditional reads."""
@@ -71,12 +68,12 @@ class LayerSchedule:
     @property
     def shape(self) -> tuple[int, ...]:
         """What a scoring call is compiled for."""
-        return (*self._batch.tokens.shape, self._view.probe_chunks, self._budget)
+        return (*self._batch.tokens.shape, self._resident.probe_chunks, self._budget)
 
     def prepare_fallback(self, hidden: Array) -> None:
         """Compiles scoring by all keys, which a later layer or request may need unexpectedly."""
-        nowhere = np.full(self._view.probe_chunks, -1, np.int32)
-        self._choose_by_keys(self._layers.project(0, hidden, self._start), nowhere)
+        nowhere = np.full(self._resident.probe_chunks, -1, np.int32)
+        self._choose_by_keys(self._layers.project(0, hidden, self._batch.start), nowhere)
 
     def attend_all(self, layer: int, hidden: Array) -> Array:
         """A layer over the whole prefix (AttentionStore)."""
@@ -86,15 +83,17 @@ class LayerSchedule:
         keys = self._collect(2 * layer, self._all)
         values = self._collect(2 * layer + 1, self._all)
         hidden = self._layers.attend_all(
-            layer, hidden, self._start, self._memory.pool.pages, keys, values, self._lengths
+            layer, hidden, self._batch.start, self._memory.pool.pages, keys, values, self._lengths
         )
         self._done(layer, hidden)
-        self._trace.count_chunks(selected=self._view.num_chunks, total=self._view.num_chunks)
+        self._trace.count_chunks(
+            selected=self._resident.num_chunks, total=self._resident.num_chunks
+        )
         return hidden
 
     def attend_chosen(self, layer: int, hidden: Array) -> Array:
         """A layer over its important tokens (H2O, IMPRESS)."""
-        qkv = self._layers.project(layer, hidden, self._start)
+        qkv = self._layers.project(layer, hidden, self._batch.start)
         key_table: np.ndarray | None = None
         if self._system.selector == "impress":
             choice = self._by_probe(layer, qkv)
@@ -107,9 +106,9 @@ class LayerSchedule:
             choice, key_table = self._by_keys(layer, qkv)
             counts, _ = self._fetch(layer, choice)
         chunks = np.flatnonzero(counts)
-        self._source.demand(2 * layer + 1, chunks)
+        self._packs.demand(0, 2 * layer + 1, chunks)
         if key_table is None:
-            self._source.demand(2 * layer, chunks)
+            self._packs.demand(0, 2 * layer, chunks)
             self._record(2 * layer, chunks, counts)
             key_table = self._collect(2 * layer, chunks)
         else:
@@ -120,7 +119,7 @@ class LayerSchedule:
             layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, choice.ids
         )
         self._done(layer, hidden)
-        self._trace.count_chunks(selected=len(chunks), total=self._view.num_chunks)
+        self._trace.count_chunks(selected=len(chunks), total=self._resident.num_chunks)
         self.choices.append(choice)
         return hidden
 
@@ -129,14 +128,14 @@ class LayerSchedule:
         [probe] = self._probes.get([layer], layer)
         assert isinstance(probe, Keys)
         return self._layers.choose_by_probe(
-            qkv, self._batch.lengths, probe.keys, self._start, self._batch.limits,
+            qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
             n=self._budget, chunk_tokens=self._chunk_tokens,
         )  # fmt: skip
 
     def _by_keys(self, layer: int, qkv: Qkv) -> tuple[Choice, np.ndarray]:
         """H2O's choice, and where the keys of all chunks are."""
         group = 2 * layer
-        self._source.demand(group, self._all)
+        self._packs.demand(0, group, self._all)
         if self._system.selector == "h2o":
             self._read_ahead(layer + self._ahead)
         table = self._collect(group, self._all, stage="probe_io")
@@ -144,7 +143,7 @@ class LayerSchedule:
 
     def _choose_by_keys(self, qkv: Qkv, table: np.ndarray) -> Choice:
         return self._layers.choose_by_keys(
-            qkv, self._batch.lengths, self._memory.pool.pages, table, self._start,
+            qkv, self._batch.lengths, self._memory.pool.pages, table, self._tokens,
             self._batch.limits, n=self._budget,
         )  # fmt: skip
 
@@ -156,10 +155,10 @@ class LayerSchedule:
         self._trace.add("compute", "compute", start, ready, layer=layer)
         counts, similarity = jax.device_get((choice.counts, choice.similarity))
         rows = self._batch.lengths > 0
-        share = self._batch.limits[rows] / self._view.prefix.num_tokens
+        share = self._batch.limits[rows] / self._resident.prefix.num_tokens
         agreed = bool((similarity[rows] > similarity_threshold(share)).all())
         self._trace.add("select", "host", ready, time.perf_counter_ns(), layer=layer)
-        return counts[rows].max(axis=0)[: self._view.num_chunks], agreed
+        return counts[rows].max(axis=0)[: self._resident.num_chunks], agreed
 
     def _read_ahead(self, layer: int) -> None:
         """What a layer needs in any case. Keys yield to reads that are waited for right now."""
@@ -167,10 +166,10 @@ class LayerSchedule:
             return
         match self._system.selector:
             case "all":
-                self._source.demand(2 * layer, self._all)
-                self._source.demand(2 * layer + 1, self._all)
+                self._packs.demand(0, 2 * layer, self._all)
+                self._packs.demand(0, 2 * layer + 1, self._all)
             case "h2o":
-                self._source.speculate(2 * layer, self._all)
+                self._packs.ahead(0, 2 * layer, self._all)
             case _:
                 self._probes.ahead(layer)
 
@@ -178,22 +177,22 @@ class LayerSchedule:
         self, group: int, chunks: np.ndarray, *, stage: str = "critical_io_wait"
     ) -> np.ndarray:
         """Device slots by chunk, int32 [M] padded, -1 where it was not asked for."""
-        table = np.full(self._view.probe_chunks, -1, np.int32)
-        table[chunks] = self._source.collect(group, chunks, stage=stage)
+        table = np.full(self._resident.probe_chunks, -1, np.int32)
+        table[chunks] = self._packs.collect(0, group, chunks, stage=stage)
         return table
 
     def _done(self, layer: int, hidden: Array) -> None:
-        self._source.done(2 * layer, hidden)
-        self._source.done(2 * layer + 1, hidden)
+        self._packs.done(0, 2 * layer, hidden)
+        self._packs.done(0, 2 * layer + 1, hidden)
 
     def _record(self, group: int, chunks: np.ndarray, counts: np.ndarray | None) -> None:
         """One use of each pack, with the share of its tokens that were important (IMPRESS §4.4.2).
 
         Also counts the tokens that come from the SSD, and those of them that are needed.
         """
-        lengths = self._view.chunk_lengths[chunks]
+        lengths = self._resident.chunk_lengths[chunks]
         needed = lengths if counts is None else counts[chunks]
-        pages = self._view.pages(group, chunks)
+        pages = self._resident.pages(group, chunks)
         device, host = self._memory.tiers.lookup(pages)
         missing = (device < 0) & (host < 0)
         self._trace.count("ssd_tokens", int(lengths[missing].sum()))

@@ -1,6 +1,12 @@
-"""The best tokens of a score, as ids; every token selector ends here."""
+"""From scores to a choice: the only top-k, the only place for limits and for attention mass.
+
+A selector scores units (chunks or tokens); everything after that is here and the same for all.
+Units that may not be chosen carry -inf; of equal scores the earlier unit wins.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,39 +14,53 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 
+class Selection(NamedTuple):
+    """What was chosen, on the device."""
+
+    ids: Int32[Array, "B n"]
+    """Chosen units, ascending, -1 past a row's limit."""
+    attention: Float32[Array, "B n"]
+    """Their scores, 0 past the limit."""
+    mass: Float32[Array, " B"]
+    """The share of the row's whole score that they hold."""
+    scores: Float32[Array, "B M"]
+    """The score of every unit, as given."""
+
+
+def choose(
+    scores: Float32[Array, "B M"], n: int, limits: Int32[Array, " B"], *, count: Array | None = None
+) -> Selection:
+    """The `limits[b]` <= n best of the first `count` units of each row (None: of all)."""
+    units = scores.shape[1]
+    masked = scores
+    if count is not None:
+        ids = jnp.arange(units, dtype=jnp.int32)
+        masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
+    values, best, chosen = _best(masked, n, limits)
+    ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
+    taken = ids < units
+    ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
+    pad = ((0, 0), (0, n - ids.shape[1]))
+    total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
+    return Selection(
+        ids=jnp.pad(ids, pad, constant_values=-1),
+        attention=jnp.pad(attention, pad),
+        mass=jnp.sum(attention, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny),
+        scores=scores,
+    )
+
+
 def top_mask(
     scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
 ) -> Bool[Array, "B T"]:
-    """Which tokens are among the `limits[b]` <= n best of their row; of equals the earlier wins.
-
-    Tokens that may never win carry -inf.
-    """
-    batch, tokens = scores.shape
-    values, best = lax.top_k(scores, min(n, tokens))
-    chosen = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
-    chosen = chosen & (values > -jnp.inf)
-    rows = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], best.shape)
-    return jnp.zeros((batch, tokens), bool).at[rows, best].set(chosen)
-
-
-def top_tokens(
-    scores: Float32[Array, "B T"], n: int, limits: Int32[Array, " B"]
-) -> Int32[Array, "B n"]:
-    """Ids of the `limits[b]` <= n best tokens of each row, ascending, then -1.
-
-    Tokens that may never win carry -inf; of equals the earlier wins.
-    """
-    tokens = scores.shape[1]
-    values, best = lax.top_k(scores, min(n, tokens))
-    chosen = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
-    chosen = chosen & (values > -jnp.inf)
-    ids = jnp.sort(jnp.where(chosen, best.astype(jnp.int32), tokens), axis=1)
-    ids = jnp.where(ids < tokens, ids, -1)
-    return jnp.pad(ids, ((0, 0), (0, n - ids.shape[1])), constant_values=-1)
+    """Which units are among the `limits[b]` <= n best of their row."""
+    _, best, chosen = _best(scores, n, limits)
+    rows = jnp.broadcast_to(jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None], best.shape)
+    return jnp.zeros(scores.shape, bool).at[rows, best].set(chosen)
 
 
 def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, " B"]:
-    """The share of each row's score (-inf counts for nothing) that the tokens `ids` hold."""
+    """The share of each row's score (-inf counts for nothing) that the units `ids` hold."""
     scores = jnp.where(scores > -jnp.inf, scores, 0.0)
     held = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=1)
     held = jnp.sum(jnp.where(ids >= 0, held, 0.0), axis=1)
@@ -57,3 +77,10 @@ def chunk_counts(
         return jnp.zeros((chunks,), jnp.int32).at[where].add(1, mode="drop")
 
     return jax.vmap(of_row)(ids)
+
+
+def _best(scores: Array, n: int, limits: Array) -> tuple[Array, Array, Array]:
+    """(values, units, chosen) [B, min(n, M)], best first; `chosen` within the limit."""
+    values, best = lax.top_k(scores, min(n, scores.shape[1]))
+    place = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
+    return values, best.astype(jnp.int32), (place < limits[:, None]) & (values > -jnp.inf)

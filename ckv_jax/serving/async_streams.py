@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Several
 from itertools import islice
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from ckv_jax.request import Request, Result
-from ckv_jax.serving.generation import Generation, TokenEvent
-from ckv_jax.serving.handle import Handle, Outcome
+from ckv_jax.request import Generation, Request, Result, TokenEvent
+from ckv_jax.serving.sequence import Outcome, Sequence
 from ckv_jax.serving.streams import Item, Submit, generation_of, last_event, result_of
 
 T = TypeVar("T")
@@ -35,14 +34,14 @@ class LoopQueue(Generic[T]):
         return await self._queue.get()
 
 
-async def outcomes(handles: Sequence[Handle]) -> list[Outcome]:
+async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
     """All outcomes, in order."""
     try:
-        return [await asyncio.wrap_future(handle.future) for handle in handles]
+        return [await asyncio.wrap_future(sequence.future) for sequence in sequences]
     finally:
-        for handle in handles:
-            if not handle.done():
-                handle.cancel()
+        for sequence in sequences:
+            if not sequence.done():
+                sequence.cancel()
 
 
 async def results_async(
@@ -50,30 +49,31 @@ async def results_async(
 ) -> AsyncIterator[Result]:
     """See `streams.results`."""
     source = iter(requests)
-    done: LoopQueue[Handle] = LoopQueue()
-    open_handles: set[Handle] = set()
+    done: LoopQueue[Sequence] = LoopQueue()
+    under_way: set[Sequence] = set()
     try:
         while True:
-            more = list(islice(source, window - len(open_handles)))
-            for handle in await asyncio.to_thread(submit, more) if more else []:
-                open_handles.add(handle)
-                handle.on_done(done.put)
-            if not open_handles:
+            more = list(islice(source, window - len(under_way)))
+            for sequence in await asyncio.to_thread(submit, more) if more else []:
+                under_way.add(sequence)
+                sequence.on_done(done.put)
+            if not under_way:
                 return
-            handle = await done.get()
-            open_handles.remove(handle)
-            yield result_of(handle)
+            sequence = await done.get()
+            under_way.remove(sequence)
+            yield result_of(sequence)
     finally:
-        for handle in open_handles:
-            handle.cancel()
+        for sequence in under_way:
+            sequence.cancel()
 
 
 class AsyncTokenStream:
     """See `streams.TokenStream`. Requests are submitted when the first event is asked for."""
 
-    def __init__(self, submit: Callable[[Callable[[TokenEvent], None]], list[Handle]]) -> None:
+    def __init__(self, submit: Callable[[Callable[[TokenEvent], None]], list[Sequence]]) -> None:
         self._submit = submit
-        self._handles: list[Handle] | None = None
+        self._sequences: list[Sequence] | None = None
+        self._lock = asyncio.Lock()
         self._left = 0
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
@@ -91,32 +91,28 @@ class AsyncTokenStream:
 
     async def results(self) -> list[Generation]:
         """The generations, in order of the requests; waits for them."""
-        handles = await self._begin()
-        await outcomes(handles)
-        return [generation_of(handle) for handle in handles]
+        sequences = await self._begin()
+        await outcomes(sequences)
+        return [generation_of(sequence) for sequence in sequences]
 
     def cancel(self) -> None:
         """Ends every request with what there is."""
-        for handle in self._handles or []:
-            handle.cancel()
+        for sequence in self._sequences or []:
+            sequence.cancel()
 
     async def __aenter__(self) -> Self:
         await self._begin()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
-    async def _begin(self) -> list[Handle]:
-        if self._handles is None:
-            self._items: LoopQueue[Item] = LoopQueue()
-            self._handles = await asyncio.to_thread(self._submit, self._items.put)
-            self._left = len(self._handles)
-            for handle in self._handles:
-                handle.on_done(self._items.put)
-        return self._handles
+    async def _begin(self) -> list[Sequence]:
+        async with self._lock:  # two tasks may ask for the first event at once
+            if self._sequences is None:
+                self._items: LoopQueue[Item] = LoopQueue()
+                self._sequences = await asyncio.to_thread(self._submit, self._items.put)
+                self._left = len(self._sequences)
+                for sequence in self._sequences:
+                    sequence.on_done(self._items.put)
+        return self._sequences

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from dataclasses import asdict
 
 import numpy as np
@@ -10,9 +10,8 @@ import numpy as np
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.request import Placed, Request
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -42,13 +41,13 @@ class Placement:
         self._system = system
         self._config = config
 
-    def encode(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
+    def encode(self, text: str | Several[int] | np.ndarray) -> np.ndarray:
         """Token ids int32 [n] of a text; ids are checked and passed through."""
         if isinstance(text, str):
             if self._tokenizer is None:
                 raise ValueError("got text, expected token ids: this engine has no tokenizer")
             return self._tokenizer.encode(text)
-        if not isinstance(text, (Sequence, np.ndarray)):
+        if not isinstance(text, (Several, np.ndarray)):
             raise ValueError(f"got {type(text).__name__}, expected a text or token ids")
         try:
             tokens = np.asarray(text)
@@ -63,13 +62,14 @@ class Placement:
             )
         return tokens.astype(np.int32)
 
-    def place(self, request: Request, sampling: SamplingParams | None = None) -> Placed:
-        """The stored prefix of a request, and the tokens to compute after it.
+    def place(self, sequence: Sequence) -> None:
+        """Finds the stored prefix of a request, and the tokens to compute after it.
 
         Raises `ValueError` for tokens that are none and stop strings that nobody could find,
         `ContextOverflow` if prefix, suffix and new tokens do not fit the model, and a
         `StoreError` for a prefix that is not stored or is another model's.
         """
+        request, sampling = sequence.request, sequence.sampling
         if sampling is not None and sampling.stop and self._tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
         new_tokens = sampling.max_tokens if sampling is not None else 0
@@ -86,23 +86,15 @@ class Placement:
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
         self.check_prefix(prefix)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
-        return Placed(
-            request=request,
-            prefix=prefix,
-            suffix=suffix,
-            budget=self._config.budget if request.budget is None else request.budget,
-        )
+        budget = self._config.budget if request.budget is None else request.budget
+        sequence.place(prefix, suffix, budget)
 
-    def shorten(self, placed: Placed) -> Placed:
-        """The same request over as much of its prefix as is stored now."""
-        prefix = self.longest(placed.prefix.tokens)
-        rest = placed.prefix.tokens[prefix.num_tokens :]
-        return Placed(
-            request=placed.request,
-            prefix=prefix,
-            suffix=np.concatenate([rest, placed.suffix]),
-            budget=placed.budget,
-        )
+    def shorten(self, sequence: Sequence) -> None:
+        """Places a sequence on as much of its prefix as is stored now."""
+        prefix = self.longest(sequence.prefix.tokens)
+        rest = sequence.prefix.tokens[prefix.num_tokens :]
+        suffix = np.concatenate([rest, sequence.suffix])
+        sequence.place(prefix, suffix, sequence.budget)
 
     def longest(self, tokens: np.ndarray) -> Prefix:
         """The longest stored prefix of `tokens` int32 [n]."""

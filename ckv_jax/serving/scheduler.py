@@ -1,280 +1,318 @@
-"""The scheduler: a queue, one thread, and who may be computed together.
+"""The scheduler: a queue, one thread, and what it does next.
 
-First come, first served: every batch begins with the request that has waited longest, and takes
-along later ones over the same prefix while a byte budget allows. Between two batches every running
-generation gets one token, so neither starves the other.
+Each round the engine thread computes the first tokens of one batch, one token for every running
+sequence, and one block of one long job, so that none of them makes another wait for longer. First
+come, first served: a batch begins with the request that has waited longest and takes along later
+ones while there is room; jobs take turns.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
+from collections.abc import Sequence as Several
 from typing import Protocol
 
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError, EngineClosed
-from ckv_jax.serving.handle import Handle
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
 
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
 
-class Running(Protocol):
-    """A batch that goes on after its first tokens."""
+class Worker(Protocol):
+    """What computes. Called in the engine thread alone."""
 
-    def step(self) -> bool:
-        """A little progress; False once all is over."""
+    @property
+    def running(self) -> int:
+        """Sequences between two of their tokens."""
         ...
 
-    def close(self) -> None:
-        """Gives up what the batch holds. Idempotent."""
+    def together(self, sequence: Sequence) -> Hashable:
+        """Sequences with equal keys may share a batch; None: this one is no batch but a job."""
         ...
 
-
-class Runner(Protocol):
-    """What computes batches."""
-
-    def together(self, handle: Handle) -> object:
-        """Requests with equal keys may share a batch."""
+    def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
+        """Whether there is room for a batch beside what runs and jobs of so many bytes."""
         ...
 
-    def bytes_needed(self, batch: Sequence[Handle]) -> int:
-        """Device bytes that a batch holds at once."""
+    def first_tokens(self, batch: Several[Sequence]) -> None:
+        """Gives every sequence its outcome, or lets it run on. A raise leaves all undone."""
         ...
 
-    def start(self, batch: Sequence[Handle]) -> Running | None:
-        """Gives every handle its outcome, or returns what will. A raise leaves all undone."""
+    def job_for(self, sequence: Sequence) -> Job | None:
+        """The prefill of a sequence that stands on nothing stored; None: it will come again."""
         ...
 
-    def shorten(self, handle: Handle) -> bool:
-        """Looks up again what a request stands on; False if that changes nothing."""
+    def recovery(self, needed: RecoveryNeeded) -> Job:
+        """The job, perhaps under way already, that computes again what the store lost."""
+        ...
+
+    def shorten(self, sequence: Sequence) -> bool:
+        """Looks up again what a sequence stands on; False if that changes nothing."""
+        ...
+
+    def step(self) -> list[Job]:
+        """One token for every running sequence; jobs that some of them turn out to wait for."""
+        ...
+
+    def end(self, error: CkvError) -> None:
+        """Fails whatever runs."""
         ...
 
 
 class Scheduler:
-    """Owns the engine thread, from the first `submit` to `close`. Thread-safe.
+    """Owns the engine thread, from the first piece of work to `close`. Thread-safe.
 
     Args:
-        runner: is called in the engine thread alone, under `lock`.
-        lock: held for one batch or token at a time.
-        max_batch: requests in one batch at most.
-        max_bytes: of `Runner.bytes_needed`, over all that runs at once. A request that needs more
-            than this by itself runs when nothing else does.
+        max_batch: sequences in one batch at most.
+        max_bytes: device bytes of jobs under way; one that needs more runs when no other does.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        lock: AbstractContextManager[bool, None],
-        max_batch: int,
-        max_bytes: int,
-    ) -> None:
-        self._runner = runner
-        self._lock = lock
+    def __init__(self, worker: Worker, *, max_batch: int, max_bytes: int) -> None:
+        self._worker = worker
         self._max_batch = max_batch
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
-        self._waiting: deque[Handle] = deque()
-        self._running: dict[Running, list[Handle]] = {}
-        self._full = False  # nothing new fits until something running ends
+        self._waiting: deque[Sequence] = deque()
+        self._jobs: deque[Job] = deque()
+        self._begun: list[Job] = []
         self._next_sweep = 0.0
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
-    def submit(self, handles: Sequence[Handle]) -> None:
-        """Queues placed handles, all at once and in order. Raises `EngineClosed`."""
-        for handle in handles:
-            handle.on_cancel(self._notify)
+    def submit(self, sequences: Several[Sequence]) -> None:
+        """Queues placed sequences, all at once and in order. Raises `EngineClosed`."""
+        for sequence in sequences:
+            sequence.on_cancel(self.wake)
         with self._changed:
-            if self._closed:
-                raise EngineClosed("the engine is closed")
-            self._waiting.extend(handles)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ckv-engine", daemon=True)
-                self._thread.start()
+            self._open()
+            self._waiting.extend(sequences)
+            self._changed.notify()
+
+    def add(self, job: Job) -> Job:
+        """Queues a job. Raises `EngineClosed`."""
+        with self._changed:
+            self._open()
+            self._jobs.append(job)
+            self._changed.notify()
+        return job
+
+    def wake(self) -> None:
+        """Something that the engine thread may wait for has happened."""
+        with self._changed:
             self._changed.notify()
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Sequences in the queue."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Generating batches."""
-        return len(self._running)
+        """Sequences between two of their tokens."""
+        return self._worker.running
+
+    @property
+    def jobs(self) -> int:
+        """Jobs queued or under way."""
+        return len(self._jobs)
 
     def close(self) -> None:
-        """Ends the batch or token being computed; all others fail as `EngineClosed`. Idempotent."""
+        """Ends what is being computed; all others fail as `EngineClosed`. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        forked = os.getpid() != self._process
+        if not forked and thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify()
+    def _open(self) -> None:
+        """Refuses work that nobody would do; starts the thread."""
+        if os.getpid() != self._process:
+            raise EngineClosed("the engine belongs to the process that this one was forked from")
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckv-engine", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._loop()
+            while self._round():
+                pass
         finally:  # nobody may wait for ever, whatever happened
             self._end()
 
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
+    def _round(self) -> bool:
+        with self._changed:
+            while True:
                 if self._closed:
-                    return
+                    return False
                 lapsed = self._drop_lapsed()
                 batch = self._admit()
-            for handle in lapsed:
-                _fail_lapsed(handle)
-            batch = [handle for handle in batch if not _fail_lapsed(handle)]
-            if batch:
-                self._start(batch)
-            for work in list(self._running):
-                self._step(work)
+                job = self._next_job()
+                if lapsed or batch or job or self._worker.running:
+                    break
+                self._changed.wait(SWEEP_S if self._waiting else None)
+        for sequence in lapsed:
+            _fail_lapsed(sequence)
+        batch = [sequence for sequence in batch if not _fail_lapsed(sequence)]
+        if batch:
+            self._first_tokens(batch)
+        if self._worker.running:
+            self._add_front(self._worker.step())
+        if job is not None and not job.advance():
+            with self._changed:
+                self._jobs.remove(job)
+                self._begun.remove(job)
+        return True
 
-    def _drop_lapsed(self) -> list[Handle]:
+    def _drop_lapsed(self) -> list[Sequence]:
         """Takes out of the queue whom nobody waits for, soon but not between any two tokens."""
         now = time.monotonic()
         if now < self._next_sweep:
             return []
         self._next_sweep = now + SWEEP_S
-        lapsed = [handle for handle in self._waiting if handle.lapsed() is not None]
+        lapsed = [sequence for sequence in self._waiting if sequence.lapsed() is not None]
         if lapsed:
-            gone = {id(handle) for handle in lapsed}
-            self._waiting = deque(h for h in self._waiting if id(h) not in gone)
+            gone = {id(sequence) for sequence in lapsed}
+            self._waiting = deque(s for s in self._waiting if id(s) not in gone)
         return lapsed
 
-    def _admit(self) -> list[Handle]:
-        """The request that has waited longest and others that go with it; empty if none fits."""
-        if not self._waiting or self._full:
+    def _admit(self) -> list[Sequence]:
+        """The sequence that has waited longest and others that go with it; empty if none fits.
+
+        Sequences that are jobs of their own go to the jobs from here.
+        """
+        for sequence in [s for s in self._waiting if self._worker.together(s) is None]:
+            self._waiting.remove(sequence)
+            if (job := self._worker.job_for(sequence)) is not None:
+                self._jobs.append(job)
+        if not self._waiting:
             return []
-        held = sum(self._runner.bytes_needed(handles) for handles in self._running.values())
-        room = self._max_bytes - held
+        busy = sum(job.num_bytes for job in self._begun)
         first = self._waiting[0]
-        if self._running and self._runner.bytes_needed([first]) > room:
+        if (self._worker.running or busy) and not self._worker.fits([first], busy):
             return []
         batch = [first]
-        key = self._runner.together(first)
-        for handle in list(self._waiting)[1:]:
+        key = self._worker.together(first)
+        for sequence in list(self._waiting)[1:]:
             if len(batch) == self._max_batch:
                 break
-            if self._runner.together(handle) != key:
+            if self._worker.together(sequence) != key:
                 continue
-            if self._runner.bytes_needed([*batch, handle]) > room:
+            if not self._worker.fits([*batch, sequence], busy):
                 break  # later ones must not overtake it
-            batch.append(handle)
-        taken = {id(handle) for handle in batch}
-        self._waiting = deque(h for h in self._waiting if id(h) not in taken)
+            batch.append(sequence)
+        taken = {id(sequence) for sequence in batch}
+        self._waiting = deque(s for s in self._waiting if id(s) not in taken)
         return batch
 
-    def _start(self, batch: list[Handle]) -> None:
-        """One failing request must not fail its batch: what fails together is tried one by one."""
+    def _next_job(self) -> Job | None:
+        """The job whose turn it is: the one that has not advanced for longest and could."""
+        for job in list(self._jobs):
+            if job not in self._begun:
+                held = sum(other.num_bytes for other in self._begun)
+                if held and held + job.num_bytes > self._max_bytes:
+                    continue
+            if job.ready():
+                if job not in self._begun:
+                    self._begun.append(job)
+                self._jobs.remove(job)
+                self._jobs.append(job)
+                return job
+        return None
+
+    def _first_tokens(self, batch: list[Sequence]) -> None:
+        """One failing sequence must not fail its batch: what fails together is tried apart."""
         try:
-            with self._lock:
-                work = self._runner.start(batch)
+            self._worker.first_tokens(batch)
+        except RecoveryNeeded as needed:
+            self._park(batch, self._worker.recovery(needed))
         except PoolExhausted as error:
-            if self._running:
-                self._full = True
+            if self._worker.running:
                 self._requeue(batch)
             else:
-                self._start_apart(batch, error)
+                self._apart(batch, error)
         except StoreError as error:
-            kept = [handle for handle in batch if self._attempt(handle)]
-            for handle in batch:
-                if handle not in kept:
-                    handle.fail(error)
+            kept = [sequence for sequence in batch if self._attempt(sequence)]
+            for sequence in batch:
+                if sequence not in kept:
+                    sequence.fail(error)
             self._requeue(kept)
         except (CkvError, ValueError) as error:
-            self._start_apart(batch, error)
+            self._apart(batch, error)
         except Exception as error:  # the thread has no caller: who waits gets it raised
-            _crash(batch, error)
-        else:
-            if work is not None:
-                self._running[work] = batch
-            else:
-                _settle(batch)
+            for sequence in batch:
+                sequence.crash(error)
 
-    def _start_apart(self, batch: list[Handle], error: CkvError | ValueError) -> None:
+    def _apart(self, batch: list[Sequence], error: CkvError | ValueError) -> None:
         if len(batch) == 1:
             batch[0].fail(error)
             return
-        for handle in batch:
-            if handle.done():
-                handle.settle()
+        for sequence in batch:
+            if sequence.done():
+                sequence.settle()
             else:
-                self._start([handle])
+                self._first_tokens([sequence])
 
-    def _attempt(self, handle: Handle) -> bool:
+    def _attempt(self, sequence: Sequence) -> bool:
         try:
-            return self._runner.shorten(handle)
+            return self._worker.shorten(sequence)
         except (CkvError, ValueError) as error:
-            handle.fail(error)
+            sequence.fail(error)
             return False
 
-    def _step(self, work: Running) -> None:
-        try:
-            with self._lock:
-                more = work.step()
-        except (CkvError, ValueError) as error:
-            for handle in self._retire(work):
-                handle.fail(error)
-        except Exception as error:  # as above
-            _crash(self._retire(work), error)
-        else:
-            if not more:
-                self._retire(work)
+    def _park(self, batch: list[Sequence], job: Job) -> None:
+        """The batch waits for a job and is then tried again, before all others."""
 
-    def _retire(self, work: Running) -> list[Handle]:
-        """Closes a batch; returns the handles that are left without an outcome."""
-        batch = self._running.pop(work)
-        self._full = False
-        try:
-            with self._lock:
-                work.close()
-        except Exception as error:  # as above
-            _crash(batch, error)
-        _settle([handle for handle in batch if handle.done()])
-        return [handle for handle in batch if not handle.done()]
+        def again(_: object) -> None:
+            if not job.future.cancelled() and (error := job.future.exception()) is not None:
+                for sequence in batch:
+                    sequence.crash(error)
+            else:
+                self._requeue(batch)
 
-    def _requeue(self, batch: Sequence[Handle]) -> None:
+        job.future.add_done_callback(again)
+        self._add_front([job])
+
+    def _add_front(self, jobs: list[Job]) -> None:
+        with self._changed:
+            for job in jobs:
+                if job not in self._jobs and not job.future.done():
+                    self._jobs.appendleft(job)
+
+    def _requeue(self, batch: Several[Sequence]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(batch))
 
     def _end(self) -> None:
         error = EngineClosed("the engine was closed before this request's turn")
-        left = [handle for work in list(self._running) for handle in self._retire(work)]
+        self._worker.end(error)
         with self._changed:
             self._closed = True
-            left += self._waiting
+        for job in list(self._jobs):
+            job.end(error)
+        with self._changed:
+            left = list(self._waiting)
             self._waiting.clear()
-        for handle in left:
-            handle.fail(error)
+            self._jobs.clear()
+        for sequence in left:
+            sequence.fail(error)
 
 
-def _fail_lapsed(handle: Handle) -> bool:
-    error = handle.lapsed()
+def _fail_lapsed(sequence: Sequence) -> bool:
+    error = sequence.lapsed()
     if error is not None:
-        handle.fail(error)
+        sequence.fail(error)
     return error is not None
-
-
-def _settle(batch: Sequence[Handle]) -> None:
-    for handle in batch:
-        handle.settle()
-
-
-def _crash(batch: Sequence[Handle], error: Exception) -> None:
-    for handle in batch:
-        handle.crash(error)

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
 from itertools import islice
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Self
 
-from ckv_jax.request import Request, Result
-from ckv_jax.serving.generation import Generation, TokenEvent
-from ckv_jax.serving.handle import Handle
+from ckv_jax.request import Generation, Request, Result, TokenEvent
+from ckv_jax.serving.sequence import Sequence
 
-Submit = Callable[[Sequence[Request]], list[Handle]]
-Item = TokenEvent | Handle
+Submit = Callable[[Several[Request]], list[Sequence]]
+Item = TokenEvent | Sequence
 """What a running generation puts into a stream's queue: a token, and itself at the end."""
 
 
-def result_of(handle: Handle, *, settled: bool = False) -> Result:
-    """The outcome of a handle that is not sampled; waits for it."""
-    outcome = handle.settled_result() if settled else handle.result()
+def result_of(sequence: Sequence, *, settled: bool = False) -> Result:
+    """The outcome of a sequence that is not sampled; waits for it."""
+    outcome = sequence.settled_result() if settled else sequence.result()
     assert isinstance(outcome, Result)
     return outcome
 
 
-def generation_of(handle: Handle, *, settled: bool = False) -> Generation:
-    """The outcome of a sampled handle; waits for it."""
-    outcome = handle.settled_result() if settled else handle.result()
+def generation_of(sequence: Sequence, *, settled: bool = False) -> Generation:
+    """The outcome of a sampled sequence; waits for it."""
+    outcome = sequence.settled_result() if settled else sequence.result()
     assert isinstance(outcome, Generation)
     return outcome
 
 
-def last_event(handle: Handle) -> TokenEvent:
+def last_event(sequence: Sequence) -> TokenEvent:
     """The event that ends a request's tokens."""
-    generation = generation_of(handle)
-    return TokenEvent(index=handle.index, request=handle.request, generation=generation)
+    generation = generation_of(sequence)
+    return TokenEvent(index=sequence.index, request=sequence.request, generation=generation)
 
 
 def results(requests: Iterable[Request], submit: Submit, *, window: int) -> Iterator[Result]:
@@ -43,22 +42,22 @@ def results(requests: Iterable[Request], submit: Submit, *, window: int) -> Iter
     Closing the iterator cancels what is still on its way.
     """
     source = iter(requests)
-    done: SimpleQueue[Handle] = SimpleQueue()
-    open_handles: set[Handle] = set()
+    done: SimpleQueue[Sequence] = SimpleQueue()
+    under_way: set[Sequence] = set()
     try:
         while True:
-            more = list(islice(source, window - len(open_handles)))
-            for handle in submit(more) if more else []:
-                open_handles.add(handle)
-                handle.on_done(done.put)
-            if not open_handles:
+            more = list(islice(source, window - len(under_way)))
+            for sequence in submit(more) if more else []:
+                under_way.add(sequence)
+                sequence.on_done(done.put)
+            if not under_way:
                 return
-            handle = done.get()
-            open_handles.remove(handle)
-            yield result_of(handle)
+            sequence = done.get()
+            under_way.remove(sequence)
+            yield result_of(sequence)
     finally:
-        for handle in open_handles:
-            handle.cancel()
+        for sequence in under_way:
+            sequence.cancel()
 
 
 class TokenStream:
@@ -67,12 +66,12 @@ class TokenStream:
     An iterator of `TokenEvent`s; also a context manager that cancels what still runs when left.
     """
 
-    def __init__(self, handles: Sequence[Handle], items: SimpleQueue[Item]) -> None:
-        self._handles = list(handles)
+    def __init__(self, sequences: Several[Sequence], items: SimpleQueue[Item]) -> None:
+        self._sequences = list(sequences)
         self._items = items
-        self._left = len(self._handles)
-        for handle in self._handles:
-            handle.on_done(items.put)
+        self._left = len(self._sequences)
+        for sequence in self._sequences:
+            sequence.on_done(items.put)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         return self
@@ -88,20 +87,15 @@ class TokenStream:
 
     def results(self) -> list[Generation]:
         """The generations, in order of the requests; waits for them."""
-        return [generation_of(handle, settled=True) for handle in self._handles]
+        return [generation_of(sequence, settled=True) for sequence in self._sequences]
 
     def cancel(self, index: int | None = None) -> None:
         """Ends one request, or all of them, with what there is."""
-        for handle in self._handles if index is None else [self._handles[index]]:
-            handle.cancel()
+        for sequence in self._sequences if index is None else [self._sequences[index]]:
+            sequence.cancel()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()

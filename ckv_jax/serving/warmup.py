@@ -2,69 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
+from collections.abc import Sequence as Several
 
 import numpy as np
 
-from ckv_jax.model.sampling import SamplingParams, sample, stack_params
-from ckv_jax.pipeline.buckets import batch_bucket, suffix_bucket
+from ckv_jax.buckets import batch_bucket, bucket, suffix_bucket
+from ckv_jax.memory.memory import job_packs
+from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
-from ckv_jax.request import Placed, Request
-from ckv_jax.serving.parts import Parts
-from ckv_jax.serving.session import SparseSession
+from ckv_jax.request import Request
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
 
 
 def warm(
-    parts: Parts,
+    worker: Worker,
     prefix: Prefix,
     *,
     max_batch: int,
     max_suffix: int,
-    budgets: Sequence[float],
+    budgets: Several[float],
     max_tokens: int,
-) -> None:
-    """Runs made-up requests over `prefix` in every combination of bucketed sizes.
+) -> Generator[None, None, None]:
+    """Runs made-up requests over `prefix` in every combination of bucketed sizes, one a step.
 
     They count as use of the prefix's most attended chunks, as any request does.
     """
-    parts.memory.warm(prefix.num_chunks)
-    units = prefix.num_chunks if parts.system.chunked else prefix.num_tokens
+    jobs = job_packs(prefix.layout)
+    worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), prefix.num_chunks)
+    chunked = worker.system.chunked
+    units = prefix.num_chunks if chunked else prefix.num_tokens
     for batch in _powers(1, batch_bucket(max_batch)):
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
+            tokens = np.zeros(min(suffix, max_suffix), np.int32)
             for budget in _distinct(budgets, units):
-                request = Request(prefix=prefix, suffix=[0])
-                tokens = np.zeros(min(suffix, max_suffix), np.int32)
-                placed = Placed(request=request, prefix=prefix, suffix=tokens, budget=budget)
-                with (
-                    parts.pace.always(),
-                    SparseSession(parts, [placed] * batch, hold=max_tokens > 0) as session,
-                ):
-                    if max_tokens:
-                        _warm_decode(session, len(tokens) + max_tokens)
+                worker.first_tokens([_MadeUp(prefix, tokens, budget) for _ in range(batch)])
+                yield
+                if max_tokens and chunked:
+                    yield from _warm_texts(worker, prefix, tokens, budget, batch, max_tokens)
 
 
-def _warm_decode(session: SparseSession, tokens: int) -> None:
-    """Steps at every size of the buffers, and what it takes to shrink the batch."""
-    decoder = session.decoder()
-    batch = decoder.batch
-    params = stack_params([SamplingParams()] * batch)
-    steps = np.zeros(batch, np.int32)
-    first = np.zeros((batch, session.logits.shape[1]), np.float32)
-    sample(first, params, steps).block_until_ready()
-    for size in _powers(decoder.rows, rows_bucket(tokens + 1)):
-        decoder.reserve(size)
-        for reselect in (False, True):
-            logits = decoder.step(steps, np.zeros(batch, bool), reselect=reselect)
-        sample(logits, params, steps).block_until_ready()
-        decoder.kv(0, decoder.start)
-        for smaller in _powers(1, batch // 2):
-            decoder.thinned(np.zeros(smaller, np.int32))
-    for smaller in _powers(1, batch // 2):
-        again = session.decoder()
-        again.step(steps, np.zeros(batch, bool))
-        again.keep(np.zeros(smaller, np.int32))
+def _warm_texts(
+    worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float, batch: int, most: int
+) -> Generator[None, None, None]:
+    """Texts at every size of the buffers, half of whose rows leave, then half of those, …"""
+    smallest = rows_bucket(suffix_bucket(len(tokens)) + 1)
+    for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
+        texts = [
+            _MadeUp(prefix, tokens, budget, 2 + (batch // (row + 1)).bit_length())
+            for row in range(batch)
+        ]
+        worker.first_tokens(texts)
+        worker.reserve(texts, size)
+        while not all(text.done() for text in texts):
+            yield  # the scheduler steps them, with everybody else
+
+
+class _MadeUp(Sequence):
+    """A request of warm-up's own; with `new`, a text of so many tokens, whatever they are."""
+
+    def __init__(self, prefix: Prefix, suffix: np.ndarray, budget: float, new: int = 0) -> None:
+        sampling = SamplingParams(max_tokens=new) if new else None
+        super().__init__(
+            Request(prefix=prefix, suffix=[0]),
+            sampling=sampling,
+            reselect_every=1 if new else 0,
+            keep_kv=new > 0,
+        )
+        self.place(prefix, suffix, budget)
+
+    def push(self, token: int) -> None:
+        """No token ends it."""
+        super().push(token)
+        assert self.sampling is not None
+        if self.reason == "stop" and len(self.token_ids) < self.sampling.max_tokens:
+            self.reason = None
 
 
 def _powers(first: int, last: int) -> Iterator[int]:
@@ -73,6 +88,6 @@ def _powers(first: int, last: int) -> Iterator[int]:
         first *= 2
 
 
-def _distinct(budgets: Sequence[float], units: int) -> list[float]:
+def _distinct(budgets: Several[float], units: int) -> list[float]:
     """One budget for each number of chunks (or tokens) that they select."""
     return list({selected_chunks(budget, units): budget for budget in budgets}.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -60,6 +61,7 @@ class SegmentWriter:
         for _ in range(_BLOCKS_AHEAD):
             self._memory.put(None)  # made when it is first needed
         self._blocks: list[Future[None]] = []  # checksums taken
+        self._ends: list[int] = []  # chunk at which each of them ends
         self._jobs: list[Future[None]] = []  # written
         self._arrays: dict[str, ArrayWriter] = {}
         self._seeds = {kind: crc.seed(draft.segment_id, kind) for kind in draft.arrays}
@@ -123,6 +125,7 @@ class SegmentWriter:
             memory = aligned(chunks * (self._chunk_bytes + self._probe_bytes))
         packs = pack(kv.view(layout.disk_dtype), layout, memory)
         first_chunk = first_token // layout.chunk_tokens
+        self._ends.append(first_chunk + packs.shape[1])
         self._blocks.append(
             self._thread.submit(self._store, first_chunk, packs, kv.shape[2], memory)
         )
@@ -172,6 +175,22 @@ class SegmentWriter:
                 found = crc.checksum(self._seeds["probe"], row, chunk, part)
                 self._draft.probe_crc[row, chunk] = found
         return writes
+
+    def read_back(self, group: int, chunk: int, out: np.ndarray) -> None:
+        """Read one pack that `write` was given into `out` [*layout.pack_shape], once it is on disk.
+
+        May be called in another thread than `write`. Raises `StoreError` where it cannot be read.
+        """
+        index = bisect_right(self._ends, chunk)
+        if index == len(self._ends):
+            raise ValueError(f"chunk: got {chunk}, expected one that was written")
+        try:
+            self._blocks[index].result()
+            self._jobs[index].result()
+            entry = group * self._draft.chunks + chunk
+            self._arrays["packs"].get(entry, out.view(self.layout.disk_dtype))
+        except OSError as e:
+            raise as_store_error(e) from e
 
     # -- commit ----------------------------------------------------------------------------------
 

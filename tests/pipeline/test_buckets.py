@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckv_jax.pipeline.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
+from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
 
 
 @given(st.integers(1, 1 << 20))

@@ -1,0 +1,155 @@
+"""Where reads go: straight into the pool where the device computes in host memory, else by way of
+host blocks of equal size. Adding a way in is one class of this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ckv_jax.buckets import bucket
+from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.memory.device import DevicePool
+from ckv_jax.memory.host import aligned_bytes
+from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.storage.layout import Layout
+
+Settled = Callable[[], bool]
+"""Whether a read that was given up has ended, so that it no longer writes."""
+
+
+class Room(NamedTuple):
+    """Where one read lands: rows int32 [n] of `array` [_, *pack_shape]."""
+
+    array: np.ndarray
+    rows: np.ndarray
+
+
+class Landing(Protocol):
+    """Gives reads their room. Engine thread only; the reads run elsewhere."""
+
+    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
+        """Room for `n` packs, or None while there is none.
+
+        A demand may push cached packs out; speculation only has what is free beyond `spare` packs.
+        """
+        ...
+
+    def force(self, n: int) -> Room:
+        """Room for `n` packs that somebody waits for. Raises `PoolExhausted` if there is none."""
+        ...
+
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
+        ...
+
+    def give_back(self, room: Room, settled: Settled | None) -> None:
+        """Room whose packs nobody wants, once its read has ended or `settled` says so."""
+        ...
+
+
+def landing_for(memory: Memory, layout: Layout, *, host_bytes: int) -> Landing:
+    """The landing that suits the pool of `memory`."""
+    if isinstance(memory.pool, MappedPool):
+        return InPool(memory, memory.pool)
+    return HostBlocks(memory, memory.pool, layout, host_bytes)
+
+
+class InPool:
+    """Rows are device slots: a read lands where attention finds it."""
+
+    def __init__(self, memory: Memory, pool: MappedPool) -> None:
+        self._packs = pool.packs
+        self._memory = memory
+
+    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
+        """See `Landing`."""
+        self._memory.reclaim()
+        if not demand and self._memory.free_slots < n + spare:
+            return None
+        try:
+            return self.force(n)
+        except PoolExhausted:
+            return None
+
+    def force(self, n: int) -> Room:
+        """See `Landing`."""
+        return Room(self._packs, self._memory.take(n))
+
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """See `Landing`."""
+        self._memory.tiers.release(np.delete(room.rows, good))
+        slots: np.ndarray = room.rows[good]
+        return slots
+
+    def give_back(self, room: Room, settled: Settled | None) -> None:
+        """See `Landing`."""
+        if settled is not None and not settled():
+            self._memory.abandon(room.rows, settled)
+        else:
+            self._memory.tiers.release(room.rows)
+
+
+class HostBlocks:
+    """Blocks of host memory of one size, one for each read, copied into the pool from there."""
+
+    def __init__(self, memory: Memory, pool: DevicePool, layout: Layout, host_bytes: int) -> None:
+        self._memory = memory
+        self._pool = pool
+        self._layout = layout
+        self._packs = bucket(job_packs(layout))
+        self._most = max(1, host_bytes // (self._packs * layout.pack_bytes))
+        self._made = 0
+        self._free: list[np.ndarray] = []
+        self._busy: list[tuple[Settled, np.ndarray]] = []
+
+    def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
+        """See `Landing`."""
+        self._reclaim()
+        room = len(self._free) + self._most - self._made
+        if room <= (0 if demand else -(-spare // self._packs)):
+            return None
+        return self.force(n)
+
+    def force(self, n: int) -> Room:
+        """See `Landing`: where all blocks are in use, one more, which goes with its read."""
+        self._reclaim()
+        if self._free:
+            return Room(self._free.pop(), np.arange(n, dtype=np.int32))
+        self._made += 1
+        size = self._packs * self._layout.pack_bytes
+        block: Any = aligned_bytes(size).view(self._layout.numpy_dtype)
+        shape = (self._packs, *self._layout.pack_shape)
+        return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
+
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """See `Landing`."""
+        slots = self._memory.take(len(good))
+        padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
+        where = np.full(len(padded), -1, np.int32)
+        where[good] = slots
+        marker: Any = self._pool.write(padded, where)
+        self._busy.append((marker.is_ready, room.array))
+        return slots
+
+    def give_back(self, room: Room, settled: Settled | None) -> None:
+        """See `Landing`."""
+        if settled is not None and not settled():
+            self._busy.append((settled, room.array))
+        else:
+            self._keep(room.array)
+
+    def _keep(self, block: np.ndarray) -> None:
+        if self._made > self._most:
+            self._made -= 1
+        else:
+            self._free.append(block)
+
+    def _reclaim(self) -> None:
+        ended = [entry for entry in self._busy if entry[0]()]
+        for entry in ended:
+            self._busy.remove(entry)
+            self._keep(entry[1])

@@ -1,0 +1,52 @@
+"""The pool of packs as single pages, and the element types that KV is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int32
+
+
+def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The element type of KV that is updated in place on this backend.
+
+    XLA's CPU backend widens 16-bit floats around every update, which copies the whole array:
+    a pool of bit patterns stays in place. Measured: 0.06 ms against 166 ms for 16 packs.
+    """
+    if jax.default_backend() == "cpu" and dtype.itemsize == 2:
+        return np.dtype(np.uint16)
+    return dtype
+
+
+def as_bits(x: Array, dtype: jnp.dtype) -> Array:
+    """The same bits as elements of `dtype`."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def positions(start: Int32[Array, " B"], length: int) -> Int32[Array, "B S"]:
+    """Positions of `length` tokens of each row, from `start[b]` on."""
+    steps = jnp.arange(length, dtype=jnp.int32)[None, :]
+    batch = start.shape[0]
+    return jnp.broadcast_to(start[:, None], (batch, length)) + jnp.broadcast_to(
+        steps, (batch, length)
+    )
+
+
+def page_tables(pages: Array, slots: Array) -> tuple[Array, Callable[[int], tuple[Array, Array]]]:
+    """The pool as pages of one layer's K or V, and each layer's two tables into it.
+
+    `pages` [slots, pl, 2, C, K, D]; `slots` [P, B, N], -1 where there is none.
+    """
+    pack = pages.shape[1]
+    pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K, D]
+
+    def tables(index: int) -> tuple[Array, Array]:
+        slot = slots[index // pack]  # [B, N]
+        keys = jnp.where(slot >= 0, (slot * pack + index % pack) * 2, -1)
+        return keys, jnp.where(slot >= 0, keys + 1, -1)
+
+    return pool, tables

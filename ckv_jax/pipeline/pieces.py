@@ -1,0 +1,149 @@
+"""One layer in pieces: a context that does not fit at once goes by part, merged by log-sum-exp.
+
+`open` makes the layer's queries; each `over_*` call attends to one part of the context and merges
+it with what came before; `close` attends to the new tokens themselves and ends the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.memory.pages import as_bits, positions
+from ckv_jax.model.qwen2 import Layer
+from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
+
+
+class Part(NamedTuple):
+    """A layer on its way: its queries, its new keys and values, and the attention so far."""
+
+    q: Float[Array, "B S H D"]
+    k: Float[Array, "B S K D"]
+    v: Float[Array, "B S K D"]
+    out: Float32[Array, "B S H D"]
+    lse: Float32[Array, "B S H"]
+
+
+class Pieces:
+    """The jitted calls of the piecewise way, over the layers of one model."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        jit = layers.programs.jit
+        self._open = jit(_open_of(layers.layer_of))
+        self._pages = jit(_over_pages)
+        self._rows = jit(_over_rows)
+        self._insert = jit(insert, donate=("buffers",))
+        self._close = jit(_close_of(layers.layer_of), static=("context",))
+
+    def open(
+        self, layer: int, hidden: Float[Array, "B S E"], start: Int32[np.ndarray, " B"]
+    ) -> Part:
+        """The layer before any attention; `start`: position of each row's first token."""
+        part: Part = self._open(hidden.shape, self._layers.state(layer), hidden, start)
+        return part
+
+    def over_pages(
+        self,
+        part: Part,
+        index: int,
+        pages: Pages,
+        slots: Int32[np.ndarray, "B N"],
+        lengths: Int32[np.ndarray, "B N"],
+    ) -> Part:
+        """Attention to packs in the pool; `index`: the layer's place in its layer group."""
+        key = (part.q.shape, pages.shape, slots.shape)
+        done: Part = self._pages(key, part, np.int32(index), pages, slots, lengths)
+        return done
+
+    def over_rows(self, part: Part, keys: Array | np.ndarray, values: Array | np.ndarray) -> Part:
+        """Attention to all of keys and values [B, R, K, D], elements or their bit patterns."""
+        done: Part = self._rows((part.q.shape, keys.shape), part, keys, values)
+        return done
+
+    def insert(
+        self, buffers: tuple[Array, Array], part: Part, at: Int32[np.ndarray, " B"]
+    ) -> tuple[Array, Array]:
+        """(Donated) decode buffers [B, R, K, D] with the layer's new rows at `at`."""
+        kept: tuple[Array, Array] = self._insert(
+            (buffers[0].shape, part.k.shape), buffers, (part.k, part.v), at
+        )
+        return kept
+
+    def close(
+        self,
+        layer: int,
+        hidden: Float[Array, "B S E"],
+        part: Part,
+        own: tuple[Array, Array] | None = None,
+        at: Int32[np.ndarray, " B"] | None = None,
+    ) -> Float[Array, "B S E"]:
+        """Ends the layer. `own`: buffers that hold the new tokens from row `at` on, and what was
+        before them; None: the new tokens alone."""
+        if own is None or at is None:
+            own, at = (part.k, part.v), np.zeros(hidden.shape[0], np.int32)
+        context = own[0].shape[1]
+        key = (hidden.shape, context, own[0].dtype)
+        out: Array = self._close(
+            key, self._layers.state(layer), hidden, part, own, at, context=context
+        )
+        return out
+
+
+def _open_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Part]:
+    def begin(state: LayerState, hidden: Array, start: Array) -> Part:
+        q, k, v = layer_of(state).project(hidden, positions(start, hidden.shape[1]))
+        nothing = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+        return Part(q, k, v, jnp.zeros(q.shape, jnp.float32), nothing)
+
+    return begin
+
+
+def _over_pages(part: Part, index: Array, pages: Array, slots: Array, lengths: Array) -> Part:
+    pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K, D]
+    keys = jnp.where(slots >= 0, (slots * pages.shape[1] + index) * 2, -1)
+    values = jnp.where(slots >= 0, keys + 1, -1)
+    none = part.k[:, :0]
+    zero = jnp.zeros(slots.shape[:1], jnp.int32)
+    out, lse = attend(part.q, pool, keys, values, lengths, none, none, zero)
+    return _joined(part, out, lse)
+
+
+def _over_rows(part: Part, keys: Array, values: Array) -> Part:
+    batch, rows = keys.shape[:2]
+    nowhere = jnp.full((batch, 1), -1, jnp.int32)
+    one_page = jnp.zeros((1, 1, *keys.shape[2:]), part.k.dtype)
+    out, lse = attend(
+        part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32),
+        as_bits(keys, part.k.dtype), as_bits(values, part.v.dtype),
+        jnp.full((batch,), rows, jnp.int32),
+    )  # fmt: skip
+    return _joined(part, out, lse)
+
+
+def _close_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
+    def close(
+        state: LayerState, hidden: Array, part: Part, own: tuple[Array, Array], at: Array, *,
+        context: int,
+    ) -> Array:  # fmt: skip
+        batch = hidden.shape[0]
+        nowhere = jnp.full((batch, 1), -1, jnp.int32)
+        one_page = jnp.zeros((1, 1, *own[0].shape[2:]), part.k.dtype)
+        keys, values = (as_bits(x[:, :context], part.k.dtype) for x in own)
+        out, lse = attend(
+            part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32), keys, values, at
+        )
+        heads = _joined(part, out, lse).out.astype(part.q.dtype)
+        return layer_of(state).complete(hidden, heads)
+
+    return close
+
+
+def _joined(part: Part, out: Array, lse: Array) -> Part:
+    out, lse = merged(part.out, part.lse, out, lse)
+    return Part(part.q, part.k, part.v, out, lse)

@@ -1,0 +1,96 @@
+"""Compiled programs under one cap: a process has room for a limited number of them.
+
+Linux gives a process 65,530 memory mappings, and a program of XLA's CPU compiler takes about 25.
+Traffic of ever new shapes would use them up; so the least recently used programs are let go.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+MOST_PROGRAMS = 1024
+"""At about 25 mappings each, a third of what a process may have."""
+
+
+class Programs:
+    """The jitted functions of one model, each compiled per key. Thread-safe.
+
+    A key names everything that a call's shapes depend on, so that looking a program up costs no
+    walk over the arguments. A program that was let go is compiled again when it is next called.
+    """
+
+    def __init__(self, most: int = MOST_PROGRAMS) -> None:
+        if most < 1:
+            raise ValueError(f"got room for {most} programs, expected 1 or more")
+        self._most = most
+        self._known: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Programs held now."""
+        return len(self._known)
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        *,
+        static: Sequence[str] = (),
+        donate: Sequence[str] = (),
+    ) -> Program:
+        """`function` jitted, with these arguments static or donated, by name."""
+        return Program(self, function, tuple(static), tuple(donate))
+
+    def get(self, program: Program, key: Hashable) -> Callable[..., Any]:
+        """The jitted function for one key."""
+        with self._lock:
+            jitted = self._known.get((program, key))
+            if jitted is None:
+                jitted = self._known[program, key] = program.make()
+                while len(self._known) > self._most:
+                    self._known.popitem(last=False)
+            self._known.move_to_end((program, key))
+        return jitted
+
+    def has(self, program: Program, key: Hashable) -> bool:
+        """Whether calling `program` with this key compiles nothing."""
+        return (program, key) in self._known
+
+
+class Program:
+    """One function of `Programs`: called with a key and then the function's own arguments."""
+
+    def __init__(
+        self,
+        owner: Programs,
+        function: Callable[..., Any],
+        static: tuple[str, ...],
+        donate: tuple[str, ...],
+    ) -> None:
+        self.function = function
+        self._owner = owner
+        self._static = static
+        self._donate = donate
+
+    def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
+        return self._owner.get(self, key)(*args, **named)
+
+    def compiled(self, key: Hashable) -> bool:
+        """Whether a call with this key compiles nothing."""
+        return self._owner.has(self, key)
+
+    def make(self) -> Callable[..., Any]:
+        """The function, jitted anew."""
+        function = self.function
+
+        # A function object of its own: JAX keeps what it compiled for as long as that lives.
+        @functools.wraps(function)
+        def own(*args: Any, **named: Any) -> Any:
+            return function(*args, **named)
+
+        return jax.jit(own, static_argnames=self._static, donate_argnames=self._donate)

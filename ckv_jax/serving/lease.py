@@ -1,0 +1,100 @@
+"""What a batch or a generation has open of one stored prefix: reader, resident, probes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from ckv_jax.config import SystemConfig
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.recovery import Recovered, Recoveries
+from ckv_jax.reads.packs import Source
+from ckv_jax.reads.probes import ProbeReads, Probes
+from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.trace import Trace
+
+
+class Leases:
+    """Opens prefixes of one store for one engine."""
+
+    def __init__(
+        self,
+        *,
+        store: ChunkStore,
+        residents: Residents,
+        recoveries: Recoveries,
+        plan: Plan,
+        system: SystemConfig,
+        deadline_s: float,
+    ) -> None:
+        self.residents = residents
+        self._store = store
+        self._recoveries = recoveries
+        self._plan = plan
+        self._system = system
+        self._deadline_s = deadline_s
+        self._reads = ProbeReads()
+
+    def open(self, prefix: Prefix) -> Lease:
+        """Raises a `StoreError` if the prefix is gone."""
+        exit_ = ExitStack()
+        try:
+            reader = exit_.enter_context(self._store.reader(prefix, deadline_s=self._deadline_s))
+            resident = exit_.enter_context(self.residents.using(prefix))
+            order = reader.order if prefix.layout.reordered else None
+            return Lease(reader, resident, self._recoveries.of(prefix, order), exit_)
+        except BaseException:
+            exit_.close()
+            raise
+
+    def probes(self, lease: Lease, trace: Trace) -> Probes:
+        """The probes of a lease; `Probes.cancel` ends their reads.
+
+        Raises `RecoveryNeeded` where the digest has to be computed again.
+        """
+        return Probes(
+            resident=lease.resident,
+            residents=self.residents,
+            reader=lease.reader,
+            plan=self._plan,
+            system=self._system,
+            reads=self._reads,
+            recovered=lease.recovered,
+            trace=trace,
+        )
+
+    def close(self) -> None:
+        """Stops the threads that read probes, and persists what prefixes are worth."""
+        self._reads.close()
+        self.residents.save_scores()
+
+
+class Lease:
+    """One prefix, open: until `close` its segments stay on disk, its pages keep their numbers."""
+
+    def __init__(
+        self, reader: PrefixReader, resident: Resident, recovered: Recovered, exit_: ExitStack
+    ) -> None:
+        self.reader = reader
+        self.resident = resident
+        self.recovered = recovered
+        self._exit = exit_
+        self._users = 1
+
+    def shared(self) -> Lease:
+        """The same lease for one more user, who closes it too."""
+        self._users += 1
+        return self
+
+    @property
+    def source(self) -> Source:
+        """Where its packs come from."""
+        return Source(self.resident, self.reader, self.recovered)
+
+    def close(self) -> None:
+        """One user less; the last one lets the prefix go."""
+        self._users -= 1
+        if not self._users:
+            self._exit.close()

@@ -1,0 +1,314 @@
+"""Sequences between two of their tokens: batches of any of them, stepped a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.errors import CkvError
+from ckv_jax.model.sampling import SamplingArrays, SamplingParams, sample, stack_params
+from ckv_jax.pipeline.decode import Decoder, Row
+from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.pipeline.reselect import Reselect
+from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.residents import Residents
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.lease import Lease
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.trace import Trace
+
+_IDLE = SamplingParams()
+_SHARED_ROWS = 1024
+"""Longer buffers get batches of their own: every row of a batch is as long as the longest."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Going:
+    """One running sequence, and what it holds."""
+
+    sequence: Sequence
+    row: Row
+    lease: Lease | None = None
+    window: Window | None = None
+    reselect: Reselect | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether its packs come through the pool anew for every token."""
+        return self.window is not None and not self.window.held
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        if self.window is not None:
+            self.window.close()
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
+
+class Running:
+    """All running sequences of one engine. Engine thread only.
+
+    Args:
+        decoder: makes an empty batch; with a lease, one for a single row that streams.
+        open_packs: the packs of a lease.
+        open_probes: its probes.
+        recovery: the job that computes again what the store lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Callable[[Lease | None], Decoder],
+        open_packs: Callable[[Lease, Trace], Packs],
+        open_probes: Callable[[Lease, Trace], Probes],
+        recovery: Callable[[RecoveryNeeded], Job],
+        residents: Residents,
+        max_batch: int,
+    ) -> None:
+        self._decoder = decoder
+        self._open_packs = open_packs
+        self._open_probes = open_probes
+        self._recovery = recovery
+        self._residents = residents
+        self._max_batch = max_batch
+        self._batches: list[_Batch] = []
+
+    def __len__(self) -> int:
+        return sum(len(batch.going) for batch in self._batches)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Everyone who runs."""
+        return [going.sequence for batch in self._batches for going in batch.going.values()]
+
+    def start(
+        self, logits: np.ndarray, kv: Several[LayerKv], starting: Several[tuple[int, Going]]
+    ) -> None:
+        """Chooses first tokens, and goes on with all that are not over.
+
+        `logits` float32 [B, V] and `kv`, a batch's (K, V) [B, S, K, D] step by step; each of
+        `starting` has its row in them.
+        """
+        params = [_IDLE] * len(logits)
+        for row, going in starting:
+            assert going.sequence.sampling is not None
+            params[row] = going.sequence.sampling
+        chosen = np.asarray(sample(logits, stack_params(params), np.zeros(len(logits), np.int32)))
+        left = []
+        for row, going in starting:
+            going.sequence.check()
+            if going.sequence.reason is None:
+                going.sequence.push(int(chosen[row]))
+            if _over(going):
+                _retire(going, None)
+            else:
+                left.append((row, going))
+        for batch, members in self._assigned(left):
+            places = batch.decoder.join(kv, [(row, going.row) for row, going in members])
+            for place, (_, going) in zip(places, members, strict=True):
+                batch.going[place] = going
+            batch.sampling = None
+
+    def step(self) -> list[Job]:
+        """One token for every sequence. Returns jobs that some of them have to wait for."""
+        jobs = []
+        for batch in list(self._batches):
+            if batch.waits_for is not None and not batch.waits_for.future.done():
+                for going in batch.going.values():
+                    going.sequence.check()
+                continue
+            try:
+                batch.waits_for = None
+                self._step(batch)
+            except RecoveryNeeded as needed:
+                batch.waits_for = self._recovery(needed)
+                jobs.append(batch.waits_for)
+            except (CkvError, ValueError) as error:
+                self._fail(batch, error)
+            except Exception as error:  # the thread has no caller: who waits gets it raised
+                self._crash(batch, error)
+            if not batch.going:
+                self._batches.remove(batch)
+        return jobs
+
+    def end(self, error: CkvError) -> None:
+        """Fails everyone."""
+        for batch in self._batches:
+            self._fail(batch, error)
+        self._batches.clear()
+
+    def reserve(self, sequences: Several[Sequence], tokens: int) -> None:
+        """Makes room for so many tokens a row in the batches of these sequences."""
+        wanted = {id(sequence) for sequence in sequences}
+        for batch in self._batches:
+            if any(id(going.sequence) in wanted for going in batch.going.values()):
+                batch.decoder.reserve(tokens)
+
+    def waiting(self) -> bool:
+        """Whether nobody can go on before some job is done."""
+        return all(
+            batch.waits_for is not None and not batch.waits_for.future.done()
+            for batch in self._batches
+        )
+
+    def _assigned(
+        self, left: Several[tuple[int, Going]]
+    ) -> Iterable[tuple[_Batch, list[tuple[int, Going]]]]:
+        """Sequences with the batches that they join, new ones where none has room."""
+        groups: dict[int, tuple[_Batch, list[tuple[int, Going]]]] = {}
+        for row, going in left:
+            batch = None
+            if not going.streams:
+                long = going.row.length >= _SHARED_ROWS
+                for other in self._batches:
+                    taken = len(other.going) + len(groups.get(id(other), (other, []))[1])
+                    if not other.alone and other.long == long and taken < self._max_batch:
+                        batch = other
+                        break
+            if batch is None:
+                alone = going.streams
+                batch = _Batch(
+                    self._decoder(going.lease if alone else None),
+                    alone=alone,
+                    long=going.row.length >= _SHARED_ROWS,
+                )
+                self._batches.append(batch)
+            groups.setdefault(id(batch), (batch, []))[1].append((row, going))
+        return groups.values()
+
+    def _step(self, batch: _Batch) -> None:
+        for going in batch.going.values():
+            going.sequence.check()
+        self._drop(batch)
+        if not batch.going:
+            return
+        decoder = batch.decoder
+        tokens = np.zeros(len(decoder.rows), np.int32)
+        for place, going in batch.going.items():
+            tokens[place] = going.sequence.token_ids[-1]
+        choosing = [going for going in batch.going.values() if going.reselect is not None]
+        watch = None
+        if choosing:
+
+            def watch(period: int, hidden: Array) -> bool:
+                return self._choose_again(batch, period, np.asarray(hidden))
+
+        logits = decoder.step(tokens, watch=watch)
+        for place, going in list(batch.going.items()):
+            if going.sequence.reason is not None:  # only its last token's KV was missing
+                _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
+                self._leave(batch, [place])
+        if not batch.going:
+            return
+        chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
+        for place, going in batch.going.items():
+            going.sequence.push(int(chosen[place]))
+        self._drop(batch)
+
+    def _choose_again(self, batch: _Batch, period: int, hidden: np.ndarray) -> bool:
+        """Choices of the sequences whose turn it is, before a period of the step under way."""
+        changed = False
+        for place, going in batch.going.items():
+            if going.reselect is None:
+                continue
+            step = len(going.sequence.token_ids)
+            going.reselect.see(step, period, hidden[place, 0])
+            if going.reselect.due(step):
+                self._reselect(going, going.reselect, period)
+                changed = True
+        return changed
+
+    def _reselect(self, going: Going, reselect: Reselect, period: int) -> None:
+        lease, window, trace = going.lease, going.window, Trace()
+        assert lease is not None and window is not None
+        probes = self._open_probes(lease, trace)
+        try:
+            ids = reselect.choose(
+                period, going.row.start + going.row.length, probes, lease.resident, self._residents
+            )
+        finally:
+            probes.cancel()
+        window.narrow(period, ids)
+        if window.held:
+            with self._open_packs(lease, trace) as packs:
+                window.load(period, ids, packs)
+        else:
+            window.choose(period, ids)
+
+    def _drop(self, batch: _Batch) -> None:
+        """Sequences that have ended leave."""
+        over = [place for place, going in batch.going.items() if _over(going)]
+        for place in over:
+            _retire(batch.going[place], None)
+        self._leave(batch, over)
+
+    def _leave(self, batch: _Batch, places: list[int]) -> None:
+        if not places:
+            return
+        for place in places:
+            batch.going.pop(place).close()
+        moved = batch.decoder.leave(places)
+        batch.going = {moved[place]: going for place, going in batch.going.items()}
+        batch.sampling = None
+
+    def _fail(self, batch: _Batch, error: CkvError | ValueError) -> None:
+        for going in batch.going.values():
+            going.close()
+            going.sequence.fail(error)
+        batch.going.clear()
+
+    def _crash(self, batch: _Batch, error: Exception) -> None:
+        for going in batch.going.values():
+            going.close()
+            going.sequence.crash(error)
+        batch.going.clear()
+
+
+class _Batch:
+    """A decode batch and whose its rows are."""
+
+    def __init__(self, decoder: Decoder, *, alone: bool, long: bool) -> None:
+        self.decoder = decoder
+        self.alone = alone
+        self.long = long
+        self.going: dict[int, Going] = {}
+        self.sampling: SamplingArrays | None = None
+        self.waits_for: Job | None = None
+
+    def params(self) -> SamplingArrays:
+        """Every row's sampling parameters."""
+        if self.sampling is None:
+            rows = [_IDLE] * len(self.decoder.rows)
+            for place, going in self.going.items():
+                assert going.sequence.sampling is not None
+                rows[place] = going.sequence.sampling
+            self.sampling = stack_params(rows)
+        return self.sampling
+
+    def counts(self) -> np.ndarray:
+        """Tokens int32 [B] that each row has so far."""
+        counts = np.zeros(len(self.decoder.rows), np.int32)
+        for place, going in self.going.items():
+            counts[place] = len(going.sequence.token_ids)
+        return counts
+
+
+def _over(going: Going) -> bool:
+    """Whether a sequence has nothing left to compute."""
+    sequence = going.sequence
+    return sequence.reason is not None and (not sequence.keep_kv or sequence.done())
+
+
+def _retire(going: Going, kv: np.ndarray | None) -> None:
+    """Hands the outcome over once nothing is held any more."""
+    going.close()
+    going.sequence.finish_text(kv)
+    going.sequence.settle()

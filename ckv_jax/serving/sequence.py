@@ -1,0 +1,230 @@
+"""One request's life: from `submit` through the queue, a batch and a text, to its outcome."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.request import (
+    Completion,
+    FinishReason,
+    FirstAnswer,
+    Generation,
+    Request,
+    Result,
+    TokenEvent,
+)
+from ckv_jax.serving.text import Text
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
+from ckv_jax.validate import check_whole
+
+Outcome = Result | Generation
+
+
+class Sequence:
+    """A request on its way. `result` waits, `cancel` gives it up; safe in any thread.
+
+    With `sampling` it ends in a `Generation`, without in a `Result`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        index: int = 0,
+        sampling: SamplingParams | None = None,
+        reselect_every: int = 0,
+        keep_kv: bool = False,
+        listener: Callable[[TokenEvent], None] | None = None,
+    ) -> None:
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise ValueError(f"got {type(sampling).__name__}, expected SamplingParams")
+        check_whole("reselect_every", reselect_every, least=0)
+        self.request = request
+        self.index = index
+        """Place in the call that submitted it."""
+        self.sampling = sampling
+        self.reselect_every = reselect_every
+        self.keep_kv = keep_kv
+        self.token_ids: list[int] = []
+        self.reason: FinishReason | None = None
+        self._text: Text | None = None
+        self._trace: Trace | None = None
+        self._listener = listener
+        self._started_ns: int | None = None
+        self._first_ns = self._last_ns = 0
+        self._submitted_ns = time.perf_counter_ns()
+        self._future: Future[Outcome] = Future()
+        self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
+        self._cancelled = False
+        self._settled = threading.Event()
+        self._wake: Callable[[], None] = lambda: None
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        """Waits for the outcome; its `error` says what was wrong with the request.
+
+        Raises `TimeoutError` after `timeout` seconds; anything else that is raised is a fault of
+        this library or the machine, not of the request.
+        """
+        return self._future.result(timeout)
+
+    def settled_result(self) -> Outcome:
+        """The same once what the request held (packs, pins, readers) has been given back."""
+        outcome = self._future.result()
+        self._settled.wait()
+        return outcome
+
+    def cancel(self) -> None:
+        """Gives the request up: it ends as `Cancelled`, a running generation with what it has.
+
+        Takes effect before the next batch or token; a batch that is being computed is not
+        interrupted.
+        """
+        self._cancelled = True
+        self._wake()
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._future.done()
+
+    @property
+    def future(self) -> Future[Outcome]:
+        """For `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`."""
+        return self._future
+
+    def on_done(self, call: Callable[[Sequence], None]) -> None:
+        """Calls `call(self)` once the outcome is there, in the engine thread or at once."""
+        self._future.add_done_callback(lambda future: call(self))
+
+    # From here on: for the engine thread and whoever submits.
+
+    def place(self, prefix: Prefix, suffix: np.ndarray, budget: float) -> None:
+        """Where it stands: what is stored, and the tokens int32 [S] to compute after that."""
+        self.prefix = prefix
+        self.suffix = suffix
+        self.budget = budget
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T + S]: prefix and suffix."""
+        return np.concatenate([self.prefix.tokens, self.suffix])
+
+    @property
+    def queued_ms(self) -> float:
+        """From submission until its batch began, or until now."""
+        until = time.perf_counter_ns() if self._started_ns is None else self._started_ns
+        return (until - self._submitted_ns) / 1e6
+
+    def begin(self) -> None:
+        """Its batch begins."""
+        self._started_ns = time.perf_counter_ns()
+
+    def on_cancel(self, wake: Callable[[], None]) -> None:
+        """What `cancel` calls, in the caller's thread."""
+        self._wake = wake
+
+    def lapsed(self) -> CkvError | None:
+        """Why nobody waits for this request any more, if so."""
+        if self._cancelled:
+            return Cancelled("the request was cancelled")
+        deadline = self.request.deadline_s
+        if deadline is not None:
+            waited = (time.perf_counter_ns() - self._submitted_ns) / 1e9
+            if waited > deadline:
+                return DeadlineExceeded(f"got no answer within {deadline:g} s")
+        return None
+
+    def answer(self, token_id: int, text: str, logits: np.ndarray, trace: Trace) -> None:
+        """Ends with a first token."""
+        first = FirstAnswer(token_id=token_id, text=text, logits=logits)
+        self.finish(
+            Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
+        )
+
+    def begin_text(self, text: Text, trace: Trace) -> None:
+        """The first token is about to be chosen."""
+        self._text, self._trace = text, trace
+        self._first_ns = self._last_ns = time.perf_counter_ns()
+
+    def push(self, token: int) -> None:
+        """One more token; decides whether it is the last."""
+        assert self._text is not None and self.sampling is not None
+        self.token_ids.append(token)
+        self._last_ns = time.perf_counter_ns()
+        text, ended = self._text.push(token)
+        if ended:
+            self.reason = "stop"
+        elif len(self.token_ids) == self.sampling.max_tokens:
+            self.reason = "length"
+        self._emit(token, text)
+
+    def check(self) -> None:
+        """Ends a text that nobody waits for any more."""
+        lapsed = self.lapsed()
+        if lapsed is not None and self.reason is None:
+            self.reason = "cancelled" if isinstance(lapsed, Cancelled) else "deadline"
+            if not self.token_ids:
+                self.fail(lapsed)
+
+    def finish_text(self, kv: np.ndarray | None) -> None:
+        """Ends with a generation."""
+        if self.done():
+            return
+        assert self.reason is not None and self._text is not None and self._trace is not None
+        if rest := self._text.finish():
+            self._emit(None, rest)
+        self.finish(
+            Generation(
+                request=self.request,
+                trace=self._trace,
+                queued_ms=self.queued_ms,
+                decode_ms=(self._last_ns - self._first_ns) / 1e6,
+                answer=Completion(
+                    token_ids=np.array(self.token_ids, np.int32),
+                    text=self._text.text,
+                    finish_reason=self.reason,
+                    prefix=self.prefix,
+                    suffix=self.suffix,
+                    budget=self.budget,
+                    kv=kv,
+                ),
+            )
+        )
+
+    def finish(self, outcome: Outcome) -> None:
+        """The outcome is there."""
+        self._future.set_result(outcome)
+
+    def fail(self, error: CkvError | ValueError) -> None:
+        """The request's own fault: an outcome with an `error`, unless there is one already."""
+        if not self.done():
+            trace = Trace()
+            trace.end()
+            kind = Result if self.sampling is None else Generation
+            self.finish(
+                kind(request=self.request, trace=trace, queued_ms=self.queued_ms, error=error)
+            )
+        self.settle()
+
+    def crash(self, error: BaseException) -> None:
+        """A fault that is not the request's: whoever waits gets it raised."""
+        if not self.done():
+            self._future.set_exception(error)
+        self.settle()
+
+    def settle(self) -> None:
+        """The request holds nothing any more."""
+        self._settled.set()
+
+    def _emit(self, token: int | None, text: str) -> None:
+        if self._listener is not None:
+            self._listener(
+                TokenEvent(index=self.index, request=self.request, token_id=token, text=text)
+            )

@@ -1,0 +1,421 @@
+"""What the engine thread does for one model, store and system: first tokens, tokens, prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from collections.abc import Sequence as Several
+from contextlib import ExitStack
+
+import numpy as np
+
+from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.errors import CkvError
+from ckv_jax.memory.landing import landing_for
+from ckv_jax.memory.memory import Memory
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.pipeline.decode import Decoder, Row
+from ckv_jax.pipeline.executor import Batch, Executor, FirstToken, selected_chunks
+from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
+from ckv_jax.pipeline.reselect import Reselect
+from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.prefetcher import Prefetcher
+from ckv_jax.reads.residents import Residents
+from ckv_jax.rivals.executor import LayerwiseExecutor
+from ckv_jax.rivals.reorder import Reorderer
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.lease import Lease, Leases
+from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.running import Going, Running
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.text import Text
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.trace import Trace
+
+
+class Worker:
+    """Computes for one engine. Engine thread only, but for `close`."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        store: ChunkStore,
+        placement: Placement,
+        tokenizer: Tokenizer | None,
+        *,
+        system: SystemConfig,
+        layout: Layout,
+        config: EngineConfig,
+        store_prompt: Callable[[Sequence], None],
+    ) -> None:
+        """`store_prompt` ingests a prompt in another thread and submits its sequence again."""
+        self.layers = layers
+        self.plan = Plan.of(layers.num_layers, system)
+        self.memory = Memory(layout, config, system)
+        self.residents = Residents(store, self.memory.tiers, digest_bytes=config.digest_bytes)
+        self.prefills = Prefills(layers, block=config.prefill_block, window=config.prefill_window)
+        self.prefetcher = Prefetcher(config.io_threads)
+        self.landing = landing_for(self.memory, layout, host_bytes=config.prefetch_host_bytes)
+        self.reorderer: Reorderer | None = None
+        self._placement = placement
+        self._tokenizer = tokenizer
+        self.system = system
+        self._layout = layout
+        self._max_bytes = config.admit_bytes
+        self._store_prompt = store_prompt
+        self._recoveries = Recoveries(self.prefills)
+        self._recovering: dict[int, tuple[Job, int]] = {}
+        self.leases = Leases(
+            store=store,
+            residents=self.residents,
+            recoveries=self._recoveries,
+            plan=self.plan,
+            system=system,
+            deadline_s=config.read_deadline_s,
+        )
+        self.executor: Executor | LayerwiseExecutor
+        if system.chunked:
+            self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
+        else:
+            if system.reorder:
+                self.reorderer = Reorderer(store, replaced=self.residents.drop)
+            self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
+        self._rows = KvRows(layers)
+        self._running = Running(
+            decoder=self._decoder,
+            open_packs=lambda lease, trace: self.packs([lease], trace),
+            open_probes=self.leases.probes,
+            recovery=self.recovery,
+            residents=self.residents,
+            max_batch=config.max_batch,
+        )
+
+    # -- what may run together --------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Sequences between two of their tokens that can go on."""
+        return 0 if self._running.waiting() else len(self._running)
+
+    def together(self, sequence: Sequence) -> Hashable:
+        """See `scheduler.Worker`."""
+        if not self._sparse(sequence):
+            return None
+        if not self.system.chunked:
+            return sequence.prefix.id, sequence.sampling is None
+        return sequence.sampling is None
+
+    def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
+        """See `scheduler.Worker`: bytes in all, slots of one step, slots that stay."""
+        running = self._running.sequences
+        if self._num_bytes([*running, *batch]) + job_bytes > self._max_bytes:
+            return False
+        if not self.system.chunked:
+            return True
+        step = max(len(step.groups) for step in self.plan.steps)
+        if self._chunks(batch) * step > self.memory.step_slots:
+            return False
+        return batch[0].sampling is None or self._held(batch)
+
+    def _held(self, batch: Several[Sequence]) -> bool:
+        """Whether all packs of a batch's texts, and of those running, may stay in their slots."""
+        chunks = self._chunks([*self._running.sequences, *batch])
+        return chunks * self._layout.groups <= self.memory.hold_slots
+
+    def _chunks(self, sequences: Several[Sequence]) -> int:
+        """Chunks that sequences select at most, those of one prefix in common at best."""
+        most: dict[str, list[int]] = {}
+        for sequence in sequences:
+            if self._sparse(sequence):
+                count = selected_chunks(sequence.budget, sequence.prefix.num_chunks)
+                most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
+        return sum(min(total, sum(counts)) for total, *counts in most.values())
+
+    def _num_bytes(self, sequences: Several[Sequence]) -> int:
+        """Device bytes: packs, and the keys and values of suffixes and of what is generated."""
+        token = self._token_bytes()
+        rows = 0
+        for sequence in sequences:
+            own = len(sequence.suffix) if self._sparse(sequence) else len(sequence.tokens)
+            new = sequence.sampling.max_tokens if sequence.sampling is not None else 0
+            rows += rows_bucket(own + new)
+        texts = [sequence for sequence in sequences if sequence.sampling is not None]
+        others = [sequence for sequence in sequences if sequence.sampling is None]
+        step = max(len(step.groups) for step in self.plan.steps)
+        packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * step
+        return packs * self._layout.pack_bytes + rows * token
+
+    def _token_bytes(self) -> int:
+        layout = self._layout
+        row = layout.num_kv_heads * layout.head_dim * layout.numpy_dtype.itemsize
+        return 2 * row * layout.num_layers
+
+    def prefill_bytes(self, tokens: int) -> int:
+        """Device bytes that a bounded prefill of so many tokens holds."""
+        return min(tokens, self.prefills.window) * self._token_bytes()
+
+    def _sparse(self, sequence: Sequence) -> bool:
+        return sequence.prefix.num_tokens > 0 and self.system.selector != "none"
+
+    # -- first tokens -----------------------------------------------------------------------------
+
+    def first_tokens(self, batch: Several[Sequence]) -> None:
+        """See `scheduler.Worker`."""
+        texts = batch[0].sampling is not None
+        if texts and not self.system.chunked:
+            raise ValueError(
+                f"got a generation, but system {self.system.name!r} serves first tokens only"
+            )
+        for sequence in batch:
+            sequence.begin()
+        trace = Trace()
+        with ExitStack() as stack:
+            leases, which = self._open(batch, stack)
+            prefixes = []
+            for lease in leases:
+                probes = self.leases.probes(lease, trace)
+                stack.callback(probes.cancel)
+                prefixes.append((lease.resident, probes))
+            units = [self._units(leases[i]) for i in which]
+            rows = Batch.of(
+                [sequence.suffix for sequence in batch],
+                [selected_chunks(s.budget, n) for s, n in zip(batch, units, strict=True)],
+                prefixes,
+                which,
+            )
+            hold = texts and self._held(batch)
+            packs = stack.enter_context(self.packs(leases, trace))
+            first = self.executor.run(rows, packs, trace, hold=hold)
+            trace.end()
+            logits = np.asarray(first.logits)
+            shares = _shares(trace, first, units)
+            if not texts:
+                self._answer(batch, first, logits, shares)
+                return
+            for index in range(len(leases) if hold else 0):
+                packs.keep(index)
+            going = [
+                (row, self._going(sequence, leases[which[row]], first, row, shares[row], hold))
+                for row, sequence in enumerate(batch)
+            ]
+        self._running.start(logits, first.kv, going)
+
+    def packs(self, leases: Several[Lease], trace: Trace) -> Packs:
+        """The packs of some prefixes, for one batch."""
+        return Packs(
+            [lease.source for lease in leases],
+            memory=self.memory,
+            landing=self.landing,
+            prefetcher=self.prefetcher,
+            trace=trace,
+        )
+
+    def _open(self, batch: Several[Sequence], stack: ExitStack) -> tuple[list[Lease], list[int]]:
+        """A lease for each prefix of a batch, and which of them each sequence stands on."""
+        places: dict[str, int] = {}
+        leases: list[Lease] = []
+        which = []
+        for sequence in batch:
+            prefix = self._current(sequence.prefix)
+            if prefix.id not in places:
+                places[prefix.id] = len(leases)
+                leases.append(self.leases.open(prefix))
+                stack.callback(leases[-1].close)
+            which.append(places[prefix.id])
+        return leases, which
+
+    def _current(self, prefix: Prefix) -> Prefix:
+        """The form of `prefix` to be served: reordered, where the system does so and has."""
+        return prefix if self.reorderer is None else self.reorderer.current(prefix)
+
+    def _units(self, lease: Lease) -> int:
+        resident = lease.resident
+        return resident.num_chunks if self.system.chunked else resident.prefix.num_tokens
+
+    def _answer(
+        self, batch: Several[Sequence], first: FirstToken, logits: np.ndarray, shares: list[Trace]
+    ) -> None:
+        for row, sequence in enumerate(batch):
+            lapsed = sequence.lapsed()
+            if lapsed is not None:
+                sequence.fail(lapsed)
+                continue
+            self._finish(sequence, int(first.token_ids[row]), logits[row].copy(), shares[row])
+
+    def _finish(self, sequence: Sequence, token: int, logits: np.ndarray, trace: Trace) -> None:
+        text = self._tokenizer.decode([token]) if self._tokenizer is not None else ""
+        sequence.answer(token, text, logits, trace)
+        sequence.settle()
+
+    def _going(
+        self,
+        sequence: Sequence,
+        lease: Lease,
+        first: FirstToken,
+        row: int,
+        trace: Trace,
+        hold: bool,
+    ) -> Going:
+        """A sequence that goes on after its first token, with its packs pinned if they may stay."""
+        chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
+        window = Window(lease.resident, self.memory, self.plan, held=False)
+        window.held = hold and all(window.cached(p, ids) for p, ids in enumerate(chosen))
+        for period, ids in enumerate(chosen):
+            window.choose(period, ids)
+        limit = selected_chunks(sequence.budget, lease.resident.num_chunks)
+        reselect = None
+        if sequence.reselect_every:
+            reselect = Reselect(
+                sequence.reselect_every, limit, layers=self.layers, plan=self.plan,
+                system=self.system,
+            )  # fmt: skip
+        self._begin_text(sequence, trace)
+        return Going(
+            sequence=sequence,
+            row=Row(
+                start=lease.resident.prefix.num_tokens, length=len(sequence.suffix), window=window
+            ),
+            lease=lease.shared(),
+            window=window,
+            reselect=reselect,
+        )
+
+    def _begin_text(self, sequence: Sequence, trace: Trace) -> None:
+        assert sequence.sampling is not None
+        text = Text(self._tokenizer, sequence.sampling, self.layers.config.eos_token_ids)
+        sequence.begin_text(text, trace)
+
+    # -- tokens -----------------------------------------------------------------------------------
+
+    def step(self) -> list[Job]:
+        """See `scheduler.Worker`."""
+        return self._running.step()
+
+    def reserve(self, sequences: Several[Sequence], tokens: int) -> None:
+        """Makes room for so many suffix and new tokens in the batches of these sequences."""
+        self._running.reserve(sequences, tokens)
+
+    def end(self, error: CkvError) -> None:
+        """See `scheduler.Worker`."""
+        self._running.end(error)
+
+    def _decoder(self, streams: Lease | None) -> Decoder:
+        packs = None if streams is None else (lambda: self.packs([streams], Trace()))
+        return Decoder(self.layers, self.memory, self.plan, self._rows, packs=packs)
+
+    # -- prefills ---------------------------------------------------------------------------------
+
+    def job_for(self, sequence: Sequence) -> Job | None:
+        """See `scheduler.Worker`."""
+        if self.system.selector != "none" and len(sequence.tokens) > self.prefills.window:
+            self._store_prompt(sequence)
+            return None
+        return self.dense_job(sequence)
+
+    def dense_job(self, sequence: Sequence) -> Job:
+        """A dense prefill of all tokens of a sequence, whose KV stays on the device."""
+        tokens = len(sequence.tokens)
+        job = Job(self._dense(sequence), num_bytes=tokens * self._token_bytes())
+
+        def failed(_: object) -> None:
+            error = None if job.future.cancelled() else job.future.exception()
+            if isinstance(error, (CkvError, ValueError)):
+                sequence.fail(error)
+            elif error is not None:
+                sequence.crash(error)
+
+        job.future.add_done_callback(failed)
+        return job
+
+    def _dense(self, sequence: Sequence) -> Generator[None, None, None]:
+        """A sequence with nothing from the store: a dense prefill of all its tokens."""
+        if _lapsed(sequence):
+            return
+        sequence.begin()
+        trace = Trace()
+        prefill = self.prefills.begin(sequence.tokens, bounded=False)
+        while not prefill.done:
+            if _lapsed(sequence):
+                return
+            with trace.span("compute", lane="compute"):
+                block = prefill.advance()
+                block.hidden.block_until_ready()
+            if not prefill.done:
+                yield
+        with trace.span("compute", lane="compute"):
+            last = np.array([block.length - 1], np.int32)
+            found = self.layers.head(block.hidden, last)
+            logits, token = np.asarray(found[0]), np.asarray(found[1])
+        trace.end()
+        if sequence.sampling is None:
+            self._finish(sequence, int(token[0]), logits[0].copy(), trace)
+            return
+        self._begin_text(sequence, trace)
+        going = Going(sequence=sequence, row=Row(start=0, length=prefill.total, window=None))
+        self._running.start(logits, self._by_step(prefill.kv), [(0, going)])
+
+    def _by_step(self, kv: LayerKv) -> list[LayerKv]:
+        return [tuple(kv[layer] for layer in step.layers) for step in self.plan.steps]
+
+    def recovery(self, needed: RecoveryNeeded) -> Job:
+        """See `scheduler.Worker`. Who asks for more than a job under way computes asks again."""
+        recovered = needed.recovered
+        job, tokens = self._recovering.get(id(recovered), (None, 0))
+        if job is not None and not job.future.done() and tokens >= needed.tokens:
+            return job
+
+        def steps() -> Generator[None, None, None]:
+            while recovered.tokens < needed.tokens:
+                recovered.advance()
+                yield
+            recovered.pause()
+
+        job = Job(steps(), num_bytes=self.prefill_bytes(needed.tokens))
+        self._recovering = {
+            key: entry for key, entry in self._recovering.items() if not entry[0].future.done()
+        }
+        self._recovering[id(recovered)] = (job, needed.tokens)
+        return job
+
+    def shorten(self, sequence: Sequence) -> bool:
+        """See `scheduler.Worker`."""
+        before = sequence.prefix
+        if self.reorderer is not None:
+            self.reorderer.forget(before)
+        self._placement.shorten(sequence)
+        return sequence.prefix.num_tokens < before.num_tokens
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stops the threads, then persists cache scores. The engine thread has ended."""
+        if self.reorderer is not None:
+            self.reorderer.close()
+        self.prefetcher.close()
+        self.leases.close()
+
+
+def _lapsed(sequence: Sequence) -> bool:
+    """Whether nobody waits for it any more; then it has failed."""
+    error = sequence.lapsed()
+    if error is not None:
+        sequence.fail(error)
+    return error is not None
+
+
+def _shares(trace: Trace, first: FirstToken, units: list[int]) -> list[Trace]:
+    """Each row's own view of the batch's trace: what was read is common, the selection is not."""
+    return [
+        trace.share(
+            selected=sum(int((chosen[row] >= 0).sum()) for chosen in first.selections),
+            total=len(first.selections) * count,
+            attention_mass=first.attention_mass[:, row].tolist(),
+        )
+        for row, count in enumerate(units)
+    ]
