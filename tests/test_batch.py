@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compilations import compilations
 from engine_support import TIGHT, scale_error, tokens
 from engine_tiny import tiny_engine
 from hypothesis import given, settings
@@ -292,7 +293,7 @@ def test_nothing_is_compiled_after_warm_up(served: Served, prefix: Prefix) -> No
     config = dataclasses.replace(served.engine.config, max_batch=2, device_cache_bytes=2**15)
     with served.engine.variant(config) as engine:
         engine.warmup(prefix, max_batch=2, max_suffix=16, budgets=[0.2], max_tokens=40)
-        warm = engine.executables()
+        warm = compilations()
         for _ in range(12):
             requests = [
                 Request(
@@ -312,4 +313,4 @@ def test_nothing_is_compiled_after_warm_up(served: Served, prefix: Prefix) -> No
             engine.generate(
                 requests, sampling, reselect_every=rng.choice([0, 7]), keep_kv=rng.random() < 0.5
             ).results()
-        assert engine.executables() == warm
+        assert compilations() == warm

@@ -162,7 +162,7 @@ def test_reads_that_are_late_for_the_engines_deadline_are_computed(
         request = Request(prefix=prefix, suffix=tokens(5, seed=2), budget=1.0)
         expected = engine.recompute(request)
         (result,) = engine.reprefill([request])
-        assert engine._parts.prefetcher.stats.errors > 0
+        assert engine.stats().read_errors > 0
         assert scale_error(result.logits, expected.logits) < 1e-4
 
 

@@ -19,8 +19,8 @@ from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.reads import residents as view
-from ckv_jax.serving.generation import Generation
+from ckv_jax.reads import residents
+from ckv_jax.request import Generation
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -217,23 +217,22 @@ def test_stop_strings_need_a_tokenizer(engine: Engine, prefix: Prefix) -> None:
 
 
 def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
-    memory = engine._parts.memory
     config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=2**14)
     with engine.variant(config) as small:
-        memory = small._parts.memory
+        memory = small._worker.memory
         requests = [Request(prefix=prefix, suffix=tokens(4, i).tolist()) for i in range(6)]
         small.generate(requests, SamplingParams(max_tokens=20), reselect_every=3).results()
         small.reprefill([Request(prefix=prefix, suffix=[1])])
         tiers = memory.tiers
         assert tiers.free_slots == memory.pool.slots - tiers.device_pages
         assert not tiers._table.pins.any()
-        assert small._scheduler.running == small._scheduler.waiting == 0
+        assert small.stats().running == small.stats().queue == 0
 
 
 def test_a_running_text_outlives_its_page_tables(
     engine: Engine, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view, "MAX_VIEWS", 1)
+    monkeypatch.setattr(residents, "MOST_RESIDENTS", 1)
     config = dataclasses.replace(engine.config, device_cache_bytes=2**14, host_cache_bytes=0)
     request = Request(prefix=prefix, suffix=SUFFIX, budget=0.6)
     sampling = SamplingParams(max_tokens=40)

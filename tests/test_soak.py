@@ -9,10 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from compilations import compilations
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
-from ckv_jax import Engine, Handle, Request, SamplingParams
+from ckv_jax import Engine, Request, SamplingParams, Sequence
 from ckv_jax.storage.prefix import Prefix
 
 REQUESTS = 10_000
@@ -35,17 +36,17 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
             if served == WARM:
                 gc.collect()
                 threads, memory = threading.active_count(), process.memory_info().rss
-                programs = engine.executables()
+                programs = compilations()
         gc.collect()
         assert threading.active_count() <= threads
         assert process.memory_info().rss - memory < 32 * 2**20
-        assert engine.executables() == programs
+        assert compilations() == programs
         assert_idle(engine)
 
 
 def one_round(engine: Engine, prefixes: list[Prefix], rng: random.Random) -> None:
     """Twenty requests, waited for."""
-    handles: list[Handle] = []
+    handles: list[Sequence] = []
     for number in range(20):
         kind = rng.random()
         request = Request(
@@ -64,9 +65,7 @@ def one_round(engine: Engine, prefixes: list[Prefix], rng: random.Random) -> Non
 
 
 def assert_idle(engine: Engine) -> None:
-    parts = engine._parts
-    tiers = parts.memory.tiers
-    assert tiers.free_slots == parts.memory.pool.slots - tiers.device_pages
-    assert not tiers._table.pins.any()
-    assert parts.prefetcher.stats.buffer_bytes == parts.prefetcher.stats.overflow_bytes == 0
-    assert engine._scheduler.waiting == engine._scheduler.running == 0
+    tiers, stats = engine._worker.memory.tiers, engine.stats()
+    assert tiers.free_slots == tiers.slots - tiers.device_pages
+    assert stats.pinned_packs == 0 and not tiers._table.pins.any()
+    assert stats.queue == stats.running == stats.jobs == 0

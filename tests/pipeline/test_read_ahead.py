@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckv_jax.pipeline.pace import READ, Pace
+from ckv_jax.pipeline.read_ahead import READ, Pace
 from ckv_jax.trace import Span
 
 MS = 10**6

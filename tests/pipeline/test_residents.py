@@ -18,8 +18,8 @@ def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layer
     with small_engine(tmp_path, system="ckv", overrides={"score_layers": score_layers}) as engine:
         prefix = engine.ingest(tokens(200))
         engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
-        keys = read_kv(engine.store, prefix, engine._parts.prefill)[:, 0]
-        digest = engine._parts.views.open(prefix).digest
+        keys = read_kv(engine.store, prefix)[:, 0]
+        digest = engine._worker.residents.open(prefix).digest
     assert digest is not None and tuple(digest) == prefix.layout.digest_layers
     assert len(digest) == {1: 3, 3: 8, 4: 10}[score_layers] and SMALL.num_layers == 10
     for layer, probe in digest.items():
