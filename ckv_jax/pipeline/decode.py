@@ -78,29 +78,50 @@ class Decoder:
         Returns the place of each within this batch.
         """
         self._tables = None
-        need = max(row.length + 1 for _, row in joining)
+        suffix = kv[0][0][0].shape[1]
+        need = max(max(row.length + 1, suffix) for _, row in joining)
         whole = batch_bucket(max(place for place, _ in joining) + 1)
         if not self.live and whole == kv[0][0][0].shape[0]:
-            size = rows_bucket(max(need, kv[0][0][0].shape[1] + 1))
-            self._buffers = [self._kv_rows.resize(step, size) for step in kv]
+            self._buffers = [self._kv_rows.resize(step, rows_bucket(need)) for step in kv]
             self.rows = [None] * whole
             for place, row in joining:
                 self.rows[place] = row
             return [place for place, _ in joining]
         self.reserve(need)
         places = self._places(len(joining))
-        if not self._buffers:
-            self._buffers = [
-                self._kv_rows.take(self._kv_rows.pick(step, 0, rows_bucket(need)),
-                                   np.zeros(len(self.rows), np.int32))
-                for step in kv
-            ]  # fmt: skip
         for place, (source, row) in zip(places, joining, strict=True):
             self.rows[place] = row
-            for index, step in enumerate(kv):
-                one = self._kv_rows.pick(step, source, self.capacity)
-                self._buffers[index] = self._kv_rows.put(self._buffers[index], one, place)
+            one = self._alone(kv, source, row.length)
+            if not self._buffers:
+                which = np.zeros(len(self.rows), np.int32)
+                self._buffers = [self._kv_rows.take(step, which) for step in one]
+            self._put(self._buffers, one, place)
         return places
+
+    def warm_join(self, batch: int, suffix: int) -> None:
+        """Compiles what it takes for rows of a batch of suffixes to join this one."""
+        config = self._layers.config
+        [device] = self._memory.pool.pages.devices()  # jit tells arrays bound to a device apart
+        row = (config.num_kv_heads, config.head_dim)
+
+        def zeros(*shape: int, dtype: jnp.dtype) -> Array:
+            return jax.device_put(np.zeros(shape, dtype), device)
+
+        kv, buffers = (
+            [
+                tuple(
+                    (zeros(*shape, *row, dtype=dtype), zeros(*shape, *row, dtype=dtype))
+                    for _ in step.layers
+                )
+                for step in self._plan.steps
+            ]
+            for shape, dtype in (
+                ((batch, suffix), self._layers.dtype),
+                ((len(self.rows), self.capacity), self._layers.kv_dtype),
+            )
+        )
+        for length in {1, suffix}:
+            self._put(buffers, self._alone(kv, 0, length), 0)
 
     def leave(self, places: Sequence[int]) -> dict[int, int]:
         """Rows are done. Halves the batch, as often as those left fit: new places by old ones."""
@@ -213,6 +234,18 @@ class Decoder:
                 slots[:, place, :count] = window.slots(step)
                 lengths[place, :count] = window.lengths(step)
         return jax.device_put(slots), jax.device_put(lengths)
+
+    def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
+        """One row of a batch's (K, V), [1, R, K, D] each, at least as long as the buffers."""
+        rows = rows_bucket(max(length + 1, kv[0][0][0].shape[1]))
+        one = [self._kv_rows.pick(step, source, rows) for step in kv]
+        if rows < self.capacity:
+            one = [self._kv_rows.resize(step, self.capacity) for step in one]
+        return one
+
+    def _put(self, buffers: list[LayerKv], one: Sequence[LayerKv], place: int) -> None:
+        for index, step in enumerate(one):
+            buffers[index] = self._kv_rows.put(buffers[index], step, place)
 
     def _places(self, n: int) -> list[int]:
         """Places for `n` more rows; the batch grows if need be."""

@@ -145,12 +145,17 @@ class Running:
             self._fail(batch, error)
         self._batches.clear()
 
-    def reserve(self, sequences: Several[Sequence], tokens: int) -> None:
-        """Makes room for so many tokens a row in the batches of these sequences."""
+    def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
+        """Makes room for so many tokens a row in the batches of these sequences, and compiles what
+        it takes for others to join, in batches of up to as many of up to `suffix` tokens."""
         wanted = {id(sequence) for sequence in sequences}
         for batch in self._batches:
             if any(id(going.sequence) in wanted for going in batch.going.values()):
                 batch.decoder.reserve(tokens)
+                joining = 1
+                while joining <= len(batch.decoder.rows):
+                    batch.decoder.warm_join(joining, suffix)
+                    joining *= 2
 
     def waiting(self) -> bool:
         """Whether nobody can go on before some job is done."""

@@ -49,14 +49,14 @@ def _warm_texts(
     worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float, batch: int, most: int
 ) -> Generator[None, None, None]:
     """Texts at every size of the buffers, half of whose rows leave, then half of those, …"""
-    smallest = rows_bucket(suffix_bucket(len(tokens)) + 1)
+    smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
         texts = [
             _MadeUp(prefix, tokens, budget, 2 + (batch // (row + 1)).bit_length())
             for row in range(batch)
         ]
         worker.first_tokens(texts)
-        worker.reserve(texts, size)
+        worker.warm(texts, size, suffix_bucket(len(tokens)))
         while not all(text.done() for text in texts):
             yield  # the scheduler steps them, with everybody else
 

@@ -197,14 +197,17 @@ class Worker:
             shares = _shares(trace, first, units)
             if not texts:
                 self._answer(batch, first, logits, shares)
-                return
             for index in range(len(leases) if hold else 0):
                 packs.keep(index)
             going = [
                 (row, self._going(sequence, leases[which[row]], first, row, shares[row], hold))
-                for row, sequence in enumerate(batch)
+                for row, sequence in enumerate(batch if texts else ())
             ]
-        self._running.start(logits, first.kv, going)
+        if texts:
+            self._running.start(logits, first.kv, going)
+        else:
+            for sequence in batch:  # nothing is held for them any more
+                sequence.settle()
 
     def packs(self, leases: Several[Lease], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
@@ -251,7 +254,6 @@ class Worker:
     def _finish(self, sequence: Sequence, token: int, logits: np.ndarray, trace: Trace) -> None:
         text = self._tokenizer.decode([token]) if self._tokenizer is not None else ""
         sequence.answer(token, text, logits, trace)
-        sequence.settle()
 
     def _going(
         self,
@@ -297,9 +299,9 @@ class Worker:
         """See `scheduler.Worker`."""
         return self._running.step()
 
-    def reserve(self, sequences: Several[Sequence], tokens: int) -> None:
-        """Makes room for so many suffix and new tokens in the batches of these sequences."""
-        self._running.reserve(sequences, tokens)
+    def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
+        """See `Running.warm`."""
+        self._running.warm(sequences, tokens, suffix)
 
     def end(self, error: CkvError) -> None:
         """See `scheduler.Worker`."""
@@ -355,6 +357,7 @@ class Worker:
         trace.end()
         if sequence.sampling is None:
             self._finish(sequence, int(token[0]), logits[0].copy(), trace)
+            sequence.settle()
             return
         self._begin_text(sequence, trace)
         going = Going(sequence=sequence, row=Row(start=0, length=prefill.total, window=None))
