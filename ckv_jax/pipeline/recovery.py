@@ -55,8 +55,8 @@ class Recovered:
                 layout.num_kv_heads,
                 layout.head_dim,
             )
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the mapping lives
-            bits = np.memmap(file, layout.disk_dtype, "w+", shape=shape)
+            with tempfile.TemporaryFile() as file:  # the mapping keeps it
+                bits = np.memmap(file, layout.disk_dtype, "w+", shape=shape)
             self._kv = np.asarray(bits).view(layout.numpy_dtype)
         block = self._prefill.advance()
         self.tokens = block.first + block.length

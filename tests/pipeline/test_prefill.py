@@ -2,40 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_support import SMALL, tokens
 
 from ckv_jax.model.weights import random_model
-from ckv_jax.pipeline.layers import Compute
-from ckv_jax.pipeline.prefill import DensePrefill
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.pipeline.prefill import Block, Prefills
+
+
+WINDOW = 64
+
+
+class Kept:
+    """The KV of a text, as a store would keep it."""
+
+    def __init__(self, kv: np.ndarray) -> None:
+        self.kv = kv
+        self.read_from: list[int] = []
+
+    def read(self, layers: range, first: int, stop: int) -> np.ndarray:
+        self.read_from.append(first)
+        return self.kv[layers.start : layers.stop, :, first:stop]
+
+
+@pytest.fixture(scope="module")
+def prefills() -> Prefills:
+    layers = Layers(random_model(SMALL, dtype="float32", seed=0))
+    return Prefills(layers, block=32, window=WINDOW)
+
+
+def kv_of(blocks: Iterable[Block]) -> np.ndarray:
+    return np.concatenate([block.tokens_kv(np.dtype(np.float32)) for block in blocks], axis=2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("length", [1, 31, 32, 100])
 def test_logits_equal_the_dense_pass(dtype: str, tolerance: float, length: int) -> None:
     model = random_model(SMALL, dtype=dtype, seed=0)
-    prefill = DensePrefill(Compute(model), block=32)
-    logits, token = prefill.logits(tokens(length))
+    prefills = Prefills(Layers(model), block=32, window=WINDOW)
+    *_, block = prefills.run(tokens(length))
+    logits, token = prefills.layers.head(block.hidden, np.array([block.length - 1], np.int32))
     expected = np.asarray(model(jnp.asarray(tokens(length)[None])))[0, -1]
     assert np.abs(np.asarray(logits)[0] - expected).max() < tolerance * np.abs(expected).max()
     assert int(token[0]) == int(np.asarray(logits)[0].argmax())
 
 
-def test_going_on_from_stored_kv_equals_doing_all() -> None:
-    prefill = DensePrefill(Compute(random_model(SMALL, dtype="float32", seed=0)), block=32)
-    text = tokens(90)
+@pytest.mark.parametrize("start", [32, 48, 80])
+def test_going_on_from_stored_kv_equals_doing_all(prefills: Prefills, start: int) -> None:
+    text = tokens(150)
+    whole = kv_of(prefills.run(text))
+    prefill = prefills.begin(text[start:], start=start, earlier=Kept(whole), bounded=False)
+    rest = []
+    while not prefill.done:
+        rest.append(prefill.advance())
+    np.testing.assert_allclose(kv_of(rest), whole[:, :, start:], atol=1e-5)
 
-    def kv(blocks: object) -> np.ndarray:
-        return np.concatenate([np.asarray(b.kv)[:, :, : b.length] for b in blocks], axis=2)
 
-    whole = kv(prefill.run(text))
-    rest = kv(prefill.run(text[48:], start=48, before=whole[:, :, :48]))
-    np.testing.assert_allclose(rest, whole[:, :, 48:], atol=1e-5)
+@pytest.mark.parametrize("start", [0, 16, 112])
+def test_a_text_longer_than_the_window_comes_back_in_pieces(
+    prefills: Prefills, start: int
+) -> None:
+    text = tokens(300)
+    whole = kv_of(prefills.run(text))
+    kept = Kept(whole)
+    prefill = prefills.begin(text[start:], start=start, earlier=kept)
+    blocks = []
+    while not prefill.done:
+        assert prefill.needs <= prefill.next_first
+        blocks.append(prefill.advance())
+    assert kept.read_from.count(WINDOW) >= SMALL.num_layers  # each layer reads what is past it
+    np.testing.assert_allclose(kv_of(blocks), whole[:, :, start:], atol=1e-5)
+    assert all(k.shape[1] == WINDOW for k, _ in prefill.kv)
 
 
-def test_no_tokens_are_refused() -> None:
-    prefill = DensePrefill(Compute(random_model(SMALL, dtype="float32", seed=0)), block=32)
+def test_no_tokens_are_refused(prefills: Prefills) -> None:
     with pytest.raises(ValueError, match="no tokens"):
-        prefill.logits(tokens(0))
+        prefills.begin(tokens(0))

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_support import small_engine, tokens
 
-from ckv_jax.reads.packs import PackSource
 from ckv_jax.trace import Trace
-from tests.engine_support import small_engine, tokens
 
 WORK = 12
 
 
 class Call:
-    """Stands for the result of a dispatched call, as far as `PackSource.done` asks of one."""
+    """Stands for the result of a dispatched call, as far as `Packs.done` asks of one."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -37,32 +36,25 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
     with small_engine(
         tmp_path, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=work
     ) as engine:
-        parts, chunks, call = engine._parts, np.arange(WORK), Call()
+        worker, chunks, call = engine._worker, np.arange(WORK), Call()
         after: Any = call
-        with (
-            engine.store.reader(prefix) as reader,
-            parts.views.using(prefix) as view,
-            PackSource(
-                view=view,
-                reader=reader,
-                memory=parts.memory,
-                prefetcher=parts.prefetcher,
-                recompute=lambda group, chunks: pytest.fail("every pack can be read"),
-                trace=Trace(),
-            ) as source,
-        ):
-            source.demand(0, chunks)
-            first = source.collect(0, chunks)
-            before = parts.memory.pool.pages[first]
-            source.done(0, after)
+        lease = worker.leases.open(prefix)
+        with worker.packs([lease], Trace()) as packs:
+            packs.demand(0, 0, chunks)
+            first = packs.collect(0, 0, chunks)
+            before = worker.memory.pool.pages[first]
+            packs.done(0, 0, after)
             call.ended = ended
-            source.demand(1, chunks)  # into the slots only if nothing can still be reading them
+            packs.demand(0, 1, chunks)  # into the slots only if nothing can still be reading them
             assert not call.waited
-            arena = parts.prefetcher.stats.buffer_bytes
-            assert (arena == 0) == ended
+            reading = worker.prefetcher.stats
+            started = reading.queued + reading.running + reading.packs > WORK
+            assert started == ended
             if not ended:
-                now = parts.memory.pool.pages[first]
+                now = worker.memory.pool.pages[first]
                 np.testing.assert_array_equal(np.asarray(now), np.asarray(before))
-            second = source.collect(1, chunks)
+            second = packs.collect(0, 1, chunks)
             assert call.waited == (not ended)
             assert sorted(second) == sorted(first)
+        lease.close()
+        assert worker.memory.free_slots == worker.memory.tiers.slots
