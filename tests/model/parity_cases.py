@@ -58,14 +58,19 @@ CASES = {
         ParityCase(name="tied", config=_config(tie_word_embeddings=True, rope_theta=1e4)),
         ParityCase(name="multihead", config=_config(num_kv_heads=4, num_layers=2)),
         ParityCase(name="one_kv_head", config=_config(num_heads=7, num_kv_heads=1)),
-        ParityCase(name="yarn", config=_config(rope_scaling=_YARN)),
+        ParityCase(name="yarn", config=_config(rope_scaling=_YARN, max_position_embeddings=64)),
         ParityCase(name="yarn_full", config=_config(rope_scaling=_YARN_FULL, rms_norm_eps=1e-5)),
         ParityCase(name="wide_heads", config=_config(head_dim=32, intermediate_size=48)),
         ParityCase(name="deep", config=_config(num_layers=12, hidden_size=48)),
         ParityCase(name="bf16", config=_config(), dtype="bfloat16"),
         ParityCase(
             name="bf16_yarn_tied",
-            config=_config(rope_scaling=_YARN, tie_word_embeddings=True, num_layers=4),
+            config=_config(
+                rope_scaling=_YARN,
+                max_position_embeddings=64,
+                tie_word_embeddings=True,
+                num_layers=4,
+            ),
             dtype="bfloat16",
         ),
     )

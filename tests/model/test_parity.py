@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -41,6 +42,33 @@ def test_equals_transformers_live(name: str, tmp_path: Path) -> None:
     save_pretrained(parity_model(case), tmp_path)
     model = load_pretrained(tmp_path, dtype=case.dtype)  # through the file that both sides read
     check(model, case, reference(case, tmp_path), stride=1)
+
+
+@pytest.mark.parametrize("positions", [32, 128])
+def test_yarn_as_qwen_documents_it_reaches_past_the_trained_length(
+    positions: int, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    save_pretrained(parity_model(CASES["gqa"]), tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["rope_parameters"]
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
+    values |= {"rope_theta": 1e6, "rope_scaling": yarn, "max_position_embeddings": positions}
+    path.write_text(json.dumps(values))
+
+    model = load_pretrained(tmp_path, dtype="float32")
+    assert model.config.max_position_embeddings == 128
+    tokens = np.random.default_rng(2).integers(0, 160, (1, 120)).astype(np.int32)
+    theirs = Qwen2ForCausalLM.from_pretrained(
+        str(tmp_path), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    got = np.asarray(nnx.jit(lambda m, t: m(t))(model, jnp.asarray(tokens)))
+    assert np.abs(got - expected).max() < TOLERANCE["float32"] * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", CASES)
