@@ -38,7 +38,7 @@ class Memory:
                 f"got prefetch_device_bytes={config.prefetch_device_bytes}, "
                 f"expected room for at least one pack of {layout.pack_bytes} bytes"
             )
-        self.tiers = Tiers(device, host, work, POLICIES[system.policy]())
+        self.tiers = Tiers(device, host, work, POLICIES[system.policy])
         self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
         shape = (device + work, layout.pack_shape, layout.numpy_dtype)
         self.pool: PagePool = MappedPool(*shape) if in_host_memory() else DevicePool(*shape)
