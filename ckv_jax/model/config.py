@@ -177,7 +177,7 @@ def _read(
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")
