@@ -73,12 +73,14 @@ def ask(
     check_writable(trace)
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
+        from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json
         from ckv_jax.cli.serving import find_prefix, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
         from ckv_jax.request import Request
 
+        compilation_cache.enable()
         share = EngineConfig().budget if budget is None else check_budget(budget)
         with open_store(store) as opened:
             stored = find_prefix(opened, prefix, salt=salt)

@@ -56,11 +56,13 @@ def batch(
     check_writable(out)
     terminal = Terminal(as_json=json)
     with terminal.status("loading JAX and the model"):
+        from ckv_jax import compilation_cache
         from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
         from ckv_jax.cli.serving import Answerer, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
 
+        compilation_cache.enable()
         lines = list(read_jobs(requests, prefix=prefix))
         with open_store(store) as opened:
             largest = max(map(kv_bytes, opened.prefixes()), default=0)

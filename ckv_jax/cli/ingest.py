@@ -37,9 +37,11 @@ def ingest(
     terminal = Terminal(as_json=json)
     text = read_text(text_file)
     with terminal.status("loading JAX and the model"):
+        from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
 
+        compilation_cache.enable()
         config = EngineConfig(system=system, dtype=dtype, salt=salt)
         engine = Engine.from_pretrained(checkpoint, store=store, config=config)
     with engine:

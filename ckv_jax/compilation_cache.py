@@ -1,0 +1,42 @@
+"""Programs that XLA has compiled, kept on disk from one start of the process to the next."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from ckv_jax.folders import cache_folder
+
+__all__ = ["enable"]
+
+_SWITCH = "CKV_COMPILATION_CACHE"
+
+
+def enable(folder: Path | None = None) -> None:
+    """Turns JAX's persistent compilation cache on, in `folder` or in the user's cache folder.
+
+    What compiles in less than JAX's default second is kept, too: a request needs many such
+    programs. Changes nothing where JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`,
+    `jax.config`), where the environment says CKV_COMPILATION_CACHE=off, or where the folder cannot
+    be made. JAX runs what it finds in there, so the folder is the user's alone.
+
+    For the whole process; may be called again, and after something has been compiled.
+    """
+    if os.environ.get(_SWITCH, "").lower() == "off" or jax.config.jax_compilation_cache_dir:
+        return
+    folder = cache_folder() / "compiled" if folder is None else folder
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # a home that is read-only or not there: compiling again costs time alone
+        return
+    for name, value in (
+        ("jax_persistent_cache_min_compile_time_secs", 0.0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # type: ignore[no-untyped-call]  # JAX asks once, else
