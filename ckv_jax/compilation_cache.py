@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from ckv_jax.folders import cache_folder
 
@@ -39,4 +38,3 @@ def enable(folder: Path | None = None) -> None:
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # type: ignore[no-untyped-call]  # JAX asks once, else

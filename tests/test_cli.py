@@ -1,4 +1,7 @@
-"""`ckv` as a user runs it: real processes, a checkpoint by transformers, a store on disk."""
+"""`ckv` as a user runs it: a checkpoint by transformers, a store on disk, and real processes.
+
+What only ends with an error runs in this process, through the same `main`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,22 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from ckv_jax.cli import main
+from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.storage.config import StoreConfig
 
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(60))
+
+
+QUESTION = "What is the lamp of room 7?"
 
 
 def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess:
@@ -42,6 +52,26 @@ def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subproces
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
         assert done.stderr.startswith("ckv: ")
     return done
+
+
+Here = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """here(*args) is a run in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["ckv", *map(str, args)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        code = exit_.value.code
+        return code if isinstance(code, int) else int(code is not None), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +114,19 @@ def prefix(home: Path) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_a_second_process_asks_the_store_of_the_first(home: Path, prefix: dict) -> None:
+@pytest.fixture(scope="module")
+def answer(home: Path, prefix: dict) -> dict:
     done = ckv(
-        "ask", home / "checkpoint", "What is the lamp of room 7?", "--store", home / "kv",
-        "--prefix", prefix["prefix"], "--budget", "0.25", "--trace", home / "trace.json", "--json",
-        cache=home,
+        "ask", home / "checkpoint", QUESTION, "--store", home / "kv", "--prefix", prefix["prefix"],
+        "--budget", "0.25", "--trace", home / "trace.json", "--json", cache=home,
     )  # fmt: skip
-    answer = json.loads(done.stdout)
+    found: dict = json.loads(done.stdout)
+    return found
+
+
+def test_a_second_process_asks_the_store_of_the_first(
+    home: Path, prefix: dict, answer: dict
+) -> None:
     assert {
         "system", "model", "budget", "prefix_tokens", "suffix_tokens", "token_id", "text",
         "ttft_ms", "breakdown_ms", "bytes", "chunks", "attention_mass",
@@ -125,17 +161,67 @@ def test_ingesting_again_stores_nothing_new(home: Path, prefix: dict) -> None:
     assert again["store_bytes"] == prefix["store_bytes"]
 
 
-def test_help_is_there_for_every_command(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_answers_the_same(
+    home: Path, answer: dict, tmp_path: Path, here: Here
+) -> None:
+    folder = tmp_path / "orbax"
+    made = json.loads(ckv("convert", home / "checkpoint", folder, "--json", cache=home).stdout)
+    assert (made["checkpoint"], made["format"]) == (str(folder), "orbax")
+    assert not list(folder.glob("*.safetensors"))
+    ckv("ingest", folder, home / "text.txt", "--store", tmp_path / "kv", cache=home)
+    done = ckv(
+        "ask", folder, QUESTION, "--store", tmp_path / "kv", "--budget", "0.25", "--json",
+        cache=home,
+    )  # fmt: skip
+    again = json.loads(done.stdout)
+    same = ("token_id", "text", "prefix_tokens", "chunks", "attention_mass")
+    assert [again[name] for name in same] == [answer[name] for name in same]
+
+    code, _, err = here("convert", folder, folder)
+    assert code == 1 and "there already" in err
+    code, _, err = here("convert", folder, tmp_path / "x", "--to", "onnx")
+    assert code == 1 and "expected one of orbax, hf" in err
+
+
+def test_the_stores_settings_are_those_of_the_command_line() -> None:
+    settings = store_config(max_bytes="1.5MiB", eviction="lru", direct_io=False, io_concurrency=4)
+    assert settings == StoreConfig(
+        max_bytes=3 * 2**19, eviction="lru", direct_io=False, io_concurrency=4
+    )
+    default = store_config(max_bytes=None, eviction="attention", direct_io=None, io_concurrency=32)
+    assert default == StoreConfig()
+
+
+def test_a_text_larger_than_the_bound_is_refused(home: Path, here: Here, tmp_path: Path) -> None:
+    code, _, err = here(
+        "ingest", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv",
+        "--max-bytes", "10kB", "--no-direct-io", "--eviction", "lru", "--io-concurrency", 4,
+    )  # fmt: skip
+    assert code == 1
+    assert len(err.strip().splitlines()) == 1 and "10000" in err.replace(",", "")
+
+
+def test_help_is_there_for_every_command(tmp_path: Path, here: Here) -> None:
     overview = ckv("--help", cache=tmp_path).stdout
-    for command in ("demo", "ingest", "ask", "batch", "inspect", "verify", "prune", "pin"):
+    for command in (
+        "demo", "ingest", "ask", "batch", "convert", "inspect", "verify", "prune", "pin"
+    ):  # fmt: skip
         assert command in overview
-        assert "--json" in ckv(command, "--help", cache=tmp_path).stdout
-    assert ckv("--version", cache=tmp_path).stdout.startswith("ckv ")
+        code, out, _ = here(command, "--help")
+        assert code == 0 and "--json" in out
+    code, out, _ = here("--version")
+    assert code == 0 and out.startswith("ckv ")
 
 
-def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
-    assert "--store" in ckv("ingest", "a", "b", cache=tmp_path, code=2).stderr
-    ckv("no-such-command", cache=tmp_path, code=2)
+def test_wrong_usage_is_exit_code_2(here: Here) -> None:
+    code, _, err = here("ingest", "a", "b")
+    assert code == 2 and "--store" in err
+    assert here("no-such-command")[0] == 2
+
+
+def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    done = ckv("ask", tmp_path, "why?", "--store", tmp_path / "kv", cache=tmp_path, code=1)
+    assert "there is no store" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,36 +243,40 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
         (["ask", "{home}/checkpoint", "why?", "--dtype", "float32"], "dtype"),
         (["ask", "{home}/checkpoint", "why?", "--system", "contiguous-kv"], "digest"),
         (["ask", "{home}/other", "why?"], "weights"),
+        (["ingest", "{home}/checkpoint", "{home}/text.txt", "--max-bytes", "much"], "a size"),
+        (["ask", "{home}/checkpoint", "why?", "--eviction", "oldest"], "'lru'"),
+        (["ask", "{home}/checkpoint", "why?", "--io-concurrency", "0"], "1 to 1024"),
         (["demo", "--question", " "], "empty"),
     ],
 )
 def test_bad_input_is_one_clear_line(
-    home: Path, broken: None, prefix: dict, args: list[str], says: str
+    home: Path, broken: None, prefix: dict, here: Here, args: list[str], says: str
 ) -> None:
     stored = str(prefix["prefix"])
     names = {"home": home, "wrong": stored[:-1] + ("0" if stored[-1] != "0" else "1")}
     names["prefix"] = stored[:12]
     before = sorted((home / "kv").rglob("*"))
     more = () if args[0] == "demo" else ("--store", home / "kv")
-    done = ckv(*(arg.format(**names) for arg in args), *more, cache=home, code=1)
-    assert says.format(**names) in done.stderr
+    code, out, err = here(*(arg.format(**names) for arg in args), *more)
+    assert (code, out) == (1, "")
+    assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
+    assert says.format(**names) in err
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["prune", "--max-bytes", "0"]])
-def test_looking_after_no_store_makes_none(tmp_path: Path, command: list[str]) -> None:
+def test_looking_after_no_store_makes_none(tmp_path: Path, here: Here, command: list[str]) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "there is no store" in ckv(*command, empty, cache=tmp_path, code=1).stderr
+    code, _, err = here(*command, empty)
+    assert code == 1 and "there is no store" in err
     assert list(empty.iterdir()) == []
 
 
-def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path) -> None:
+def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path, here: Here) -> None:
     store = tmp_path / "kv"
-    ckv(
-        "ingest", home / "checkpoint", home / "text.txt", "--system", "magic", "--store", store,
-        cache=home, code=1,
-    )  # fmt: skip
+    text = home / "text.txt"
+    assert here("ingest", home / "checkpoint", text, "--system", "magic", "--store", store)[0] == 1
     assert not store.exists()
 
 
