@@ -96,11 +96,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     tokenizer_files(folder)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
-
-    kind = PreTrainedTokenizerFast if (folder / _WHOLE).is_file() else AutoTokenizer
+    if (folder / _WHOLE).is_file():
+        from transformers import PreTrainedTokenizerFast as Kind  # slow to import
+    else:
+        from transformers import AutoTokenizer as Kind  # far slower: it loads PyTorch if it can
     try:
-        backend = kind.from_pretrained(str(folder), local_files_only=True)
+        backend = Kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the backend raises a bare Exception for a bad tokenizer.json
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
     if not backend.is_fast:  # it could not stream
