@@ -24,21 +24,19 @@ def enable(folder: Path | None = None) -> None:
 
     For the whole process; may be called again, and after something has been compiled.
     """
-    if (
-        os.environ.get(_SWITCH, "").lower() == "off"
-        or jax.config.values["jax_compilation_cache_dir"]
-    ):
+    off = os.environ.get(_SWITCH, "").lower() == "off"
+    if off or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = cache_folder() / "compiled" if folder is None else folder
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:  # a home that is read-only or not there: compiling again costs time alone
         return
-    settings = {
+    limits = {
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_compilation_cache_dir": str(folder),
     }
-    for name, value in settings.items():
-        if name.upper() not in os.environ:
-            jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    said = {name for name in limits if os.environ.get(name.upper())}
+    for name in limits.keys() - said:
+        jax.config.update(name, limits[name])  # type: ignore[no-untyped-call]
+    jax.config.update("jax_compilation_cache_dir", str(folder))  # type: ignore[no-untyped-call]

@@ -73,6 +73,7 @@ def test_it_starts_even_after_something_was_compiled(tmp_path: Path) -> None:
     ("environment", "folder"),
     [
         ({"CKV_COMPILATION_CACHE": "off"}, None),
+        ({"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": "{home}"}, "{home}/ckv_jax/compiled"),
         ({"JAX_COMPILATION_CACHE_DIR": "{home}/theirs"}, "{home}/theirs"),
         ({"XDG_CACHE_HOME": "", "HOME": "{home}"}, "{home}/.cache/ckv_jax/compiled"),
         ({"XDG_CACHE_HOME": "/proc/no-such-place"}, None),
