@@ -1,10 +1,11 @@
 """`ckv` as a user runs it: a checkpoint by transformers, a store on disk, and real processes.
 
-What only ends with an error runs in this process, through the same `main`.
+What another process cannot change, above all errors, runs in this one, through the same `main`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in rang
 QUESTION = "What is the lamp of room 7?"
 
 
-def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess:
+def ckv(*args: object, cache: Path, code: int = 0) -> subprocess.CompletedProcess:
     """One run of the command line; fails unless it exits with `code` and shows no traceback."""
     environment = {
         **os.environ,
@@ -41,7 +42,6 @@ def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subproces
         [sys.executable, "-m", "ckv_jax.cli", *map(str, args)],
         capture_output=True,
         text=True,
-        input=stdin,
         env=environment,
         timeout=240,
         check=False,
@@ -142,21 +142,23 @@ def test_a_second_process_asks_the_store_of_the_first(
     assert json.loads((home / "trace.json").read_text())["traceEvents"]
 
 
-def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict) -> None:
-    done = ckv(
+def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict, here: Here) -> None:
+    code, out, _ = here(
         "ask", home / "checkpoint", "What is it?", "--store", home / "kv",
-        "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4, cache=home,
+        "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4,
     )  # fmt: skip
+    assert code == 0
     for word in ("critical_io_wait", "compute", "ttft", "took part"):
-        assert word in done.stdout
+        assert word in out
 
 
-def test_ingesting_again_stores_nothing_new(home: Path, prefix: dict) -> None:
-    done = ckv(
-        "ingest", home / "checkpoint", "-", "--store", home / "kv", "--json",
-        cache=home, stdin=TEXT,
-    )  # fmt: skip
-    again = json.loads(done.stdout)
+def test_ingesting_again_stores_nothing_new(
+    home: Path, prefix: dict, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    code, out, _ = here("ingest", home / "checkpoint", "-", "--store", home / "kv", "--json")
+    assert code == 0
+    again = json.loads(out)
     assert again["prefix"] == prefix["prefix"]
     assert again["store_bytes"] == prefix["store_bytes"]
 
@@ -280,7 +282,7 @@ def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path, here: Here) -
     assert not store.exists()
 
 
-def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path, here: Here) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
@@ -292,7 +294,7 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> 
             cache=home, code=1,
         )  # fmt: skip
         assert "room" in done.stderr or "full" in done.stderr
-        found = json.loads(ckv("inspect", disk / "kv", "--json", cache=home).stdout)
+        found = json.loads(here("inspect", disk / "kv", "--json")[1])
         assert (found["prefixes"], found["segments"]) == ({}, [])
         assert not list(disk.rglob("*.zarr")) and not list(disk.rglob("zarr.json"))
     finally:
@@ -300,21 +302,28 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> 
 
 
 def test_the_store_is_shown_checked_pinned_and_pruned(
-    home: Path, prefix: dict, tmp_path: Path
+    home: Path, prefix: dict, tmp_path: Path, here: Here
 ) -> None:
     store, name = tmp_path / "kv", str(prefix["prefix"])
     shutil.copytree(home / "kv", store)
+
+    def look_after(*args: object) -> dict:
+        code, out, _ = here(*args, "--json")
+        assert code == 0
+        found: dict = json.loads(out)
+        return found
+
     shown = json.loads(ckv("inspect", store, name, "--json", cache=home).stdout)
+    assert shown["prefix"] == look_after("inspect", store, name)["prefix"]
     assert shown["prefixes"] == {name: prefix["tokens"]}
     assert len(shown["prefix"]["layers"]) == 4
-    assert name in ckv("inspect", store, name[:5], cache=home).stdout
-    assert json.loads(ckv("verify", store, "--json", cache=home).stdout)["ok"]
+    assert name in here("inspect", store, name[:5])[1]
+    assert look_after("verify", store)["ok"]
 
-    assert json.loads(ckv("pin", store, name[:5], "--json", cache=home).stdout)["pinned"]
-    pruned = json.loads(ckv("prune", store, "--max-bytes", "0", "--json", cache=home).stdout)
-    assert pruned["removed"] == 0
-    ckv("pin", store, name, "--unpin", cache=home)
-    pruned = json.loads(ckv("prune", store, "--max-bytes", "1kB", "--json", cache=home).stdout)
+    assert look_after("pin", store, name[:5])["pinned"]
+    assert look_after("prune", store, "--max-bytes", "0")["removed"] == 0
+    assert not look_after("pin", store, name, "--unpin")["pinned"]
+    pruned = look_after("prune", store, "--max-bytes", "1kB")
     assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
 
 
