@@ -20,7 +20,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 64
-    chunk: int = 32
+    chunk: int = 64
     table: tuple[tuple[int, ...], ...] = ((3, 3, 0, 5, 1), (2, -1, 7, 4, 99))
     lengths: tuple[tuple[int, ...], ...] = ((99, 99, 5, 0, 99), (99, 99, 1, 99, 99))
     new: int = 12
