@@ -86,7 +86,7 @@ def replay(selections: Selections, policy: str, setting: Setting, draw: int = 0)
     each = groups * selections.num_chunks
     pages = prefixes * each
     tiers = Tiers(
-        int(setting.device * pages), int(setting.host * pages), groups * count, POLICIES[policy]()
+        int(setting.device * pages), int(setting.host * pages), groups * count, POLICIES[policy]
     )
     bases = [tiers.register(each) for _ in range(prefixes)]
     first = selections.num_chunks * np.arange(groups, dtype=np.int64)[:, None]

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ckv_jax import compilation_cache
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
 from ckv_jax.errors import CkvError
 from ckv_jax.identity import model_fingerprint
@@ -133,6 +134,8 @@ class Engine:
         config = config or EngineConfig()
         system = _system(config)
         path = Path(folder)
+        if config.compilation_cache:
+            compilation_cache.enable()
         model = load_pretrained(path, dtype=config.dtype)
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)

@@ -1,44 +1,61 @@
-"""Which implementation of a kernel runs: asked for by name, or chosen from the backend in use."""
+"""Which implementation of a kernel runs: asked for by name, or the first that can."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Literal, get_args
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 
-__all__ = ["Implementation", "dispatch"]
+__all__ = ["Implementation", "Kernel", "dispatch"]
 
 Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu"]
 
-_OF_BACKEND = {"gpu": "mosaic_gpu", "tpu": "tpu"}
+_log = logging.getLogger(__name__)
 
 
-def dispatch(implementation: Implementation, package: str, function: str, *args: Any) -> Any:
-    """Calls `function` of the module of `package` that is named like the implementation.
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One implementation: how to import it, and the only backend where "auto" may take it."""
 
-    "auto" takes the kernel of `jax.default_backend()`, while tracing, and the reference where
-    there is none or where it raises NotImplementedError for these shapes. Modules are imported
-    when first called, so that a machine never loads the kernels of another.
+    load: Callable[[], Callable[..., Any]]
+    """Imports it: called when it is first needed, so that no machine loads another's kernels."""
+    backend: str | None = None
+
+
+def dispatch(implementation: Implementation, kernels: Mapping[str, Kernel], *args: Any) -> Any:
+    """Calls one of a kernel's implementations, which are in the order in which "auto" tries them.
+
+    "auto" asks `jax.default_backend()`, while tracing, and passes over an implementation that
+    raises NotImplementedError for these shapes; which one ran instead, and why, is logged at INFO.
 
     Raises:
       ValueError: no such implementation.
-      NotImplementedError: the kernel asked for by name cannot take these shapes or dtypes.
+      NotImplementedError: the one asked for by name, or every one, refuses; it says why.
     """
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f"got implementation {implementation!r}, expected one of {get_args(Implementation)}"
-        )
-    name: str = implementation
     if implementation == "auto":
-        name = _OF_BACKEND.get(jax.default_backend(), "reference")
-        if name != "reference":
-            try:
-                return _load(package, name, function)(*args)
-            except NotImplementedError:
-                name = "reference"
-    return _load(package, name, function)(*args)
+        return _first(kernels, args)
+    if implementation not in kernels:
+        expected = ("auto", *kernels)
+        raise ValueError(f"got implementation {implementation!r}, expected one of {expected}")
+    return kernels[implementation].load()(*args)
 
 
-def _load(package: str, name: str, function: str) -> Any:
-    return getattr(importlib.import_module(f"{package}.{name}"), function)
+def _first(kernels: Mapping[str, Kernel], args: tuple[Any, ...]) -> Any:
+    here = (None, jax.default_backend())
+    refusals: list[str] = []
+    for name, kernel in kernels.items():
+        if kernel.backend not in here:
+            continue
+        run = kernel.load()
+        try:
+            out = run(*args)
+        except NotImplementedError as error:
+            refusals.append(f"{name} does not: {error}")
+            continue
+        if refusals:
+            _log.info("%s runs %s; %s", name, run.__name__, "; ".join(refusals))
+        return out
+    raise NotImplementedError("; ".join(refusals))

@@ -1,24 +1,35 @@
-"""`ckv` as a user runs it: real processes, a checkpoint by transformers, a store on disk."""
+"""`ckv` as a user runs it: a checkpoint by transformers, a store on disk, and real processes.
+
+What another process cannot change, above all errors, runs in this one, through the same `main`.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from ckv_jax.cli import main
+from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.storage.config import StoreConfig
 
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(60))
 
 
-def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess:
+QUESTION = "What is the lamp of room 7?"
+
+
+def ckv(*args: object, cache: Path, code: int = 0) -> subprocess.CompletedProcess:
     """One run of the command line; fails unless it exits with `code` and shows no traceback."""
     environment = {
         **os.environ,
@@ -31,7 +42,6 @@ def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subproces
         [sys.executable, "-m", "ckv_jax.cli", *map(str, args)],
         capture_output=True,
         text=True,
-        input=stdin,
         env=environment,
         timeout=240,
         check=False,
@@ -42,6 +52,26 @@ def ckv(*args: object, cache: Path, code: int = 0, stdin: str = "") -> subproces
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
         assert done.stderr.startswith("ckv: ")
     return done
+
+
+Here = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """here(*args) is a run in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["ckv", *map(str, args)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        code = exit_.value.code
+        return code if isinstance(code, int) else int(code is not None), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +114,19 @@ def prefix(home: Path) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_a_second_process_asks_the_store_of_the_first(home: Path, prefix: dict) -> None:
+@pytest.fixture(scope="module")
+def answer(home: Path, prefix: dict) -> dict:
     done = ckv(
-        "ask", home / "checkpoint", "What is the lamp of room 7?", "--store", home / "kv",
-        "--prefix", prefix["prefix"], "--budget", "0.25", "--trace", home / "trace.json", "--json",
-        cache=home,
+        "ask", home / "checkpoint", QUESTION, "--store", home / "kv", "--prefix", prefix["prefix"],
+        "--budget", "0.25", "--trace", home / "trace.json", "--json", cache=home,
     )  # fmt: skip
-    answer = json.loads(done.stdout)
+    found: dict = json.loads(done.stdout)
+    return found
+
+
+def test_a_second_process_asks_the_store_of_the_first(
+    home: Path, prefix: dict, answer: dict
+) -> None:
     assert {
         "system", "model", "budget", "prefix_tokens", "suffix_tokens", "token_id", "text",
         "ttft_ms", "breakdown_ms", "bytes", "chunks", "attention_mass",
@@ -106,36 +142,88 @@ def test_a_second_process_asks_the_store_of_the_first(home: Path, prefix: dict) 
     assert json.loads((home / "trace.json").read_text())["traceEvents"]
 
 
-def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict) -> None:
-    done = ckv(
+def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict, here: Here) -> None:
+    code, out, _ = here(
         "ask", home / "checkpoint", "What is it?", "--store", home / "kv",
-        "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4, cache=home,
+        "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4,
     )  # fmt: skip
+    assert code == 0
     for word in ("critical_io_wait", "compute", "ttft", "took part"):
-        assert word in done.stdout
+        assert word in out
 
 
-def test_ingesting_again_stores_nothing_new(home: Path, prefix: dict) -> None:
-    done = ckv(
-        "ingest", home / "checkpoint", "-", "--store", home / "kv", "--json",
-        cache=home, stdin=TEXT,
-    )  # fmt: skip
-    again = json.loads(done.stdout)
+def test_ingesting_again_stores_nothing_new(
+    home: Path, prefix: dict, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    code, out, _ = here("ingest", home / "checkpoint", "-", "--store", home / "kv", "--json")
+    assert code == 0
+    again = json.loads(out)
     assert again["prefix"] == prefix["prefix"]
     assert again["store_bytes"] == prefix["store_bytes"]
 
 
-def test_help_is_there_for_every_command(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_answers_the_same(
+    home: Path, answer: dict, tmp_path: Path, here: Here
+) -> None:
+    folder = tmp_path / "orbax"
+    made = json.loads(ckv("convert", home / "checkpoint", folder, "--json", cache=home).stdout)
+    assert (made["checkpoint"], made["format"]) == (str(folder), "orbax")
+    assert not list(folder.glob("*.safetensors"))
+    ckv("ingest", folder, home / "text.txt", "--store", tmp_path / "kv", cache=home)
+    done = ckv(
+        "ask", folder, QUESTION, "--store", tmp_path / "kv", "--budget", "0.25", "--json",
+        cache=home,
+    )  # fmt: skip
+    again = json.loads(done.stdout)
+    same = ("token_id", "text", "prefix_tokens", "chunks", "attention_mass")
+    assert [again[name] for name in same] == [answer[name] for name in same]
+
+    code, _, err = here("convert", folder, folder)
+    assert code == 1 and "there already" in err
+    code, _, err = here("convert", folder, tmp_path / "x", "--to", "onnx")
+    assert code == 1 and "expected one of orbax, hf" in err
+
+
+def test_the_stores_settings_are_those_of_the_command_line() -> None:
+    settings = store_config(max_bytes="1.5MiB", eviction="lru", direct_io=False, io_concurrency=4)
+    assert settings == StoreConfig(
+        max_bytes=3 * 2**19, eviction="lru", direct_io=False, io_concurrency=4
+    )
+    default = store_config(max_bytes=None, eviction="attention", direct_io=None, io_concurrency=32)
+    assert default == StoreConfig()
+
+
+def test_a_text_larger_than_the_bound_is_refused(home: Path, here: Here, tmp_path: Path) -> None:
+    code, _, err = here(
+        "ingest", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv",
+        "--max-bytes", "10kB", "--no-direct-io", "--eviction", "lru", "--io-concurrency", 4,
+    )  # fmt: skip
+    assert code == 1
+    assert len(err.strip().splitlines()) == 1 and "10000" in err.replace(",", "")
+
+
+def test_help_is_there_for_every_command(tmp_path: Path, here: Here) -> None:
     overview = ckv("--help", cache=tmp_path).stdout
-    for command in ("demo", "ingest", "ask", "batch", "inspect", "verify", "prune", "pin"):
+    for command in (
+        "demo", "ingest", "ask", "batch", "convert", "inspect", "verify", "prune", "pin"
+    ):  # fmt: skip
         assert command in overview
-        assert "--json" in ckv(command, "--help", cache=tmp_path).stdout
-    assert ckv("--version", cache=tmp_path).stdout.startswith("ckv ")
+        code, out, _ = here(command, "--help")
+        assert code == 0 and "--json" in out
+    code, out, _ = here("--version")
+    assert code == 0 and out.startswith("ckv ")
 
 
-def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
-    assert "--store" in ckv("ingest", "a", "b", cache=tmp_path, code=2).stderr
-    ckv("no-such-command", cache=tmp_path, code=2)
+def test_wrong_usage_is_exit_code_2(here: Here) -> None:
+    code, _, err = here("ingest", "a", "b")
+    assert code == 2 and "--store" in err
+    assert here("no-such-command")[0] == 2
+
+
+def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    done = ckv("ask", tmp_path, "why?", "--store", tmp_path / "kv", cache=tmp_path, code=1)
+    assert "there is no store" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,40 +245,44 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:
         (["ask", "{home}/checkpoint", "why?", "--dtype", "float32"], "dtype"),
         (["ask", "{home}/checkpoint", "why?", "--system", "contiguous-kv"], "digest"),
         (["ask", "{home}/other", "why?"], "weights"),
+        (["ingest", "{home}/checkpoint", "{home}/text.txt", "--max-bytes", "much"], "a size"),
+        (["ask", "{home}/checkpoint", "why?", "--eviction", "oldest"], "'lru'"),
+        (["ask", "{home}/checkpoint", "why?", "--io-concurrency", "0"], "1 to 1024"),
         (["demo", "--question", " "], "empty"),
     ],
 )
 def test_bad_input_is_one_clear_line(
-    home: Path, broken: None, prefix: dict, args: list[str], says: str
+    home: Path, broken: None, prefix: dict, here: Here, args: list[str], says: str
 ) -> None:
     stored = str(prefix["prefix"])
     names = {"home": home, "wrong": stored[:-1] + ("0" if stored[-1] != "0" else "1")}
     names["prefix"] = stored[:12]
     before = sorted((home / "kv").rglob("*"))
     more = () if args[0] == "demo" else ("--store", home / "kv")
-    done = ckv(*(arg.format(**names) for arg in args), *more, cache=home, code=1)
-    assert says.format(**names) in done.stderr
+    code, out, err = here(*(arg.format(**names) for arg in args), *more)
+    assert (code, out) == (1, "")
+    assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
+    assert says.format(**names) in err
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["prune", "--max-bytes", "0"]])
-def test_looking_after_no_store_makes_none(tmp_path: Path, command: list[str]) -> None:
+def test_looking_after_no_store_makes_none(tmp_path: Path, here: Here, command: list[str]) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "there is no store" in ckv(*command, empty, cache=tmp_path, code=1).stderr
+    code, _, err = here(*command, empty)
+    assert code == 1 and "there is no store" in err
     assert list(empty.iterdir()) == []
 
 
-def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path) -> None:
+def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path, here: Here) -> None:
     store = tmp_path / "kv"
-    ckv(
-        "ingest", home / "checkpoint", home / "text.txt", "--system", "magic", "--store", store,
-        cache=home, code=1,
-    )  # fmt: skip
+    text = home / "text.txt"
+    assert here("ingest", home / "checkpoint", text, "--system", "magic", "--store", store)[0] == 1
     assert not store.exists()
 
 
-def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path, here: Here) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
@@ -202,7 +294,7 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> 
             cache=home, code=1,
         )  # fmt: skip
         assert "room" in done.stderr or "full" in done.stderr
-        found = json.loads(ckv("inspect", disk / "kv", "--json", cache=home).stdout)
+        found = json.loads(here("inspect", disk / "kv", "--json")[1])
         assert (found["prefixes"], found["segments"]) == ({}, [])
         assert not list(disk.rglob("*.zarr")) and not list(disk.rglob("zarr.json"))
     finally:
@@ -210,21 +302,28 @@ def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path) -> 
 
 
 def test_the_store_is_shown_checked_pinned_and_pruned(
-    home: Path, prefix: dict, tmp_path: Path
+    home: Path, prefix: dict, tmp_path: Path, here: Here
 ) -> None:
     store, name = tmp_path / "kv", str(prefix["prefix"])
     shutil.copytree(home / "kv", store)
+
+    def look_after(*args: object) -> dict:
+        code, out, _ = here(*args, "--json")
+        assert code == 0
+        found: dict = json.loads(out)
+        return found
+
     shown = json.loads(ckv("inspect", store, name, "--json", cache=home).stdout)
+    assert shown["prefix"] == look_after("inspect", store, name)["prefix"]
     assert shown["prefixes"] == {name: prefix["tokens"]}
     assert len(shown["prefix"]["layers"]) == 4
-    assert name in ckv("inspect", store, name[:5], cache=home).stdout
-    assert json.loads(ckv("verify", store, "--json", cache=home).stdout)["ok"]
+    assert name in here("inspect", store, name[:5])[1]
+    assert look_after("verify", store)["ok"]
 
-    assert json.loads(ckv("pin", store, name[:5], "--json", cache=home).stdout)["pinned"]
-    pruned = json.loads(ckv("prune", store, "--max-bytes", "0", "--json", cache=home).stdout)
-    assert pruned["removed"] == 0
-    ckv("pin", store, name, "--unpin", cache=home)
-    pruned = json.loads(ckv("prune", store, "--max-bytes", "1kB", "--json", cache=home).stdout)
+    assert look_after("pin", store, name[:5])["pinned"]
+    assert look_after("prune", store, "--max-bytes", "0")["removed"] == 0
+    assert not look_after("pin", store, name, "--unpin")["pinned"]
+    pruned = look_after("prune", store, "--max-bytes", "1kB")
     assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
 
 

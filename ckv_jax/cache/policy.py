@@ -1,63 +1,42 @@
 """Cache policies: what a page is worth. A higher score stays in memory longer.
 
 A policy sees only a page's own history, so that a score changes only when the page is used or
-scored; `Tiers` relies on this to keep its heaps lazily.
+scored; `Tiers` relies on this to keep its heaps lazily. To add one: a function, and its line in
+`POLICIES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Scores = npt.NDArray[np.float64]
+__all__ = ["POLICIES", "Policy", "Score", "attention_guided", "frequency_then_attention",
+           "importance_ratio", "lfu", "lru"]  # fmt: skip
+
+Importance = npt.NDArray[np.float64]  # [n], the sum of what was passed to `Tiers.record`
+Frequency = npt.NDArray[np.uint32]  # [n], the number of records
+LastUsed = npt.NDArray[np.uint64]  # [n], the tick of the latest record, 0 for never
+Scores = npt.NDArray[np.float64]  # [n], finite and >= 0
+
+Score = Callable[[Importance, Frequency, LastUsed], Scores]
 
 _RECENCY = 2.0**-32  # below one whole load for any clock a process can reach
 
 
-class Policy(Protocol):
-    """The worth of pages from their history; every array is `[n]`, one entry a page."""
-
-    sees_all: ClassVar[bool]
-    """Whether attention counts that a chunk received without being chosen."""
-
-    def score(
-        self,
-        importance: npt.NDArray[np.float64],
-        frequency: npt.NDArray[np.uint32],
-        last_used: npt.NDArray[np.uint64],
-    ) -> Scores:
-        """Finite scores >= 0, float64 `[n]`.
-
-        `importance` is the sum of what was passed to `Tiers.record`, `frequency` the number of
-        records, `last_used` the tick of the latest one (0: never used).
-        """
-        ...
-
-
-class AttentionGuided:
+def attention_guided(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
     """S = I x F (ContiguousKV §4.4, Equation 2).
 
     I is the attention a chunk has received (the sum of Equation 1's A over the requests that
     used it) and F how often it was loaded. Neither is aged or normalised.
     """
-
-    sees_all: ClassVar[bool] = False
-
-    def score(
-        self,
-        importance: npt.NDArray[np.float64],
-        frequency: npt.NDArray[np.uint32],
-        last_used: npt.NDArray[np.uint64],
-    ) -> Scores:
-        """Equation 2."""
-        return importance * frequency
+    return importance * frequency
 
 
-class FrequencyThenAttention:
+def frequency_then_attention(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
     """S = F + I / (1 + I): loads count first, attention decides among equals.
 
     Equation 2's product lets one question's strong attention outweigh several loads, which costs
@@ -65,75 +44,44 @@ class FrequencyThenAttention:
     stays below LFU. What attention tells beyond the loads is how near to being chosen a chunk has
     been, so that I sums Equation 1's A over all requests, not only those that chose it.
     """
-
-    sees_all: ClassVar[bool] = True
-
-    def score(
-        self,
-        importance: npt.NDArray[np.float64],
-        frequency: npt.NDArray[np.uint32],
-        last_used: npt.NDArray[np.uint64],
-    ) -> Scores:
-        """The number of loads, and the attention received as a fraction below one load."""
-        return frequency + importance / (1.0 + importance)
+    return frequency + importance / (1.0 + importance)
 
 
-class Lru:
-    """Least recently used: the tick of the latest use."""
-
-    sees_all: ClassVar[bool] = False
-
-    def score(
-        self,
-        importance: npt.NDArray[np.float64],
-        frequency: npt.NDArray[np.uint32],
-        last_used: npt.NDArray[np.uint64],
-    ) -> Scores:
-        """The tick itself, exact up to 2^53."""
-        return last_used.astype(np.float64)
+def lru(importance: Importance, frequency: Frequency, last_used: LastUsed) -> Scores:
+    """Least recently used: the tick of the latest use, exact up to 2^53."""
+    return last_used.astype(np.float64)
 
 
-class Lfu:
+def lfu(importance: Importance, frequency: Frequency, last_used: LastUsed) -> Scores:
     """Least frequently used; among equals, the least recently used goes first."""
-
-    sees_all: ClassVar[bool] = False
-
-    def score(
-        self,
-        importance: npt.NDArray[np.float64],
-        frequency: npt.NDArray[np.uint32],
-        last_used: npt.NDArray[np.uint64],
-    ) -> Scores:
-        """The number of loads, and recency as a fraction below one load."""
-        return frequency + last_used * _RECENCY
+    return frequency + last_used * _RECENCY
 
 
-class ImportanceRatio:
-    """Access frequency x moving average of the share of important tokens (IMPRESS §4.4.2).
+def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
+    """Access frequency x average share of important tokens (IMPRESS §4.4.2): the sum of shares.
 
-    The engine records that share (0 to 1) where `AttentionGuided` records attention. The paper
-    gives no window for its average; the average over all accesses needs none and never forgets.
+    The engine records that share (0 to 1) where attention-guided policies record attention. The
+    paper gives no window for its moving average; the average over all accesses needs none, never
+    forgets, and times the number of accesses is the sum.
     """
-
-    sees_all: ClassVar[bool] = False
-
-    def score(
-        self,
-        importance: npt.NDArray[np.float64],
-        frequency: npt.NDArray[np.uint32],
-        last_used: npt.NDArray[np.uint64],
-    ) -> Scores:
-        """frequency x (importance / frequency), and 0 for a page that was never used."""
-        average = importance / np.maximum(frequency, 1)
-        return frequency * average
+    return importance
 
 
-POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A score, and what is recorded for it."""
+
+    score: Score
+    sees_all: bool = False
+    """Whether attention counts that a chunk received without being chosen."""
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "attention": AttentionGuided,
-        "frequency-attention": FrequencyThenAttention,
-        "lru": Lru,
-        "lfu": Lfu,
-        "importance-ratio": ImportanceRatio,
+        "attention": Policy(attention_guided),
+        "frequency-attention": Policy(frequency_then_attention, sees_all=True),
+        "lru": Policy(lru),
+        "lfu": Policy(lfu),
+        "importance-ratio": Policy(importance_ratio),
     }
 )

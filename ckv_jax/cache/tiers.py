@@ -232,7 +232,7 @@ class Tiers:
         """Count one use of each of these distinct pages: I += A, F += 1, last used = now.
 
         `attention` `[n]`, finite and >= 0, is Equation 1's A of each page's chunk; for
-        `ImportanceRatio`, the share of its tokens that were important. Call it once a request,
+        "importance-ratio", the share of its tokens that were important. Call it once a request,
         before `admit`. Also counts the hit or miss of each page.
         """
         table = self._table

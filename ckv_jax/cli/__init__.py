@@ -1,4 +1,4 @@
-"""The command line, `ckv`: demo, ingest, ask, batch, inspect, verify, prune, pin."""
+"""The command line, `ckv`: demo, ingest, ask, batch, convert, inspect, verify, prune, pin."""
 
 from __future__ import annotations
 

@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli import ask, batch, demo, ingest, store_tools
+from ckv_jax.cli import ask, batch, convert, demo, ingest, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
-from ckv_jax.folders import cache_folder
 
 __all__ = ["app", "main"]
 
@@ -21,8 +20,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that PyTorch is missing is no news
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
 app = typer.Typer(
@@ -44,6 +41,7 @@ app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("batch")(batch.batch)
+app.command("convert")(convert.convert)
 app.command("inspect")(store_tools.inspect)
 app.command("verify")(store_tools.verify)
 app.command("prune")(store_tools.prune)
@@ -74,7 +72,6 @@ def main() -> None:
     """Run `ckv`. Exit code 0: done; 1: one line on stderr says why not; 2: wrong usage."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "compiled"))
     try:
         app()
     except BrokenPipeError:

@@ -7,9 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
+from ckv_jax.cli.options import (
+    Budget,
+    Checkpoint,
+    DirectIo,
+    Dtype,
+    Eviction,
+    IoConcurrency,
+    Json,
+    MaxBytes,
+    Salt,
+    Store,
+    System,
+)
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
-from ckv_jax.cli.store_tools import open_store
+from ckv_jax.cli.store_tools import open_store, store_config
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
@@ -60,6 +72,10 @@ def ask(
     ] = None,
     dtype: Dtype = "bfloat16",
     salt: Salt = "",
+    max_bytes: MaxBytes = None,
+    eviction: Eviction = "attention",
+    direct_io: DirectIo = None,
+    io_concurrency: IoConcurrency = 32,
     json: Json = False,
 ) -> None:
     """Answer a question over a stored text, reading only the share of it that the budget allows.
@@ -71,15 +87,23 @@ def ask(
         raise ValueError("the question is empty")
     check_writable(trace)
     terminal = Terminal(as_json=json)
+    settings = store_config(
+        max_bytes=max_bytes,
+        eviction=eviction,
+        direct_io=direct_io,
+        io_concurrency=io_concurrency,
+    )
     with terminal.status("loading JAX and the model"):
+        from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json
         from ckv_jax.cli.serving import find_prefix, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
         from ckv_jax.request import Request
 
+        compilation_cache.enable()
         share = EngineConfig().budget if budget is None else check_budget(budget)
-        with open_store(store) as opened:
+        with open_store(store, settings) as opened:
             stored = find_prefix(opened, prefix, salt=salt)
         config = EngineConfig(
             system=system,
@@ -90,7 +114,9 @@ def ask(
             host_cache_bytes=0,
             prefetch_device_bytes=_MIB * 64 + round(1.1 * share * kv_bytes(stored)),
         )
-        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
+        engine = Engine.from_pretrained(
+            checkpoint, store=store, config=config, store_config=settings
+        )
     with engine:
         engine.check_prefix(stored)
         if chat:

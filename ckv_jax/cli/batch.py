@@ -8,9 +8,21 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli.options import Budget, Checkpoint, Dtype, Json, Salt, Store, System
+from ckv_jax.cli.options import (
+    Budget,
+    Checkpoint,
+    DirectIo,
+    Dtype,
+    Eviction,
+    IoConcurrency,
+    Json,
+    MaxBytes,
+    Salt,
+    Store,
+    System,
+)
 from ckv_jax.cli.output import Terminal, check_writable
-from ckv_jax.cli.store_tools import open_store
+from ckv_jax.cli.store_tools import open_store, store_config
 
 __all__ = ["batch"]
 
@@ -44,6 +56,10 @@ def batch(
     ] = 8,
     dtype: Dtype = "bfloat16",
     salt: Salt = "",
+    max_bytes: MaxBytes = None,
+    eviction: Eviction = "attention",
+    direct_io: DirectIo = None,
+    io_concurrency: IoConcurrency = 32,
     json: Json = False,
 ) -> None:
     """Answer many questions from a file.
@@ -55,14 +71,22 @@ def batch(
     """
     check_writable(out)
     terminal = Terminal(as_json=json)
+    settings = store_config(
+        max_bytes=max_bytes,
+        eviction=eviction,
+        direct_io=direct_io,
+        io_concurrency=io_concurrency,
+    )
     with terminal.status("loading JAX and the model"):
+        from ckv_jax import compilation_cache
         from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
         from ckv_jax.cli.serving import Answerer, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
 
+        compilation_cache.enable()
         lines = list(read_jobs(requests, prefix=prefix))
-        with open_store(store) as opened:
+        with open_store(store, settings) as opened:
             largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
@@ -72,7 +96,9 @@ def batch(
             budget=default.budget if budget is None else check_budget(budget),
             prefetch_device_bytes=max(default.prefetch_device_bytes, round(1.1 * largest)),
         )
-        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
+        engine = Engine.from_pretrained(
+            checkpoint, store=store, config=config, store_config=settings
+        )
     start = time.perf_counter()
     answered = failed = 0
     with engine, Results(out) as results, terminal.progress() as bar:

@@ -51,10 +51,12 @@ def demo(
     terminal = Terminal(as_json=json)
     own = None if text is None else read_text(text)
     with terminal.status("loading JAX and the checkpoint"):
+        from ckv_jax import compilation_cache
         from ckv_jax.demo import Demo
         from ckv_jax.folders import cache_folder
         from ckv_jax.storage.layout import VERSION
 
+        compilation_cache.enable()
         folder = cache or cache_folder()
         made = Demo.prepare(folder, text=own, question=question)
     terminal.say(made.headline)

@@ -10,8 +10,20 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli.options import Checkpoint, Dtype, Json, Salt, Store, System
+from ckv_jax.cli.options import (
+    Checkpoint,
+    DirectIo,
+    Dtype,
+    Eviction,
+    IoConcurrency,
+    Json,
+    MaxBytes,
+    Salt,
+    Store,
+    System,
+)
 from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.store_tools import store_config
 
 __all__ = ["ingest", "read_text"]
 
@@ -26,6 +38,10 @@ def ingest(
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
     salt: Salt = "",
+    max_bytes: MaxBytes = None,
+    eviction: Eviction = "attention",
+    direct_io: DirectIo = None,
+    io_concurrency: IoConcurrency = 32,
     json: Json = False,
 ) -> None:
     """Run the model over a text once and keep its KV cache in the store.
@@ -35,13 +51,23 @@ def ingest(
     nothing behind; run it again.
     """
     terminal = Terminal(as_json=json)
+    settings = store_config(
+        max_bytes=max_bytes,
+        eviction=eviction,
+        direct_io=direct_io,
+        io_concurrency=io_concurrency,
+    )
     text = read_text(text_file)
     with terminal.status("loading JAX and the model"):
+        from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
 
+        compilation_cache.enable()
         config = EngineConfig(system=system, dtype=dtype, salt=salt)
-        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
+        engine = Engine.from_pretrained(
+            checkpoint, store=store, config=config, store_config=settings
+        )
     with engine:
         start = time.perf_counter()
         with terminal.progress() as bar:

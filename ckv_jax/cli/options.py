@@ -7,14 +7,26 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Budget", "Checkpoint", "Dtype", "Json", "Salt", "Store", "System"]
+__all__ = [
+    "Budget",
+    "Checkpoint",
+    "DirectIo",
+    "Dtype",
+    "Eviction",
+    "IoConcurrency",
+    "Json",
+    "MaxBytes",
+    "Salt",
+    "Store",
+    "System",
+]
 
 Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Folder of a Qwen2.5 model in Hugging Face format: config.json, *.safetensors and "
-        "the tokenizer's files.",
+        help="Folder of a Qwen2.5 model in Hugging Face format (config.json, *.safetensors and "
+        "the tokenizer's files), or one that `ckv convert` wrote.",
     ),
 ]
 Store = Annotated[
@@ -24,6 +36,34 @@ Store = Annotated[
         metavar="URL",
         help="Where KV is kept: a folder, or file://…, s3://bucket/path, gs://bucket/path.",
     ),
+]
+MaxBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--max-bytes",
+        metavar="SIZE",
+        help="What the store may hold, such as 50GB or 10GiB: whole prefixes that are worth least "
+        "go to make room. Without it: as much as the disk has.",
+    ),
+]
+Eviction = Annotated[
+    str,
+    typer.Option(
+        "--eviction",
+        metavar="NAME",
+        help="What is worth least then: attention (importance x frequency) or lru.",
+    ),
+]
+DirectIo = Annotated[
+    bool | None,
+    typer.Option(
+        "--direct-io/--no-direct-io",
+        help="Read past the page cache, or through it. Without either: past it where the file "
+        "system can.",
+    ),
+]
+IoConcurrency = Annotated[
+    int, typer.Option("--io-concurrency", metavar="N", help="Reads in flight at once, 1 to 1024.")
 ]
 System = Annotated[
     str,

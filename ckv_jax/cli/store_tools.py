@@ -14,9 +14,10 @@ from ckv_jax.cli.options import Json
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
 
 if TYPE_CHECKING:
+    from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
 
-__all__ = ["inspect", "open_store", "parse_size", "pin", "prune", "verify"]
+__all__ = ["inspect", "open_store", "parse_size", "pin", "prune", "store_config", "verify"]
 
 _StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
@@ -147,14 +148,28 @@ def pin(
         terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
 
 
-def open_store(url: str) -> ChunkStore:
+def open_store(url: str, config: StoreConfig | None = None) -> ChunkStore:
     """A store that is there already; `ValueError` where there is none."""
     from ckv_jax.storage.store import ChunkStore
 
     path = url.removeprefix("file://")
     if "://" not in path and not (Path(path).is_dir() and any(Path(path).iterdir())):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
-    return ChunkStore.open(url)
+    return ChunkStore.open(url, config=config)
+
+
+def store_config(
+    *, max_bytes: str | None, eviction: str, direct_io: bool | None, io_concurrency: int
+) -> StoreConfig:
+    """The store's settings as the command line says them; `ValueError` for wrong ones."""
+    from ckv_jax.storage.config import StoreConfig
+
+    return StoreConfig(
+        max_bytes=None if max_bytes is None else parse_size(max_bytes),
+        eviction=eviction,
+        direct_io=direct_io,
+        io_concurrency=io_concurrency,
+    )
 
 
 def parse_size(text: str) -> int:

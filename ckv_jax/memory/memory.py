@@ -34,7 +34,7 @@ class Memory:
                 f"got prefetch_device_bytes={config.prefetch_device_bytes}, expected room for at "
                 f"least one chunk of one layer group, {layout.pack_bytes} bytes"
             )
-        policy = POLICIES[system.policy]() if isinstance(system.policy, str) else system.policy
+        policy = POLICIES[system.policy] if isinstance(system.policy, str) else system.policy
         self.tiers = Tiers(device, host, work, policy)
         self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
         shape = (device + work, layout.pack_shape, layout.numpy_dtype)

@@ -66,7 +66,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
-    max_position_embeddings: int = 32768
+    max_position_embeddings: int = 32768  # positions that may be used, stretched ones included
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()  # generation stops at any of these
 
@@ -90,16 +90,23 @@ class ModelConfig:
         """Read HF's config: a dict, a `config.json`, or the folder that holds one.
 
         Both spellings are honoured: transformers 5 (`rope_parameters`) and 4 (`rope_theta`,
-        `rope_scaling`). Raises `CheckpointError` for a file that is missing or incomplete and
-        `UnsupportedModel`, with the reason, for a config this model would compute wrongly.
+        `rope_scaling`). YaRN allows `factor` times the original positions, whatever
+        `max_position_embeddings` says: Qwen's own instructions leave it unstretched. The
+        end-of-text ids are those of the config and of a `generation_config.json` beside it.
+
+        Raises `CheckpointError` for a file that is missing or incomplete and `UnsupportedModel`,
+        with the reason, for a config this model would compute wrongly.
         """
-        values = source if isinstance(source, Mapping) else _read_json(Path(source))
+        values, generation = _read(source)
         _refuse_unsupported(values)
         try:
             heads = int(values["num_attention_heads"])
             hidden = int(values["hidden_size"])
             positions = int(values.get("max_position_embeddings", 32768))
             theta, scaling = _read_rope(values, positions)
+            if scaling is not None:
+                positions = int(scaling.factor * scaling.original_max_position_embeddings)
+            ends = [*_token_ids(values), *_token_ids(generation)]
             return cls(
                 vocab_size=int(values["vocab_size"]),
                 hidden_size=hidden,
@@ -113,7 +120,7 @@ class ModelConfig:
                 rope_scaling=scaling,
                 max_position_embeddings=positions,
                 tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-                eos_token_ids=_token_ids(values.get("eos_token_id")),
+                eos_token_ids=tuple(dict.fromkeys(ends)),
             )
         except KeyError as error:
             raise CheckpointError(f"the config lacks {error.args[0]!r}") from error
@@ -153,13 +160,24 @@ _POSITIVE = (
 )  # fmt: skip
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read(
+    source: Mapping[str, Any] | str | Path,
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The config, and the generation config where there is one."""
+    if isinstance(source, Mapping):
+        return source, {}
+    path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise CheckpointError(f"not a checkpoint: there is no {path}")
+    generation = path.with_name("generation_config.json")
+    return _read_json(path), _read_json(generation) if generation.is_file() else {}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds {type(values).__name__}, expected an object")
@@ -205,10 +223,13 @@ def _read_rope(values: Mapping[str, Any], positions: int) -> tuple[float, RopeSc
     raise UnsupportedModel(f"got rope type {kind!r}, expected 'default' or 'yarn'")
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _token_ids(values: Mapping[str, Any]) -> list[int]:
+    """`eos_token_id`: absent, one id, or a list of them."""
+    found = values.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"got eos_token_id {found!r}, expected a token id or a list of them")
+    return ids
 
 
 def _qwen25(

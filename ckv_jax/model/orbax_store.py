@@ -12,11 +12,21 @@ from ckv_jax.errors import CheckpointError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 
-__all__ = ["restore_orbax", "save_orbax"]
+__all__ = ["is_orbax", "orbax_dtype", "orbax_files", "restore_orbax", "save_orbax"]
 
 _CONFIG = "config.json"
 _WEIGHTS = "weights"
 _ORDER = "kernels_out_first"
+
+
+def is_orbax(folder: str | Path) -> bool:
+    """Whether `save_orbax` wrote this folder (or something that looks like it)."""
+    return (Path(folder) / _WEIGHTS).is_dir()
+
+
+def orbax_files(folder: str | Path) -> list[Path]:
+    """The files that hold the weights, sorted."""
+    return sorted(path for path in (Path(folder) / _WEIGHTS).rglob("*") if path.is_file())
 
 
 def save_orbax(model: Qwen2, folder: str | Path) -> None:
@@ -31,6 +41,13 @@ def save_orbax(model: Qwen2, folder: str | Path) -> None:
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def orbax_dtype(folder: str | Path) -> str:
+    """The element type in which `save_orbax` wrote the weights."""
+    saved = json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8"))
+    dtype: str = saved.get("dtype", "bfloat16")
+    return dtype
+
+
 def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Qwen2:
     """The model that `save_orbax` wrote, on the default device, in its own dtype or `dtype`.
 
@@ -40,12 +57,12 @@ def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Qwen2:
 
     folder = Path(folder).absolute()
     config = ModelConfig.from_hf(folder)
-    if not (folder / _WEIGHTS).is_dir():
+    if not is_orbax(folder):
         raise CheckpointError(f"not an Orbax checkpoint: {folder} has no {_WEIGHTS} folder")
     saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     model = Qwen2.abstract(
         config,
-        dtype=dtype or saved.get("dtype", "bfloat16"),
+        dtype=dtype or orbax_dtype(folder),
         out_first=saved.get(_ORDER, False),
     )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])

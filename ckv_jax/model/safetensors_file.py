@@ -57,13 +57,18 @@ class SafetensorsFile:
             }
             for name in self._entries:
                 self._check(name, size - self._start)
-        except (AttributeError, KeyError, TypeError, UnicodeDecodeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} has a broken safetensors header: {error!r}") from error
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor in the file."""
         return {name: shape for name, (_, shape, _) in self._entries.items()}
+
+    @property
+    def dtypes(self) -> set[np.dtype[Any]]:
+        """The element types that occur in the file."""
+        return {_DTYPES[dtype] for dtype, _, _ in self._entries.values()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as it is stored, in fresh memory."""
@@ -76,11 +81,12 @@ class SafetensorsFile:
         return data.view(_DTYPES[dtype]).reshape(shape)
 
     def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        for name in set(names):
-            if names.count(name) > 1:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
                 raise CheckpointError(f"duplicate tensor {name!r} in {self.path}")
-        return dict(pairs)
+            found[name] = value
+        return found
 
     def _check(self, name: str, data_bytes: int) -> None:
         dtype, shape, (start, stop) = self._entries[name]
@@ -88,6 +94,8 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"tensor {name!r} in {self.path} is {dtype}, expected {', '.join(_DTYPES)}"
             )
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise CheckpointError(f"tensor {name!r} in {self.path} has no size: {shape}")
         if stop - start != math.prod(shape) * _DTYPES[dtype].itemsize:
             raise CheckpointError(f"tensor {name!r} in {self.path} does not fill its bytes")
         if not 0 <= start <= stop <= data_bytes:

@@ -16,6 +16,7 @@ __all__ = ["SamplingArrays", "SamplingParams", "sample", "stack_params"]
 
 
 _HOTTEST = float(np.finfo(np.float32).max)
+_COLDEST = float(np.finfo(np.float32).tiny)  # anything colder is rounded to 0 by some devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class SamplingParams:
     """
 
     temperature: float = 0.0
-    """0 takes the most likely token; 1 samples the model's own distribution."""
+    """0 (or less than float32's smallest normal number, 1.2e-38) takes the most likely token; 1
+    samples the model's own distribution."""
     top_p: float = 1.0
     """Only the likeliest tokens that together reach this share of probability."""
     top_k: int = 0
@@ -71,8 +73,9 @@ class SamplingArrays:
 
 def stack_params(params: Sequence[SamplingParams]) -> SamplingArrays:
     """One entry for each request of a batch, in order."""
+    warmth = [p.temperature if p.temperature >= _COLDEST else 0.0 for p in params]
     return SamplingArrays(
-        temperature=jnp.asarray(np.asarray([p.temperature for p in params], np.float32)),
+        temperature=jnp.asarray(np.asarray(warmth, np.float32)),
         top_p=jnp.asarray(np.asarray([p.top_p for p in params], np.float32)),
         top_k=jnp.asarray(np.asarray([p.top_k for p in params], np.int32)),
         seed=jnp.asarray(np.asarray([p.seed for p in params], np.uint32)),
@@ -85,17 +88,18 @@ def sample(
 ) -> Int[Array, " B"]:
     """The next token of each request, int32; `steps` counts the tokens it has generated so far.
 
-    Temperature 0 is the argmax (the lowest id among equals). Otherwise the logits are divided by
-    the temperature, then cut to `top_k`, then to the smallest set that reaches `top_p` of what is
-    left (equals of the last one in either set stay in); a Gumbel draw for each id, from the
-    request's seed and step, chooses within it. A batch pays for drawing and for sorting only if
-    one of its requests asks for it.
+    Temperature 0 is the argmax (the lowest id among equals). Otherwise the logits, less the
+    largest one so that no temperature makes them infinite, are divided by the temperature, cut to
+    `top_k`, then to the smallest set that reaches `top_p` of what is left (equals of the last one
+    in either set stay in); a Gumbel draw for each id, from the request's seed and step, chooses
+    within it. A batch pays for drawing and for sorting only if one of its requests asks for it.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawing = params.temperature > 0
 
     def draw() -> Int[Array, " B"]:
-        scaled = logits / jnp.where(drawing, params.temperature, 1.0)[:, None]
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(drawing, params.temperature, 1.0)[:, None]
         cut = drawing & ((params.top_k > 0) | (params.top_p < 1))
         least = jax.lax.cond(
             jnp.any(cut),

@@ -8,8 +8,6 @@ from ckv_jax.model.tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
 
-_INCOMPLETE = "\ufffd"  # what a byte-level tokenizer shows for part of a character
-
 
 class TextStream:
     """Turns one request's generated ids into text as they come.
@@ -22,11 +20,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
             raise ValueError("got an empty stop string, expected at least one character")
-        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer()
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._context = 0  # ids from here on are decoded again, so that spacing comes out right
-        self._done = 0  # ids before here have become text
         self._held = ""
         self._text: list[str] = []
         self._stopped_by: str | None = None
@@ -45,22 +40,13 @@ class TextStream:
         """Add one id; returns the text that is now certain, often empty or one word."""
         if self._stopped_by is not None:
             return ""
-        self._ids.append(token_id)
-        before = self._tokenizer.decode(self._ids[self._context : self._done])
-        after = self._tokenizer.decode(self._ids[self._context :])
-        if after.endswith(_INCOMPLETE) or not after.startswith(before):
-            return ""
-        self._context, self._done = self._done, len(self._ids)
-        return self._release(after[len(before) :], final=False)
+        return self._release(self._detokenizer.push(token_id), final=False)
 
     def finish(self) -> str:
         """No more ids: the text that was held back, an incomplete character included."""
         if self._stopped_by is not None:
             return ""
-        before = self._tokenizer.decode(self._ids[self._context : self._done])
-        after = self._tokenizer.decode(self._ids[self._context :])
-        self._context = self._done = len(self._ids)
-        return self._release(after[len(before) :], final=True)
+        return self._release(self._detokenizer.finish(), final=True)
 
     def _release(self, new: str, *, final: bool) -> str:
         pending = self._held + new

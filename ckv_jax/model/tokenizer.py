@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.model.detokenizer import Detokenizer
 from ckv_jax.validate import check_text
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
@@ -52,6 +53,10 @@ class Tokenizer:
         )
         return text
 
+    def detokenizer(self) -> Detokenizer:
+        """Turns ids into text one at a time, special tokens included."""
+        return Detokenizer(self._backend.backend_tokenizer)
+
     def apply_chat(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -91,13 +96,19 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     tokenizer_files(folder)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
-
-    kind = PreTrainedTokenizerFast if (folder / _WHOLE).is_file() else AutoTokenizer
+    if (folder / _WHOLE).is_file():
+        from transformers import PreTrainedTokenizerFast as Kind  # slow to import
+    else:
+        from transformers import AutoTokenizer as Kind  # far slower: it loads PyTorch if it can
     try:
-        return Tokenizer(kind.from_pretrained(str(folder), local_files_only=True))
+        backend = Kind.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the backend raises a bare Exception for a bad tokenizer.json
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if not backend.is_fast:  # it could not stream
+        raise CheckpointError(
+            f"got a {type(backend).__name__} in {folder}, expected one with a {_WHOLE}"
+        )
+    return Tokenizer(backend)
 
 
 def tokenizer_files(folder: str | Path) -> list[Path]:

@@ -17,7 +17,13 @@ from flax import nnx
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.orbax_store import restore_orbax, save_orbax
+from ckv_jax.model.orbax_store import (
+    is_orbax,
+    orbax_dtype,
+    orbax_files,
+    restore_orbax,
+    save_orbax,
+)
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
 from ckv_jax.model.tensor_map import Slot, tensor_slots
@@ -28,6 +34,7 @@ __all__ = [
     "restore_orbax",
     "save_orbax",
     "save_pretrained",
+    "stored_dtype",
     "weight_files",
 ]
 
@@ -37,14 +44,17 @@ _SHARD_BYTES = 4 * 2**30
 
 
 def load_pretrained(folder: str | Path, *, dtype: str = "bfloat16") -> Qwen2:
-    """The model of an HF checkpoint folder, its weights converted to `dtype` on the device.
+    """The model of a checkpoint folder, its weights converted to `dtype` on the device.
 
-    Every tensor is checked before any is read: one that is missing, unknown, named twice or of
-    the wrong shape raises a `CheckpointError` that names it. Tensors then go to the default
-    device one at a time, so host memory holds one tensor, or the two of one fused kernel.
+    A folder that `save_orbax` wrote is restored; any other is in HF's format. There, every tensor
+    is checked before any is read: one that is missing, unknown, named twice or of the wrong shape
+    raises a `CheckpointError` that names it. Tensors then go to the default device one at a time,
+    so host memory holds one tensor, or the two of one fused kernel.
     Raises `UnsupportedModel` for a config that this model cannot honour.
     """
     folder = Path(folder)
+    if is_orbax(folder):
+        return _ordered(restore_orbax(folder, dtype=dtype))
     config = ModelConfig.from_hf(folder)
     slots = tensor_slots(config)
     files = _locate(folder)
@@ -102,11 +112,26 @@ def _out_first(dtype: str) -> bool:
     return dtype != "float32"
 
 
+def _ordered(model: Qwen2) -> Qwen2:
+    """The model with its kernels as the fastest matmuls of its dtype want them."""
+    if model.out_first == _out_first(model.dtype.name):
+        return model
+    turned = Qwen2.abstract(model.config, dtype=model.dtype.name, out_first=not model.out_first)
+    values: dict[str | int, Any] = {}
+    for slot in tensor_slots(model.config):
+        leaf = _parameter(model, slot)
+        _put(values, slot.path, leaf.T if slot.kernel else leaf)
+    nnx.update(turned, values)
+    return turned
+
+
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, sorted; `CheckpointError` if there are none."""
+    """The files that hold a checkpoint's weights, sorted; `CheckpointError` if there are none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
+    if is_orbax(folder):
+        return orbax_files(folder)
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
@@ -115,6 +140,14 @@ def weight_files(folder: str | Path) -> list[Path]:
         f"not a checkpoint: {folder} has neither {_SINGLE} nor {_INDEX}"
         + ("; convert pytorch_model*.bin first" if list(folder.glob("pytorch_model*.bin")) else "")
     )
+
+
+def stored_dtype(folder: str | Path) -> str:
+    """The element type of a checkpoint's weights; float32 where it mixes several."""
+    if is_orbax(folder):
+        return orbax_dtype(folder)
+    dtypes = {dtype.name for path in weight_files(folder) for dtype in SafetensorsFile(path).dtypes}
+    return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
 def _locate(folder: Path) -> dict[str, SafetensorsFile]:
@@ -184,18 +217,23 @@ def _join(parts: list[jax.Array], transpose: bool, dtype: str) -> jax.Array:
 
 def _tensor(model: Qwen2, slot: Slot, name: str) -> np.ndarray:
     """One HF tensor, cut out of its parameter."""
-    node: Any = model
-    for key in slot.path:
-        node = node[key] if isinstance(key, int) else getattr(node, key)
     start = 0
     for part, shape in slot.tensors:
         if part == name:
             break
         start += shape[0]
-    value = np.asarray(node[...])
+    value = np.asarray(_parameter(model, slot))
     if slot.kernel and not model.out_first:
         value = value.T
     return value[start : start + shape[0]]
+
+
+def _parameter(model: Qwen2, slot: Slot) -> jax.Array:
+    node: Any = model
+    for key in slot.path:
+        node = node[key] if isinstance(key, int) else getattr(node, key)
+    value: jax.Array = node[...]
+    return value
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> Iterator[list[str]]:

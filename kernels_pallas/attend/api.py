@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32
 
+from ckv_jax.kernels_pallas.attend import reference
 from ckv_jax.kernels_pallas.attend.merge import merge
-from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
+from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 
-__all__ = ["attend", "merge"]
-
-_PACKAGE = "ckv_jax.kernels_pallas.attend"
+__all__ = ["IMPLEMENTATIONS", "attend", "merge"]
 
 
 def attend(
@@ -24,14 +27,13 @@ def attend(
     v_new: Float[Array, "B R K D"],
     q_start: Int32[Array, " B"],
     *,
-    token_mask: Bool[Array, "B N C"] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
     """Softmax attention, scaled by 1/sqrt(D), over page tokens and the tokens of this request.
 
-    Query i of sequence b sees the first `lengths[b, n]` tokens of every page n (those that
-    `token_mask` keeps) and `k_new[b, : q_start[b] + i + 1]`. Query head h uses KV head
-    h // (H // K). Keys carry their RoPE already, so the order of pages does not matter.
+    Query i of sequence b sees the first `lengths[b, n]` tokens of every page n and
+    `k_new[b, : q_start[b] + i + 1]`. Query head h uses KV head h // (H // K). Keys carry their
+    RoPE already, so the order of pages does not matter.
 
     Args:
       pages: the pool as single pages, the keys *or* the values of one chunk and layer each;
@@ -51,12 +53,33 @@ def attend(
       ValueError: shapes or dtypes that do not fit together.
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
-    _check(q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
-    args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start, token_mask)
+    args = (q, pages, k_table, v_table, lengths, k_new, v_new, q_start)
+    _check(*args)
     out: Array
     lse: Array
-    out, lse = dispatch(implementation, _PACKAGE, "attend", *args)
+    out, lse = dispatch(implementation, IMPLEMENTATIONS, *args)
     return out, lse
+
+
+def _mosaic_gpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.attend.mosaic_gpu import attend
+
+    return attend
+
+
+def _tpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.attend.tpu import attend
+
+    return attend
+
+
+IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
+        "tpu": Kernel(_tpu, backend="tpu"),
+        "reference": Kernel(lambda: reference.attend),
+    }
+)
 
 
 def _check(
@@ -68,7 +91,6 @@ def _check(
     k_new: Array,
     v_new: Array,
     q_start: Array,
-    token_mask: Array | None,
 ) -> None:
     if q.ndim != 4 or pages.ndim != 4 or k_new.ndim != 4 or k_table.ndim != 2:
         raise ValueError(
@@ -76,7 +98,7 @@ def _check(
             "expected [B, S, H, D], [P, C, K, D], [B, R, K, D], [B, N]"
         )
     batch, _, heads, dim = q.shape
-    count, chunk, kv_heads, page_dim = pages.shape
+    count, _, kv_heads, page_dim = pages.shape
     if heads % kv_heads or dim != page_dim or count == 0:
         raise ValueError(
             f"got q {q.shape} over pages {pages.shape}, expected K | H, equal D, P > 0"
@@ -101,9 +123,3 @@ def _check(
     ):
         if array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(f"got {name} {array.dtype}{array.shape}, expected int32{shape}")
-    if token_mask is not None and (
-        token_mask.shape != (*table, chunk) or token_mask.dtype != jnp.bool_
-    ):
-        raise ValueError(
-            f"got token_mask {token_mask.dtype}{token_mask.shape}, expected bool{(*table, chunk)}"
-        )

@@ -60,7 +60,6 @@ def attend(
     k_new: Array,
     v_new: Array,
     q_start: Array,
-    token_mask: Array | None = None,
     *,
     blocks: AttendBlocks = AttendBlocks(),
     interpret: Any = None,
@@ -88,7 +87,7 @@ def attend(
     if q.size == 0:
         return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
     tables = (pages, k_table, v_table, lengths, k_new, v_new, q_start)
-    pieces = cut(*tables, queries, token_mask, blocks.keys // chunk)
+    pieces = cut(*tables, queries, blocks.keys // chunk)
     rows, limit = fold(q, kv_heads, q_start, _ROWS)
     steps = pieces.order.shape[1] // blocks.keys
     tiles = rows.shape[2] // _ROWS

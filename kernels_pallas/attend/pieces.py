@@ -32,7 +32,6 @@ def cut(
     v_new: Array,
     q_start: Array,
     queries: int,
-    token_mask: Array | None,
     per_step: int,
 ) -> Pieces:
     """Arguments as in `api.attend`; a step is `per_step` pieces."""
@@ -45,8 +44,6 @@ def cut(
     inside = (k_table >= 0) & (k_table < count) & (v_table >= 0) & (v_table < count)
     lengths = jnp.where(inside, lengths, 0)
     valid = jnp.arange(chunk, dtype=jnp.int32)[None, None, :] < lengths[:, :, None]
-    if token_mask is not None:
-        valid = valid & token_mask
     used = jnp.any(valid, axis=2)
     zeros = -1 - new_pieces
     new_table = -1 - jnp.arange(new_pieces, dtype=jnp.int32)

@@ -25,7 +25,6 @@ def attend(
     k_new: Array,
     v_new: Array,
     q_start: Array,
-    token_mask: Array | None = None,
     *,
     logits_bytes: int = _LOGITS_BYTES,
 ) -> tuple[Array, Array]:
@@ -37,10 +36,8 @@ def attend(
     """
 
     def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k_table, v_table, lengths, k_new, v_new, q_start, *mask = row
-        keys, values, valid = _context(
-            pages, k_table, v_table, lengths, mask[0] if mask else None, k_new.dtype
-        )
+        q, k_table, v_table, lengths, k_new, v_new, q_start = row
+        keys, values, valid = _context(pages, k_table, v_table, lengths, k_new.dtype)
         tail = min(k_new.shape[0], v_new.shape[0])
         seen = jnp.arange(tail, dtype=jnp.int32) < q_start + q.shape[0]
         keys = jnp.concatenate([keys, k_new], axis=0)  # [T, K, D]
@@ -48,7 +45,6 @@ def attend(
         return _by_query_blocks(q, keys, values, valid, q_start, logits_bytes)
 
     rows: tuple[Array, ...] = (q, k_table, v_table, lengths, k_new, v_new, q_start)
-    rows = rows if token_mask is None else (*rows, token_mask)
     if q.shape[0] > 1:
         outs, lses = lax.map(one, rows)
         return outs, lses
@@ -61,7 +57,6 @@ def _context(
     k_table: Array,
     v_table: Array,
     lengths: Array,
-    token_mask: Array | None,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
     """The page tokens of one sequence: keys and values [N*C, K, D], valid bool [N*C]."""
@@ -69,8 +64,6 @@ def _context(
     inside = (k_table >= 0) & (k_table < num_pages) & (v_table >= 0) & (v_table < num_pages)
     lengths = jnp.where(inside, lengths, 0)
     valid = jnp.arange(chunk, dtype=jnp.int32)[None, :] < lengths[:, None]  # [N, C]
-    if token_mask is not None:
-        valid = valid & token_mask
     keys = jnp.take(pages, k_table, axis=0, mode="clip")
     values = jnp.take(pages, v_table, axis=0, mode="clip")
     values = jnp.where(valid[:, :, None, None], values, jnp.zeros((), values.dtype))

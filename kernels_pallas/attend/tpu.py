@@ -49,7 +49,6 @@ def attend(
     k_new: Array,
     v_new: Array,
     q_start: Array,
-    token_mask: Array | None = None,
     *,
     blocks: AttendBlocks = AttendBlocks(),
     interpret: Any = False,
@@ -74,7 +73,7 @@ def attend(
         return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
     per_step = blocks.keys // chunk
     tables = (pages, k_table, v_table, lengths, k_new, v_new, q_start)
-    pieces = cut(*tables, queries, token_mask, per_step)
+    pieces = cut(*tables, queries, per_step)
     rows, limit = fold(q, kv_heads, q_start, blocks.rows)
     out, lse = _call(rows, limit, pages, pieces, per_step, blocks, interpret)
     group = heads // kv_heads

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32, Shaped
 
-from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
+from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
+from ckv_jax.kernels_pallas.gather import reference
 
-__all__ = ["gather"]
-
-_PACKAGE = "ckv_jax.kernels_pallas.gather"
+__all__ = ["IMPLEMENTATIONS", "gather"]
 
 
 def gather(
@@ -35,5 +38,26 @@ def gather(
         raise ValueError(f"got table {table.dtype}{table.shape}, expected int32 [B, N]")
     if pages.ndim < 2 or pages.shape[0] == 0:
         raise ValueError(f"got pages {pages.shape}, expected [P, *page] with P > 0")
-    out: Array = dispatch(implementation, _PACKAGE, "gather", pages, table)
+    out: Array = dispatch(implementation, IMPLEMENTATIONS, pages, table)
     return out
+
+
+def _mosaic_gpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.gather.mosaic_gpu import gather
+
+    return gather
+
+
+def _tpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.gather.tpu import gather
+
+    return gather
+
+
+IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
+        "tpu": Kernel(_tpu, backend="tpu"),
+        "reference": Kernel(lambda: reference.gather),
+    }
+)

@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 
-from ckv_jax.cache import AttentionGuided, Tiers
+from ckv_jax.cache import POLICIES, Tiers
 
 
 def test_a_request_over_600_of_100_000_pages_costs_well_under_a_millisecond() -> None:
     count, used = 100_000, 600
     rng = np.random.default_rng(0)
-    tiers = Tiers(15_000, 36_000, used, AttentionGuided())
+    tiers = Tiers(15_000, 36_000, used, POLICIES["attention"])
     tiers.register(count)
     weight = 1 / np.arange(1, count + 1) ** 0.7
     edges, order = np.cumsum(weight) / weight.sum(), rng.permutation(count)

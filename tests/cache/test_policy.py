@@ -3,54 +3,67 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckv_jax.cache import (
-    POLICIES,
-    AttentionGuided,
-    FrequencyThenAttention,
-    ImportanceRatio,
-    Lfu,
-    Lru,
-    Policy,
-)
+from ckv_jax.cache import POLICIES, Policy, Tiers
 
 IMPORTANCE = np.array([0.0, 1.5, 0.25, 2.0])
 FREQUENCY = np.array([0, 2, 4, 2], np.uint32)
 LAST_USED = np.array([0, 7, 9, 8], np.uint64)
 
 
-def scores(policy: Policy) -> list[float]:
-    return policy.score(IMPORTANCE, FREQUENCY, LAST_USED).tolist()
+def scores(name: str) -> list[float]:
+    return POLICIES[name].score(IMPORTANCE, FREQUENCY, LAST_USED).tolist()
 
 
 def test_attention_guided_is_importance_times_frequency() -> None:
-    assert scores(AttentionGuided()) == [0.0, 3.0, 1.0, 4.0]
+    assert scores("attention") == [0.0, 3.0, 1.0, 4.0]
 
 
 def test_attention_decides_among_equals_only() -> None:
-    assert scores(FrequencyThenAttention()) == pytest.approx([0.0, 2.6, 4.2, 2 + 2 / 3])
+    assert scores("frequency-attention") == pytest.approx([0.0, 2.6, 4.2, 2 + 2 / 3])
 
 
 def test_lru_orders_by_recency() -> None:
-    assert np.argsort(scores(Lru())).tolist() == [0, 1, 3, 2]
+    assert np.argsort(scores("lru")).tolist() == [0, 1, 3, 2]
 
 
 def test_lfu_orders_by_frequency_then_recency() -> None:
-    assert np.argsort(scores(Lfu())).tolist() == [0, 1, 3, 2]
-    assert scores(Lfu())[1] < scores(Lfu())[3] < 3.0
+    found = scores("lfu")
+    assert np.argsort(found).tolist() == [0, 1, 3, 2]
+    assert found[1] < found[3] < 3.0
 
 
 def test_importance_ratio_prefers_the_papers_second_chunk() -> None:
     # IMPRESS, Figure 14: 15 uses at one important key of two against 10 uses at two of two
-    first, second = ImportanceRatio().score(
+    first, second = POLICIES["importance-ratio"].score(
         np.array([15 * 0.5, 10 * 1.0]),
         np.array([15, 10], np.uint32),
         np.array([25, 24], np.uint64),
     )
     assert (first, second) == (7.5, 10.0)
-    assert scores(ImportanceRatio())[0] == 0.0
+    assert scores("importance-ratio") == IMPORTANCE.tolist()
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_keeps_dtype_and_shape(name: str) -> None:
-    out = POLICIES[name]().score(IMPORTANCE, FREQUENCY, LAST_USED)
+    out = POLICIES[name].score(IMPORTANCE, FREQUENCY, LAST_USED)
     assert out.dtype == np.float64 and out.shape == (4,)
+
+
+def test_only_one_policy_counts_attention_without_use() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.sees_all] == ["frequency-attention"]
+
+
+def test_a_policy_is_one_function() -> None:
+    def fresh(importance: np.ndarray, frequency: np.ndarray, last_used: np.ndarray) -> np.ndarray:
+        return 1.0 / (1.0 + frequency)
+
+    tiers = Tiers(1, 0, 2, Policy(fresh))
+    tiers.register(2)
+    for page, used in ((0, 1), (1, 2)):
+        pages = np.array([page])
+        slots = tiers.take(1)
+        for _ in range(used):
+            tiers.record(pages, np.array([0.5]))
+        tiers.admit(pages, slots)
+    slots, _ = tiers.lookup(np.array([0, 1]))
+    assert (slots >= 0).tolist() == [True, False]  # used less, worth more

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckv_jax.cache import AttentionGuided, FrequencyThenAttention, Lru, PoolExhausted, Tiers
+from ckv_jax.cache import POLICIES, PoolExhausted, Tiers
+
+ATTENTION = POLICIES["attention"]
 
 
 def ids(*pages: int) -> np.ndarray:
@@ -27,7 +29,7 @@ def use(tiers: Tiers, attention: dict[int, float]) -> np.ndarray:
 
 
 def test_fresh_packs_are_cached_by_relabelling_their_work_slots() -> None:
-    tiers = Tiers(2, 2, 2, AttentionGuided())
+    tiers = Tiers(2, 2, 2, ATTENTION)
     tiers.register(8)
     slots = tiers.take(2)
     tiers.record(ids(3, 4), np.array([0.5, 0.25]))
@@ -41,7 +43,7 @@ def test_fresh_packs_are_cached_by_relabelling_their_work_slots() -> None:
 
 
 def test_a_better_fresh_page_pushes_the_lowest_down_to_the_host() -> None:
-    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers = Tiers(1, 1, 1, ATTENTION)
     tiers.register(8)
     (old,) = use(tiers, {0: 0.5}).tolist()
     new = tiers.take(1)
@@ -55,7 +57,7 @@ def test_a_better_fresh_page_pushes_the_lowest_down_to_the_host() -> None:
 
 
 def test_a_fresh_page_worth_only_the_host_is_copied_down_from_its_work_slot() -> None:
-    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers = Tiers(1, 1, 1, ATTENTION)
     tiers.register(8)
     use(tiers, {0: 0.5})
     slot = tiers.take(1)
@@ -68,7 +70,7 @@ def test_a_fresh_page_worth_only_the_host_is_copied_down_from_its_work_slot() ->
 
 
 def test_a_fresh_page_worth_nothing_is_freed_but_its_score_is_kept() -> None:
-    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers = Tiers(1, 1, 1, ATTENTION)
     base = tiers.register(8)
     use(tiers, {0: 0.5})
     use(tiers, {1: 0.25})
@@ -84,7 +86,7 @@ def test_a_fresh_page_worth_nothing_is_freed_but_its_score_is_kept() -> None:
 
 
 def test_a_host_hit_is_promoted_once_it_beats_the_lowest_on_the_device() -> None:
-    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers = Tiers(1, 1, 1, ATTENTION)
     tiers.register(8)
     (first,) = use(tiers, {0: 0.5}).tolist()
     use(tiers, {1: 0.25})
@@ -99,7 +101,7 @@ def test_a_host_hit_is_promoted_once_it_beats_the_lowest_on_the_device() -> None
 
 
 def test_a_host_hit_that_is_not_better_stays_in_the_host_tier() -> None:
-    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers = Tiers(1, 1, 1, ATTENTION)
     tiers.register(8)
     use(tiers, {0: 4.0})
     use(tiers, {1: 0.25})
@@ -112,7 +114,7 @@ def test_a_host_hit_that_is_not_better_stays_in_the_host_tier() -> None:
 
 
 def test_pages_pinned_by_another_request_do_not_move() -> None:
-    tiers = Tiers(1, 1, 2, AttentionGuided())
+    tiers = Tiers(1, 1, 2, ATTENTION)
     tiers.register(8)
     use(tiers, {0: 0.5})
     use(tiers, {1: 0.25})
@@ -130,7 +132,7 @@ def test_pages_pinned_by_another_request_do_not_move() -> None:
 
 
 def test_a_second_copy_of_a_cached_page_is_freed() -> None:
-    tiers = Tiers(2, 0, 2, AttentionGuided())
+    tiers = Tiers(2, 0, 2, ATTENTION)
     tiers.register(4)
     slots = tiers.take(2)
     tiers.record(ids(0), np.array([1.0]))
@@ -141,7 +143,7 @@ def test_a_second_copy_of_a_cached_page_is_freed() -> None:
 
 
 def test_an_equal_score_does_not_displace() -> None:
-    tiers = Tiers(1, 0, 1, AttentionGuided())
+    tiers = Tiers(1, 0, 1, ATTENTION)
     tiers.register(4)
     use(tiers, {2: 0.5})
     use(tiers, {1: 0.5})
@@ -149,7 +151,7 @@ def test_an_equal_score_does_not_displace() -> None:
 
 
 def test_of_equal_scores_the_higher_page_leaves_first() -> None:
-    tiers = Tiers(2, 0, 2, Lru())
+    tiers = Tiers(2, 0, 2, POLICIES["lru"])
     tiers.register(8)
     use(tiers, {4: 0.0, 2: 0.0})
     use(tiers, {7: 0.0})
@@ -157,8 +159,8 @@ def test_of_equal_scores_the_higher_page_leaves_first() -> None:
 
 
 def test_attention_without_a_use_decides_among_equal_frequencies() -> None:
-    tiers = Tiers(1, 0, 1, FrequencyThenAttention())
-    assert tiers.observes and not Tiers(1, 0, 1, AttentionGuided()).observes
+    tiers = Tiers(1, 0, 1, POLICIES["frequency-attention"])
+    assert tiers.observes and not Tiers(1, 0, 1, ATTENTION).observes
     tiers.register(4)
     tiers.observe(ids(1), np.array([3.0]))
     use(tiers, {0: 0.5})
@@ -178,12 +180,12 @@ def test_attention_without_a_use_decides_among_equal_frequencies() -> None:
 
 
 def test_a_restart_goes_on_with_persisted_scores() -> None:
-    tiers = Tiers(1, 1, 1, AttentionGuided())
+    tiers = Tiers(1, 1, 1, ATTENTION)
     base = tiers.register(4)
     use(tiers, {1: 0.5})
     use(tiers, {1: 0.25})
     importance, frequency = tiers.scores(base, 4)
-    again = Tiers(1, 1, 1, AttentionGuided())
+    again = Tiers(1, 1, 1, ATTENTION)
     base = again.register(4, importance.reshape(2, 2), frequency.reshape(2, 2))
     assert again.scores(base, 4)[0].tolist() == [0.0, 0.75, 0.0, 0.0]
     use(again, {2: 0.7})
@@ -192,7 +194,7 @@ def test_a_restart_goes_on_with_persisted_scores() -> None:
 
 
 def test_hits_are_counted_by_tier() -> None:
-    tiers = Tiers(1, 1, 2, AttentionGuided())
+    tiers = Tiers(1, 1, 2, ATTENTION)
     tiers.register(4)
     use(tiers, {0: 2.0, 1: 1.0})
     use(tiers, {0: 2.0, 1: 0.0, 2: 0.0})
@@ -202,7 +204,7 @@ def test_hits_are_counted_by_tier() -> None:
 
 
 def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
-    tiers = Tiers(2, 2, 2, AttentionGuided())
+    tiers = Tiers(2, 2, 2, ATTENTION)
     base = tiers.register(3)
     use(tiers, {base: 9.0, base + 1: 8.0})
     tiers.forget(base, 3)
@@ -212,14 +214,14 @@ def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
 
 
 def test_taking_more_than_there_is_lends_nothing() -> None:
-    tiers = Tiers(2, 0, 2, AttentionGuided())
+    tiers = Tiers(2, 0, 2, ATTENTION)
     with pytest.raises(PoolExhausted, match=r"5 device slots, 4 of 4"):
         tiers.take(5)
     assert tiers.free_slots == 4
 
 
 def test_no_cache_at_all_frees_everything() -> None:
-    tiers = Tiers(0, 0, 2, AttentionGuided())
+    tiers = Tiers(0, 0, 2, ATTENTION)
     tiers.register(4)
     slots = tiers.take(2)
     tiers.record(ids(0, 1), np.array([1.0, 1.0]))
@@ -245,11 +247,11 @@ def test_no_cache_at_all_frees_everything() -> None:
         (lambda t: t.record(ids(0), np.array([-1.0])), "below 0"),
         (lambda t: t.register(0), "expected 1 or more"),
         (lambda t: t.register(2, np.zeros(3), np.zeros(2, np.uint32)), "expected 2"),
-        (lambda t: Tiers(-1, 0, 0, Lru()), "expected 0 or more"),
+        (lambda t: Tiers(-1, 0, 0, POLICIES["lru"]), "expected 0 or more"),
     ],
 )
 def test_misuse_is_refused(call, message: str) -> None:
-    tiers = Tiers(2, 2, 2, AttentionGuided())
+    tiers = Tiers(2, 2, 2, ATTENTION)
     tiers.register(4)
     with pytest.raises(ValueError, match=message):
         call(tiers)

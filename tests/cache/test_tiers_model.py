@@ -8,53 +8,41 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckv_jax.cache import POLICIES, PoolExhausted, Tiers
+from ckv_jax.cache import POLICIES, Policy, PoolExhausted, Tiers
 
 from .model import TierModel
 
 WORK = 8
 
 
-class Novelty:
-    """A policy of ours whose scores fall with use, unlike those of the package."""
-
-    sees_all = True
-
-    def score(
-        self,
-        importance: np.ndarray,
-        frequency: np.ndarray,
-        last_used: np.ndarray,
-    ) -> np.ndarray:
-        return (1.0 + importance) / (1.0 + frequency)
+def novelty(importance: np.ndarray, frequency: np.ndarray, _: np.ndarray) -> np.ndarray:
+    """Scores that fall with use, unlike those of the package."""
+    return (1.0 + importance) / (1.0 + frequency)
 
 
-class Boredom(Novelty):
-    """One whose scores fall with attention."""
-
-    def score(
-        self,
-        importance: np.ndarray,
-        frequency: np.ndarray,
-        last_used: np.ndarray,
-    ) -> np.ndarray:
-        return (1.0 + frequency) / (1.0 + importance)
+def boredom(importance: np.ndarray, frequency: np.ndarray, _: np.ndarray) -> np.ndarray:
+    """Scores that fall with attention."""
+    return (1.0 + frequency) / (1.0 + importance)
 
 
-MAKERS = {**POLICIES, "novelty": Novelty, "boredom": Boredom}
+ALL = {
+    **POLICIES,
+    "novelty": Policy(novelty, sees_all=True),
+    "boredom": Policy(boredom, sees_all=True),
+}
 
 
 class TiersAgainstModel(RuleBasedStateMachine):
     """Requests that overlap: each pins, takes work slots, then ends by `admit` or `release`."""
 
     @initialize(
-        policy=st.sampled_from(sorted(MAKERS)),
+        policy=st.sampled_from(sorted(ALL)),
         device=st.integers(0, 6),
         host=st.integers(0, 8),
     )
     def start(self, policy: str, device: int, host: int) -> None:
-        self.tiers = Tiers(device, host, WORK, MAKERS[policy]())
-        self.model = TierModel(device, host, MAKERS[policy]())
+        self.tiers = Tiers(device, host, WORK, ALL[policy])
+        self.model = TierModel(device, host, ALL[policy])
         self.ranges: list[tuple[int, int]] = []
         self.requests: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.held: dict[int, bytes] = {}  # device slot -> page written there, as the engine would

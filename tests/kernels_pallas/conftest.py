@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,14 +40,14 @@ def kernel(implementation: str) -> Callable[..., Any]:
     """kernel("attend", *args, **options) runs the implementation, interpreted if it must be."""
 
     def call(name: str, *args: Any, **options: Any) -> Any:
-        module = importlib.import_module(f"ckv_jax.kernels_pallas.{name}.{implementation}")
-        function = getattr(module, name)
+        api = importlib.import_module(f"ckv_jax.kernels_pallas.{name}.api")
+        function = api.IMPLEMENTATIONS[implementation].load()
         if implementation == "reference":
             return jax.jit(function, static_argnums=4 if name == "score" else None)(*args)
         if implementation == "mosaic_gpu" and name != "gather" and not _INTERPRETS_WGMMA:
             pytest.skip("this JAX's GPU interpreter has no transposed references")
         if options:
-            blocks = getattr(module, f"{name.capitalize()}Blocks")
+            blocks = getattr(sys.modules[function.__module__], f"{name.capitalize()}Blocks")
             options = {"blocks": blocks(**options[implementation])}
         return function(*args, interpret=_interpreter(implementation), **options)
 

@@ -20,17 +20,15 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 64
-    chunk: int = 32
+    chunk: int = 64
     table: tuple[tuple[int, ...], ...] = ((3, 3, 0, 5, 1), (2, -1, 7, 4, 99))
     lengths: tuple[tuple[int, ...], ...] = ((99, 99, 5, 0, 99), (99, 99, 1, 99, 99))
     new: int = 12
     start: tuple[int, ...] = (0, 3)
-    masked: bool = False
 
 
 CASES = {
     "invalid and partial pages": Case(),
-    "masked tokens": Case(masked=True, new=9, start=(0, 0)),
     "more rows than a tile": Case(queries=37, heads=6, new=40, start=(2, -5)),
     "nothing to see": Case(lengths=((0,) * 5,) * 2, start=(-9, -20)),
 }
@@ -57,12 +55,10 @@ def arguments(case: Case) -> tuple[Any, ...]:
     pages = rng.standard_normal(shape)
     q = rng.standard_normal((batch, case.queries, case.heads, case.dim))
     new = rng.standard_normal((2, batch, case.new, case.kv_heads, case.dim))
-    mask = rng.random((batch, entries, case.chunk)) < 0.6 if case.masked else None
     seen = np.zeros((count, case.chunk), bool)
     for b, n in np.ndindex(batch, entries):
         if 0 <= table[b, n] < count:
             keep = np.arange(case.chunk) < lengths[b, n]
-            keep = keep if mask is None else keep & mask[b, n]
             seen[table[b, n]] |= keep
             seen[v_table[b, n]] |= keep
     pages[~seen] = np.nan
@@ -77,7 +73,6 @@ def arguments(case: Case) -> tuple[Any, ...]:
         jnp.asarray(new[0], case.dtype),
         jnp.asarray(new[1], case.dtype),
         jnp.asarray(case.start, jnp.int32),
-        None if mask is None else jnp.asarray(mask),
     )
 
 
@@ -94,10 +89,9 @@ def expected(args: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
         for n in range(k_table.shape[1]):
             if not (0 <= k_table[b, n] < count and 0 <= v_table[b, n] < count):
                 continue
-            for c in range(chunk):
-                if c < lengths[b, n] and (args[8] is None or args[8][b, n, c]):
-                    keys.append(pages[k_table[b, n], c, head])
-                    values.append(pages[v_table[b, n], c, head])
+            for c in range(min(chunk, lengths[b, n])):
+                keys.append(pages[k_table[b, n], c, head])
+                values.append(pages[v_table[b, n], c, head])
         for r in range(min(k_new.shape[1], max(0, start[b] + i + 1))):
             keys.append(k_new[b, r, head])
             values.append(v_new[b, r, head])
@@ -149,18 +143,18 @@ def test_queries_in_blocks_change_nothing() -> None:
 def test_a_pool_of_bit_patterns() -> None:
     args = arguments(Case())
     pool = jax.lax.bitcast_convert_type(args[1], jnp.uint16)
-    out, lse = jax.jit(attend)(*args[:8])
-    same, same_lse = jax.jit(attend)(args[0], pool, *args[2:8])
+    out, lse = jax.jit(attend)(*args)
+    same, same_lse = jax.jit(attend)(args[0], pool, *args[2:])
     np.testing.assert_array_equal(out, same)
     np.testing.assert_array_equal(lse, same_lse)
     for name in ("mosaic_gpu", "tpu"):
         with pytest.raises(NotImplementedError, match="uint16"):
-            attend(args[0], pool, *args[2:8], implementation=name)
+            attend(args[0], pool, *args[2:], implementation=name)
 
 
 def test_merge_of_parts_is_the_whole() -> None:
     args = arguments(Case(dtype="float32"))
-    q, pages, k_table, v_table, lengths, k_new, v_new, start, _ = args
+    q, pages, k_table, v_table, lengths, k_new, v_new, start = args
     run = jax.jit(attend)
     outs, lses = [], []
     for part in ((0, 2), (2, 4), (4, 5)):
@@ -191,13 +185,7 @@ def test_merge_of_parts_is_the_whole() -> None:
     ],
 )
 def test_says_what_it_got(index: int, wrong: jax.Array, message: str) -> None:
-    args = list(arguments(Case()))[:8]
+    args = list(arguments(Case()))
     args[index] = wrong
     with pytest.raises(ValueError, match=message):
         attend(*args)
-
-
-def test_wrong_token_mask() -> None:
-    args = arguments(Case())
-    with pytest.raises(ValueError, match="got token_mask"):
-        attend(*args[:8], token_mask=jnp.ones((2, 5, 15), bool))

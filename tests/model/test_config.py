@@ -74,6 +74,42 @@ def test_yarn_without_original_length_stretches_the_whole_context() -> None:
     assert scaling == RopeScaling(factor=2.0, original_max_position_embeddings=4096)
 
 
+@pytest.mark.parametrize("stated", [32768, 131072])
+def test_yarn_as_qwen_documents_it_allows_the_stretched_context(stated: int) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    config = ModelConfig.from_hf(hf(max_position_embeddings=stated, rope_scaling=yarn))
+    assert config.max_position_embeddings == 131072
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (7, None, (7,)),
+        (7, {}, (7,)),
+        (7, {"eos_token_id": 5}, (7, 5)),
+        (151645, {"eos_token_id": [151645, 151643]}, (151645, 151643)),
+        (None, {"eos_token_id": [3, 0, 3]}, (3, 0)),
+    ],
+)
+def test_ends_of_text_are_those_of_both_files(
+    config: int | None, generation: dict[str, Any] | None, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf(eos_token_id=config)))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert ModelConfig.from_hf(tmp_path).eos_token_ids == expected
+    assert ModelConfig.from_hf(tmp_path / "config.json").eos_token_ids == expected
+
+
+@pytest.mark.parametrize("wrong", ["</s>", -1, True, [1, None], {"id": 3}, 1.5])
+def test_a_wrong_end_of_text_is_named(wrong: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf()))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        ModelConfig.from_hf(tmp_path)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_to_hf_reads_back(name: str) -> None:
     config = PUBLISHED[name]

@@ -69,9 +69,28 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     np.testing.assert_array_equal(tokens, [3, 23, 0])
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1.2e-38, 1e-38, 1e-45, 5e-324])
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.9}], ids=str
+)
+def test_the_coldest_temperatures_take_the_most_likely(
+    temperature: float, cut: dict[str, Any]
+) -> None:
+    logits = np.asarray([-30.0, 29.5, 30.0, 12.0, -np.inf], np.float32)
+    steps = np.arange(64, dtype=np.int32)
+    tokens = draw(logits, SamplingParams(temperature=temperature, **cut), steps)
+    assert set(tokens.tolist()) == {2}
+
+
+def test_a_cold_temperature_still_draws_among_equals() -> None:
+    logits = np.asarray([1e30, 3.0, 1e30], np.float32)
+    tokens = draw(logits, SamplingParams(temperature=1e-37), np.arange(64, dtype=np.int32))
+    assert set(tokens.tolist()) == {0, 2}
+
+
 PARAMS = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    temperature=st.sampled_from([0.0, 1e-37, 0.3, 1.0, 2.0]),
     top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     top_k=st.integers(0, VOCAB + 3),
     seed=st.integers(0, 2**32 - 1),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.model.detokenizer import Detokenizer
 from ckv_jax.model.stream import TextStream
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from tests.model.small import write_tokenizer
@@ -139,6 +143,41 @@ def test_incomplete_characters_are_held_back(tokenizer: Tokenizer) -> None:
         cut.push(token)
     assert cut.finish() == "\ufffd"
     assert cut.text == tokenizer.decode(ids[:-1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_ids_join_to_their_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    known = st.integers(0, tokenizer.vocab_size + 3)  # the last ones have no text
+    high = st.sampled_from([i for i in range(300) if tokenizer.decode([i]) == "\ufffd"])
+    runs = st.lists(st.one_of(known, st.lists(high, max_size=40)), max_size=8)
+    ids = [i for run in data.draw(runs) for i in (run if isinstance(run, list) else [run])]
+    stream = TextStream(tokenizer)
+    pieces = [*map(stream.push, ids), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_ids_that_never_become_text_take_no_quadratic_time(tokenizer: Tokenizer) -> None:
+    wrong = tokenizer._backend.convert_tokens_to_ids("ÿ")  # byte 0xff, which is in no character
+    count = 20_000  # 50 s if each push decoded all that wait
+    for token, text in ((wrong, "\ufffd"), (tokenizer.vocab_size + 5, "")):
+        stream = TextStream(tokenizer)
+        start = time.perf_counter()
+        for _ in range(count):
+            stream.push(token)
+        assert time.perf_counter() - start < 10
+        stream.finish()
+        assert stream.text == text * count
+
+
+def test_byte_fallback_that_changes_its_mind_goes_on() -> None:
+    vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"end": 256}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    detokenizer = Detokenizer(backend)
+    pieces = [detokenizer.push(i) for i in (0x41, 0x42, 0x92, 256, 0x43)]
+    assert pieces == ["A", "B", "", "\ufffdend", "C"]
+    assert detokenizer.finish() == ""
 
 
 def test_nothing_after_a_stop(tokenizer: Tokenizer) -> None:

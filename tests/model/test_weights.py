@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +15,22 @@ from flax import nnx
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.convert import convert
+from ckv_jax.model.orbax_store import is_orbax
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
+from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.model.weights import (
     load_pretrained,
     random_model,
     restore_orbax,
     save_orbax,
     save_pretrained,
+    stored_dtype,
     weight_files,
 )
-from tests.model.small import CONFIG
+from ckv_jax.storage.fingerprint import hash_files
+from tests.model.small import CONFIG, write_tokenizer
 
 Edit = Callable[[dict[str, np.ndarray]], None]
 
@@ -175,6 +181,11 @@ def header(text: str, data: int = 0) -> bytes:
         (header("{nonsense}"), "broken safetensors header"),
         (header("[1, 2]"), "broken safetensors header"),
         (header('{"x": {"dtype": "F32", "shape": [2]}}'), "broken safetensors header"),
+        (header("[" * 100_000), "broken safetensors header"),
+        (
+            header('{"x": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}', 8),
+            "has no size",
+        ),
         (
             header('{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 4),
             "beyond the file's end",
@@ -243,6 +254,60 @@ def test_host_memory_stays_at_the_largest_parameter(tmp_path: Path) -> None:
     peak = min(peaks)
     assert file_bytes > 8 * largest
     assert largest / 2 < peak < 3 * largest
+
+
+def test_a_header_of_many_names_takes_no_quadratic_time(tmp_path: Path) -> None:
+    entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    text = "{" + ",".join(f'"{i}":{entry}' for i in range(100_000)) + "}"
+    (tmp_path / "x").write_bytes(header(text))  # two minutes if each name were looked for in all
+    start = time.perf_counter()
+    assert len(SafetensorsFile(tmp_path / "x").shapes) == 100_000
+    assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_conversion_there_and_back_keeps_every_bit(dtype: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "hf")
+    save_pretrained(random_model(CONFIG, dtype=dtype, seed=6), tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    convert(tmp_path / "hf", tmp_path / "orbax", to="orbax")
+    convert(tmp_path / "orbax", tmp_path / "back", to="hf")
+    original, orbax, back = (tmp_path / name for name in ("hf", "orbax", "back"))
+    for folder in (orbax, back):
+        assert stored_dtype(folder) == dtype
+        assert load_pretrained(folder, dtype=dtype).config.eos_token_ids == (1, 2, 9)
+        assert hash_files(tokenizer_files(folder)) == hash_files(tokenizer_files(original))
+    assert (back / "model.safetensors").read_bytes() == (
+        original / "model.safetensors"
+    ).read_bytes()
+    assert equal(load_pretrained(orbax), load_pretrained(original))
+    assert is_orbax(orbax) and not is_orbax(back)
+    assert all(path.is_file() for path in weight_files(orbax))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "orbax"]
+
+
+def test_conversion_refuses_and_leaves_nothing(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "hf")
+    save_pretrained(random_model(CONFIG), tmp_path / "hf")
+    with pytest.raises(ValueError, match="got format 'onnx', expected one of orbax, hf"):
+        convert(tmp_path / "hf", tmp_path / "new", to="onnx")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there already"):
+        convert(tmp_path / "hf", tmp_path / "hf", to="orbax")
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        convert(tmp_path / "nowhere", tmp_path / "new", to="orbax")
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="cut short"):
+        convert(tmp_path / "hf", tmp_path / "new", to="orbax")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_weights_of_several_types_are_kept_in_the_widest(tmp_path: Path) -> None:
+    _, places = sharded(tmp_path)  # float32
+    file = SafetensorsFile(tmp_path / places["model.norm.weight"])
+    half = {name: file.read(name).astype(np.float16) for name in file.shapes}
+    shapes = [(name, data.shape) for name, data in half.items()]
+    write_safetensors(file.path, shapes, np.dtype(np.float16), half.__getitem__)
+    assert stored_dtype(tmp_path) == "float32"
 
 
 def test_orbax_gives_back_the_same_model(tmp_path: Path) -> None:

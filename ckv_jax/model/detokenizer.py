@@ -1,0 +1,73 @@
+"""Detokenizer: token ids in, one at a time, and text out as soon as it is certain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+__all__ = ["Detokenizer"]
+
+_PATIENCE = 16  # ids that may wait for the end of a character; one has four bytes at most
+_CHARACTER = 4  # ids that one character can take
+
+
+class Detokenizer:
+    """The text of a sequence of ids, piece by piece, over `tokenizers`' own `DecodeStream`.
+
+    Pieces joined equal decoding all ids at once, wherever what follows cannot change what came
+    before (byte fallback turns a whole run of bytes to U+FFFD at its first wrong one; what has
+    been given out by then stays). An id takes bounded time and only the latest ids are kept, also
+    where they never become text.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """`backend` is a `tokenizers.Tokenizer`."""
+        self._backend = backend
+        self._stream = DecodeStream()
+        self._context: list[int] = []  # became the latest piece; spacing depends on them
+        self._waiting: list[int] = []  # no text yet
+
+    def push(self, token_id: int) -> str:
+        """Add one id; returns the text that is now certain, "" inside a character."""
+        self._waiting.append(token_id)
+        try:
+            piece: str | None = self._stream.step(self._backend, token_id)
+        except Exception:  # a bare one: this id changed the text of those before it
+            return self._cut(len(self._waiting))
+        if piece is not None:
+            self._context, self._waiting = self._waiting, []
+            return piece
+        return self._cut(self._seam()) if len(self._waiting) >= _PATIENCE else ""
+
+    def finish(self) -> str:
+        """No more ids: the text of those that wait, U+FFFD for part of a character."""
+        text = self._after_context(self._waiting)
+        self._context = self._waiting = []
+        self._stream = DecodeStream()
+        return text
+
+    def _cut(self, at: int) -> str:
+        """The text of the first `at` ids that wait; the others wait in a new stream."""
+        first, rest = self._waiting[:at], self._waiting[at:]
+        text = self._after_context(first)
+        self._context, self._waiting = first, []
+        self._stream = DecodeStream(ids=first)
+        return text + "".join(map(self.push, rest))
+
+    def _seam(self) -> int:
+        """How many waiting ids can go without changing a character; all, if any would."""
+        ids = self._waiting
+        whole = self._decode(ids)
+        for at in range(len(ids) - 1, len(ids) - _CHARACTER, -1):
+            if self._decode(ids[:at]) + self._decode(ids[at:]) == whole:
+                return at
+        return len(ids)
+
+    def _after_context(self, ids: list[int]) -> str:
+        before, after = self._decode(self._context), self._decode(self._context + ids)
+        return after[len(before) :] if after.startswith(before) else self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text

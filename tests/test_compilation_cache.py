@@ -1,0 +1,87 @@
+"""What one process has compiled, the next one reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json
+import jax, jax.numpy as jnp
+from pathlib import Path
+from ckv_jax import compilation_cache
+
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+before = {before}
+compilation_cache.enable({folder})
+compilation_cache.enable()  # a second call changes nothing
+
+from ckv_jax.model.sampling import SamplingParams, sample, stack_params
+params = stack_params([SamplingParams(temperature=0.5, top_k=2)])
+sample(jnp.ones((1, 8)), params, jnp.zeros(1, int)).block_until_ready()
+jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((16, 16))).block_until_ready()
+print(json.dumps({{
+    "folder": jax.config.jax_compilation_cache_dir,
+    "asked": events.count("/jax/compilation_cache/compile_requests_use_cache"),
+    "read": events.count("/jax/compilation_cache/cache_hits"),
+}}))
+"""
+
+
+def run(
+    *, folder: str = "", before: str = "None", environment: dict[str, str] | None = None
+) -> dict:
+    """One process that enables the cache and compiles; what it asked the cache for, and found."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "CKV_", "XDG_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(folder=folder, before=before)],
+        capture_output=True,
+        text=True,
+        env=inherited | {"JAX_PLATFORMS": "cpu"} | (environment or {}),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict = json.loads(done.stdout)
+    return found
+
+
+def test_a_second_process_compiles_next_to_nothing(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    first, second = run(environment=home), run(environment=home)
+    folder = tmp_path / "ckv_jax" / "compiled"
+    assert first["folder"] == second["folder"] == str(folder)
+    assert folder.stat().st_mode & 0o077 == 0
+    assert second["asked"] == first["asked"] >= 5
+    assert second["read"] == second["asked"] > first["read"]
+
+
+def test_it_starts_even_after_something_was_compiled(tmp_path: Path) -> None:
+    compiled = "jax.jit(lambda x: x * 3)(jnp.ones(7)).block_until_ready()"
+    found = run(folder=f"Path({str(tmp_path / 'own')!r})", before=compiled)
+    assert found["folder"] == str(tmp_path / "own")
+    assert found["asked"] >= 5
+    assert list((tmp_path / "own").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"CKV_COMPILATION_CACHE": "off"}, None),
+        ({"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": "{home}"}, "{home}/ckv_jax/compiled"),
+        ({"JAX_COMPILATION_CACHE_DIR": "{home}/theirs"}, "{home}/theirs"),
+        ({"XDG_CACHE_HOME": "", "HOME": "{home}"}, "{home}/.cache/ckv_jax/compiled"),
+        ({"XDG_CACHE_HOME": "/proc/no-such-place"}, None),
+    ],
+)
+def test_what_is_said_otherwise_is_respected(
+    environment: dict[str, str], folder: str | None, tmp_path: Path
+) -> None:
+    said = {name: value.format(home=tmp_path) for name, value in environment.items()}
+    found = run(environment=said)["folder"]
+    assert found == (folder and folder.format(home=tmp_path))
