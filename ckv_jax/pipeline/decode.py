@@ -105,7 +105,8 @@ class Decoder:
         row = (config.num_kv_heads, config.head_dim)
 
         def zeros(*shape: int, dtype: jnp.dtype) -> Array:
-            return jax.device_put(np.zeros(shape, dtype), device)
+            made: Array = jax.device_put(np.zeros(shape, dtype), device)
+            return made
 
         kv, buffers = (
             [

@@ -13,7 +13,6 @@ from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import Block, Prefills
 
-
 WINDOW = 64
 
 
@@ -63,9 +62,7 @@ def test_going_on_from_stored_kv_equals_doing_all(prefills: Prefills, start: int
 
 
 @pytest.mark.parametrize("start", [0, 16, 112])
-def test_a_text_longer_than_the_window_comes_back_in_pieces(
-    prefills: Prefills, start: int
-) -> None:
+def test_a_text_longer_than_the_window_comes_back_in_pieces(prefills: Prefills, start: int) -> None:
     text = tokens(300)
     whole = kv_of(prefills.run(text))
     kept = Kept(whole)
