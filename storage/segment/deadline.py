@@ -69,6 +69,10 @@ class Deadline:
             for future in self._futures:
                 self.wait(future, "waiting for reads after an error")
 
+    def left(self) -> float:
+        """Seconds that are left, and a moment more."""
+        return max(0.001, self._end - time.monotonic())
+
     def admit(self, num_bytes: int, what: str) -> None:
         """Wait for the gate; raises ReadTimeout. What is admitted must be given to `watch`."""
         if not self._gate.enter(num_bytes, max(0.0, self._end - time.monotonic())):

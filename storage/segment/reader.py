@@ -12,8 +12,14 @@ import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.digest.reader import Run, read_digest
-from ckv_jax.storage.errors import StoreClosed
+from ckv_jax.storage.errors import (
+    ReadTimeout,
+    SegmentDamaged,
+    StoreClosed,
+    StoreUnavailable,
+)
 from ckv_jax.storage.place.kernel_queue import KernelRead
+from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.segment import Segment
@@ -23,8 +29,9 @@ _PIECE_BYTES = 8 << 20
 _PIECES = 2
 
 _Read = tuple[Segment | None, Any, np.ndarray, Any]  # segment, rows of the piece, chunks, future
-Report = Callable[[Segment | None, int, str], None]
-"""Told of a bad chunk: segment (None: it is gone), chunk within it, reason."""
+Report = Callable[[Segment | None, int, str, bool], None]
+"""Told of a chunk that was not read: segment (None: it is gone), chunk within it, reason, and
+whether it is proven to be bad."""
 
 
 class PrefixReader:
@@ -41,8 +48,9 @@ class PrefixReader:
         deadline_s: float,
         gate: Gate,
         report: Report,
+        count: Callable[[str], None],
+        patience: Patience,
         release: Callable[[list[Segment | None]], None],
-        digests: Callable[[Prefix, Callable[[], DigestData | None]], DigestData | None],
     ) -> None:
         self.prefix = prefix
         self._segments = segments
@@ -50,7 +58,8 @@ class PrefixReader:
         self._gate = gate
         self._report = report
         self._release = release
-        self._digests = digests
+        self._count = count
+        self._patience = patience
         self._starts = np.cumsum([0, *(s.num_chunks for s in prefix.spans)])
         self._lock = threading.Lock()
         self._closed = False
@@ -197,9 +206,43 @@ class PrefixReader:
             arrived = deadline.wait(future, "reading a pack again")
             good[at] = segment and arrived and segment.packs_good(group, ids, data, row)[0]
             if not good[at]:
-                data[row] = 0
-                reason = "checksum" if arrived else "unreadable"
-                self._report(segment, int(ids[0]), f"group {group}: {reason}")
+                part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
+                part[:] = 0
+                where = segment, "packs", group, int(ids[0])
+                good[at] = self._prove(*where, int(ids[0]), f"group {group}", deadline, part)
+
+    def _prove(
+        self,
+        segment: Segment | None,
+        kind: str,
+        row: int,
+        column: int,
+        chunk: int,
+        what: str,
+        deadline: Deadline,
+        out: np.ndarray | None = None,
+    ) -> bool:
+        """Look at a piece that was not good twice; report it, or put its bytes into uint8 `out`.
+
+        Only what its own bytes prove bad is reported as bad: the reads may have failed for other
+        reasons. Returns whether the piece turned out to be good.
+        """
+        if segment is None:
+            self._report(None, chunk, f"{what}: gone", False)
+            return False
+        try:
+            data = self._patience.run(
+                what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
+            )
+        except StoreUnavailable as e:
+            self._report(segment, chunk, f"{what}: {e}", False)
+            return False
+        if data is None:
+            self._report(segment, chunk, f"{what}: not as it was written", True)
+            return False
+        if out is not None:
+            out[:] = np.frombuffer(data, np.uint8)
+        return True
 
     def _split(self, chunks: np.ndarray) -> list[tuple[Segment | None, Any, np.ndarray]]:
         """(segment, rows, chunks within it) of every span that `chunks` touch."""
@@ -245,7 +288,8 @@ class PrefixReader:
                     data[start : start + good] = part[skip : skip + good]
                 if whole < len(part):
                     data[start + good :] = 0
-                    self._report(segment, whole // layout.chunk_tokens, f"probe of layer {layer}")
+                    chunk, what = whole // layout.chunk_tokens, f"probe of layer {layer}"
+                    self._prove(segment, "probe", row, chunk, chunk, what, deadline)
                     return start + good
         return self.prefix.num_tokens
 
@@ -289,25 +333,39 @@ class PrefixReader:
     # -- digest and mapping ----------------------------------------------------------------------
 
     def read_digest(self, *, deadline_s: float | None = None) -> DigestData | None:
-        """The compressed keys of all layers and tokens, from the host pool when they are there.
+        """The compressed keys of all layers and tokens.
 
-        None when the layout has none, or any of it is bad or missing. Raises as `read_packs`.
+        None when the layout has none, or any of it is bad, missing, or did not come in time.
         """
         self._open()
         if self.prefix.layout.digest == "none" or not self.prefix.spans:
             return None
         deadline = self._deadline(deadline_s)
-        runs = self._token_runs()
-        return self._digests(
-            self.prefix, lambda: read_digest(self.prefix, runs, deadline, self._report)
-        )
+
+        def prove(segment: Segment | None, row: int, part: int) -> bool:
+            return self._prove(segment, "digest", row, part, 0, "digest", deadline)
+
+        try:
+            found = read_digest(self.prefix, self._token_runs(), deadline, prove)
+        except ReadTimeout:  # what is late writes into memory that nobody else has
+            found = None
+        if found is None:
+            self._count("lost_digests")
+        elif found.mixed:
+            self._count("mixed_digests")
+        return found
 
     @property
     def order(self) -> np.ndarray:
-        """int32 [T]: the prefix position of each token as stored; not the identity if reordered."""
+        """int32 [T]: the prefix position of each token as stored; not the identity if reordered.
+
+        Raises SegmentDamaged where that is lost with its segment: look the prefix up again.
+        """
         self._open()
         order = np.arange(self.prefix.num_tokens, dtype=np.int32)
-        for _, segment, start, end in self._token_runs():
+        for span, segment, start, end in self._token_runs():
+            if segment is None and self.prefix.layout.reordered:
+                raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
             if segment and segment.manifest.order is not None:
                 order[start:end] = start + segment.manifest.order
         return order

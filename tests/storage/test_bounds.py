@@ -209,7 +209,9 @@ def test_closing_twice_and_using_what_is_closed(folder: Path) -> None:
         ("io_concurrency", 0),
         ("deadline_s", 0.0),
         ("eviction", "fifo"),
-        ("digest_bytes", -1),
+        ("tenant_bytes", -1),
+        ("wait_s", 0.0),
+        ("write_s", float("nan")),
     ],
 )
 def test_the_config_is_validated(field: str, value: object) -> None:
