@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ckv_jax.folders import cache_folder
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import tokenizer_files
@@ -19,13 +19,21 @@ from ckv_jax.model.weights import weight_files
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 
 
+KV_ARITHMETIC = 1
+"""Version of what this package does between tokens and KV, beside what the checkpoint says.
+
+Raised with any change that makes KV of one version and of the next unfit to stand in one prefix.
+The first one goes without saying, so that what it stored stays readable.
+"""
+
+
 def model_fingerprint(folder: Path, config: ModelConfig, *, dtype: str) -> Fingerprint:
-    """Of a checkpoint folder: the content of its weights and tokenizer, cached by size and time."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckv_jax"
+    """Of a checkpoint folder: the content of its weights and tokenizer."""
+    cache = cache_folder() / "fingerprints.json"
     return _fingerprint(
         config,
         dtype=dtype,
-        weights=hash_files(weight_files(folder), cache / "fingerprints.json"),
+        weights=hash_files(weight_files(folder), cache),
         tokenizer=hash_files(tokenizer_files(folder)),
     )
 
@@ -50,5 +58,6 @@ def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: st
             "tokenizer": tokenizer,
             "rope": json.dumps(rope, sort_keys=True),
             "dtype": dtype,
+            **({"arithmetic": str(KV_ARITHMETIC)} if KV_ARITHMETIC > 1 else {}),
         }
     )

@@ -12,7 +12,6 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.generation import Generation
-from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -25,7 +24,7 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     Raises `PrefixNotFound` with close ids.
     """
     if name is None:
-        stored = [prefix.id for prefix in store.prefixes() if prefix.salt == salt]
+        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
         if not stored:
             raise ValueError("the store holds no prefix; `ckv ingest` makes one")
         if len(stored) > 1:
@@ -33,10 +32,7 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
             more = f" and {len(stored) - 5} more" if len(stored) > 5 else ""
             raise ValueError(f"{len(stored)} prefixes are stored; say --prefix: {ids}{more}")
         (name,) = stored
-    prefix = store.prefix(name)
-    if prefix.salt != salt:
-        raise PrefixNotFound(name)
-    return prefix
+    return store.prefix(name, salt=salt)
 
 
 def kv_bytes(prefix: Prefix) -> int:

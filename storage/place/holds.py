@@ -27,8 +27,10 @@ class Holds:
     a lock that could not be asked for, which says nothing about who holds it.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, readonly: bool = False) -> None:
         self._path = root / _NAME
+        self._flags = os.O_RDWR | (0 if readonly else os.O_CREAT)
+        self._none: tuple[int, ...] = (errno.ENOENT,) if readonly else ()
         self._lock = threading.Lock()
         self._file: _File | None = None
         self._claims: _File | None = None
@@ -40,9 +42,9 @@ class Holds:
         """
         with self._lock:
             try:
-                self._file = _current(self._path, self._file)
+                self._file = _current(self._path, self._flags, self._file)
             except OSError as e:
-                if e.errno in _NOWHERE:
+                if e.errno in (*_NOWHERE, *self._none):
                     return Hold(None, 0)
                 raise as_unavailable(self._path, e) from e
             place = _place(segment_id)
@@ -55,7 +57,7 @@ class Holds:
         """
         with self._lock:
             try:
-                self._claims = _current(self._path, self._claims)
+                self._claims = _current(self._path, self._flags, self._claims)
             except OSError as e:
                 raise as_unavailable(self._path, e) from e
             place = _place(segment_id) + (_MENDING if mending else 0)
@@ -87,9 +89,8 @@ class Hold:
 class _File:
     """An open lock file, and how many users each of its locked bytes has."""
 
-    def __init__(self, path: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
+    def __init__(self, path: Path, flags: int) -> None:
+        self._fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._lock = threading.Lock()
         self._users: Counter[int] = Counter()
         self._retired = False
@@ -155,13 +156,13 @@ class _File:
             self._fd = -1
 
 
-def _current(path: Path, file: _File | None) -> _File:
+def _current(path: Path, flags: int, file: _File | None) -> _File:
     """`file`, or a new one where the folder was deleted and made anew."""
     if file is not None:
         if file.current(path):
             return file
         file.retire()
-    return _File(path)
+    return _File(path, flags)
 
 
 def _place(segment_id: str) -> int:

@@ -59,7 +59,7 @@ class LocalFiles:
         self.root = root.absolute()
         self.readonly = readonly
         self.make()
-        self._holds = Holds(self.root)
+        self._holds = Holds(self.root, readonly=readonly)
 
     def make(self) -> None:
         """Create whatever is missing of the store; refuse a folder that is something else."""
@@ -128,10 +128,7 @@ class LocalFiles:
         try:
             fd = self._open_manifest(segment_id)
             with os.fdopen(fd, "rb") as file:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
-                    raise SegmentDamaged(f"segment {segment_id}: the manifest is no plain file")
-                if found.st_size > manifests.MAX_BYTES:
+                if os.fstat(fd).st_size > manifests.MAX_BYTES:
                     raise SegmentDamaged(f"segment {segment_id}: the manifest is too large")
                 data = file.read(manifests.MAX_BYTES + 1)
         except OSError as e:
@@ -150,7 +147,7 @@ class LocalFiles:
                 os.close(at)
                 at = below
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            return os.open(manifests.FILE, flags, dir_fd=at)
+            return _open_plain(manifests.FILE, flags, at)
         finally:
             os.close(at)
 
@@ -364,9 +361,9 @@ def _names(folder: Path) -> list[str]:
     return found
 
 
-def _open_plain(path: str | Path, flags: int) -> int:
+def _open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
     """Open a plain file; anything else is as good as absent."""
-    fd = os.open(path, flags, 0o600)
+    fd = os.open(path, flags, 0o600, dir_fd=folder)
     try:
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
     except BaseException:

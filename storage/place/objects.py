@@ -89,7 +89,7 @@ class ObjectFiles:
         try:
             found = future.result(self._deadline_s)
         except READ_ERRORS as e:
-            raise StoreUnavailable(f"{what}: no answer: {e}") from e
+            raise StoreUnavailable(f"{what}: cannot be reached: {e}") from e
         progress()
         return found
 
