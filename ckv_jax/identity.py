@@ -18,7 +18,6 @@ from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.model.weights import weight_files
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 
-
 KV_ARITHMETIC = 1
 """Version of what this package does between tokens and KV, beside what the checkpoint says.
 
