@@ -233,7 +233,8 @@ class ChunkStore:
                 provenance=provenance,
             )
 
-        return self._run("making room", work, late=lambda writer: writer.close())
+        seconds = self.config.write_s
+        return self._run("making room", work, seconds=seconds, late=lambda w: w.close())
 
     def _inherited(self, segment_id: str) -> np.ndarray | None:
         """The digest parameters of what continued this segment before it was lost, if anything."""
@@ -455,11 +456,12 @@ class ChunkStore:
 
     def evict_to(self, max_bytes: int) -> int:
         """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""
-        return self._run("evicting", lambda: self.bounds.evict_to(max_bytes))
+        seconds = self.config.write_s
+        return self._run("evicting", lambda: self.bounds.evict_to(max_bytes), seconds=seconds)
 
     def evict_expired(self) -> int:
         """Evict what has outlived its `retain_s`; returns the bytes freed."""
-        return self._run("evicting", self.bounds.evict_expired)
+        return self._run("evicting", self.bounds.evict_expired, seconds=self.config.write_s)
 
     def usage(self) -> int:
         """Bytes on disk of all segments, and bytes reserved by writers that live."""

@@ -23,6 +23,10 @@ def progress() -> None:
         job.steps += 1
 
 
+class Refused(StoreUnavailable):
+    """The work was not even started, as too much before it is stuck."""
+
+
 class Patience:
     """Runs work with a limit on the time without progress. Thread-safe.
 
@@ -86,7 +90,7 @@ class Patience:
             if self._idle:
                 return self._idle.pop()
             if self._stuck >= _MOST_STUCK:
-                raise StoreUnavailable(f"the disk answers none of {self._stuck} requests")
+                raise Refused(f"the disk answers none of {self._stuck} requests")
         worker = _Worker(self._back)
         worker.start()
         return worker

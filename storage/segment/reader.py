@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from ckv_jax.storage.errors import (
     StoreClosed,
     StoreUnavailable,
 )
-from ckv_jax.storage.place.kernel_queue import KernelRead
+from ckv_jax.storage.place.kernel_queue import KernelRead, fits
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.deadline import Deadline, Gate
@@ -130,15 +131,22 @@ class PrefixReader:
         deadline: Deadline,
     ) -> list[_Read]:
         """Start reading `chunks` into rows `places` of `data`: directly, or through TensorStore."""
-        reads: list[_Read] = []
-        through: list[_Read] = []
-        for segment, rows, local in self._split(chunks):
-            direct = segment and segment.begin_packs_direct(group, local, data, places[rows])
-            if segment and direct is None:
-                through.append((segment, rows, local, None))
-            else:
+        parts = self._split(chunks)
+
+        def start() -> list[_Read]:
+            reads: list[_Read] = []
+            for segment, rows, local in parts:
+                direct = segment and segment.begin_packs_direct(group, local, data, places[rows])
                 deadline.follow(direct)
                 reads.append((segment, rows, local, direct))
+            return reads
+
+        if fits(data):
+            begun = deadline.start(self._patience, f"starting to read {len(chunks)} packs", start)
+        else:
+            begun = [(*part, None) for part in parts]
+        reads = [read for read in begun if read[0] is None or read[3] is not None]
+        through = [read for read in begun if read[0] is not None and read[3] is None]
         if through:
             reads += self._begin_batch(group, through, data, places, deadline)
         return reads
@@ -301,8 +309,10 @@ class PrefixReader:
         step = max(1, _PIECE_BYTES // (block * part[0].nbytes)) * block
         begun: list[tuple[int, Any]] = []
         for at in range(0, len(part), step):
-            direct = segment.begin_probe_direct(row, at, part[at : at + step])
-            deadline.follow(direct)
+            begin = partial(
+                self._begin_probe_direct, segment, row, at, part[at : at + step], deadline
+            )
+            direct = deadline.start(self._patience, "starting to read a probe", begin)
             through = None if direct else self._begin_probe(segment, row, part, at, step, deadline)
             begun.append((at, direct or through))
         arrived = len(part)
@@ -313,6 +323,14 @@ class PrefixReader:
                 good = deadline.wait(again, "reading a probe again")
             arrived = arrived if good else min(arrived, at)
         return segment.probe_good(row, part[:arrived])
+
+    @staticmethod
+    def _begin_probe_direct(
+        segment: Segment, row: int, at: int, out: np.ndarray, deadline: Deadline
+    ) -> KernelRead | None:
+        direct = segment.begin_probe_direct(row, at, out)
+        deadline.follow(direct)
+        return direct
 
     def _begin_probe(
         self, segment: Segment, row: int, part: np.ndarray, at: int, step: int, deadline: Deadline

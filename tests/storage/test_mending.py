@@ -108,7 +108,7 @@ def test_the_same_bits_need_no_new_manifest(folder: Path) -> None:
 def test_lost_shards_and_probes_are_made_anew(folder: Path, damage: str) -> None:
     tokens = some_tokens(128)
     with ChunkStore.open(folder) as store:
-        prefix = ingest(store, tokens)
+        prefix = ingest(store, tokens, layout=LAYOUT)
     shard = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
     if damage == "missing":
         shard.unlink()
@@ -118,9 +118,9 @@ def test_lost_shards_and_probes_are_made_anew(folder: Path, damage: str) -> None
     else:
         os.truncate(shard, 100 if damage == "cut" else shard.stat().st_size + 4096)
     with ChunkStore.open(folder) as store:
-        marked = find(store, tokens, SMALL, marked=True)
-        assert store.replace_packs(marked, 0, kv_of(SMALL, tokens)) > 0
-        found = find(store, tokens, SMALL)
+        marked = find(store, tokens, LAYOUT, marked=True)
+        assert store.replace_packs(marked, 0, kv_of(LAYOUT, tokens)) > 0
+        found = find(store, tokens, LAYOUT)
         assert read_prefix(store, found).whole and verify_store(store).ok
 
 
