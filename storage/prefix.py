@@ -54,6 +54,18 @@ class Prefix:
     provenance: str = chain.EXACT
     exact_chunks: int = 0
 
+    @classmethod
+    def empty(cls, fingerprint: Fingerprint, layout: Layout, salt: str) -> Prefix:
+        """The prefix of no tokens."""
+        return cls(
+            id=chain.seed(fingerprint, layout, salt).hex(),
+            tokens=chain.as_tokens(np.zeros(0, np.int32)),
+            spans=(),
+            layout=layout,
+            fingerprint=fingerprint,
+            salt=salt,
+        )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Prefix) and (self.id, self.spans) == (other.id, other.spans)
 

@@ -5,36 +5,24 @@ Its promise: every fault becomes a miss and a recompute; never wrong KV, a hang 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterable
-from functools import partial
-from types import TracebackType
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 
 from ckv_jax.storage import chain, tenant, writing
-from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import (
-    StoreClosed,
-    StoreError,
     StoreUnavailable,
 )
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.index.bounds import Bounds
-from ckv_jax.storage.index.catalog import Eviction
-from ckv_jax.storage.index.index import Counters, Index
+from ckv_jax.storage.index.rows import Eviction
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.patience import Patience
-from ckv_jax.storage.place.place import Place, open_place
-from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.deadline import Gate
+from ckv_jax.storage.opened import OpenStore
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.mending import mend
-from ckv_jax.storage.segment.open_segments import OpenSegments
+from ckv_jax.storage.segment.mending import locate, mend
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.segment.writer import SegmentWriter
@@ -42,60 +30,12 @@ from ckv_jax.storage.segment.writer import SegmentWriter
 T = TypeVar("T")
 
 
-class ChunkStore:
+class ChunkStore(OpenStore):
     """A store that is open; thread-safe, a context manager. Many processes may share one folder.
 
     No call waits for the disk without end: what gets no further for `StoreConfig.wait_s`, or
     `write_s`, raises `StoreUnavailable`, and a lookup finds nothing.
     """
-
-    def __init__(self, place: Place, config: StoreConfig, *, readonly: bool = False) -> None:
-        """Use `open`."""
-        self.config = config
-        self.files = place.files
-        self._place = place
-        self._closed = False
-        self._counts = Counters()
-        self._counts.add("swept", self.files.sweep())
-        self.gate = Gate()
-        self._segments = OpenSegments()
-        self.index = Index(self.files, self._counts, wait_s=config.wait_s, readonly=readonly)
-        self.bounds = Bounds(self.files, self.index, config, self._counts)
-
-    @classmethod
-    def open(
-        cls,
-        url: str | os.PathLike[str],
-        *,
-        config: StoreConfig | None = None,
-        readonly: bool = False,
-    ) -> ChunkStore:
-        """Open or create a store; sweeps what killed writers left, and mends the index.
-
-        Args:
-          url: a folder, or a file://, s3://, gs:// or memory:// URL.
-          config: limits and I/O settings.
-          readonly: only look: nothing is created, changed or removed, and nothing can be written.
-
-        Raises:
-          StoreError: the place is something else than a store, or cannot be used.
-        """
-        config = config or StoreConfig()
-        patience = Patience(config.wait_s)
-
-        def work() -> ChunkStore:
-            place = open_place(url, config, patience, readonly=readonly)
-            try:
-                return cls(place, config, readonly=readonly)
-            except BaseException:
-                place.close()
-                raise
-
-        try:
-            return patience.run(f"opening {url}", work, late=lambda store: store.close())
-        except BaseException:
-            patience.close()
-            raise
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -133,14 +73,7 @@ class ChunkStore:
         except StoreUnavailable:
             self._counts.add("unread")
             self._counts.add("misses")
-        return Prefix(
-            id=chain.seed(fingerprint, layout, salt).hex(),
-            tokens=tokens[:0],
-            spans=(),
-            layout=layout,
-            fingerprint=fingerprint,
-            salt=salt,
-        )
+        return Prefix.empty(fingerprint, layout, salt)
 
     def prefix(
         self, prefix_id: str, *, fingerprint: Fingerprint | None = None, salt: str | None = None
@@ -221,9 +154,7 @@ class ChunkStore:
                 index=self.index,
                 bounds=self.bounds,
                 config=self.config,
-                hold=lambda prefix: self._acquire(prefix.spans),
-                release=self._segments.release,
-                params=self._inherited,
+                segments=self._segments,
                 fingerprint=fingerprint,
                 layout=layout,
                 tokens=tokens,
@@ -236,39 +167,9 @@ class ChunkStore:
         seconds = self.config.write_s
         return self._run("making room", work, seconds=seconds, late=lambda w: w.close())
 
-    def _inherited(self, segment_id: str) -> np.ndarray | None:
-        """The digest parameters of what continued this segment before it was lost, if anything."""
-        for child in self.index.catalog.children(segment_id):
-            loaded = self.index.load(child)
-            if loaded is not None:
-                span = Span(
-                    segment_id=child,
-                    first_chunk=0,
-                    num_chunks=loaded.manifest.chunks,
-                    segment_chunks=loaded.manifest.chunks,
-                    checksum=loaded.checksum,
-                )
-                held = self._acquire([span])
-                try:
-                    found = held[0].digest_params() if held[0] else None
-                finally:
-                    self._segments.release(held)
-                if found is not None:
-                    return found
-        return None
-
     def marked_chunks(self, prefix: Prefix) -> np.ndarray:
         """int64 [n]: the chunks of a prefix that are marked as bad, ascending."""
-        found: list[int] = []
-        start = 0
-        for span in prefix.spans:
-            loaded = self.index.load(span.segment_id)
-            if loaded is not None and loaded.checksum == span.checksum:
-                marks = self.index.marks(loaded.manifest, loaded.checksum)
-                local = (chunk - span.first_chunk for chunk in marks)
-                found += [start + chunk for chunk in local if 0 <= chunk < span.num_chunks]
-            start += span.num_chunks
-        return np.sort(np.array(found, np.int64))
+        return self._run("reading marks", lambda: self.index.marked_chunks(prefix))
 
     def replace_packs(self, prefix: Prefix, first_chunk: int, kv: np.ndarray) -> int:
         """Write packs and probes that are proven bad anew, in the segment where they lie.
@@ -288,29 +189,10 @@ class ChunkStore:
           StoreUnavailable: somebody else is mending the segment, or the disk gives no answer.
           SegmentDamaged: the segment is gone.
         """
-        layout = prefix.layout
-        starts = np.cumsum([0, *(span.num_chunks for span in prefix.spans)])
-        which = int(np.searchsorted(starts, first_chunk, side="right")) - 1
-        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-        if kv.ndim != 5 or kv.dtype != layout.numpy_dtype or 0 in kv.shape:
-            raise ValueError(f"kv: got {kv.dtype} {kv.shape}, expected {layout.numpy_dtype} 5-D")
-        if (*kv.shape[:2], *kv.shape[3:]) != shape:
-            raise ValueError(f"kv: got shape {kv.shape}, expected {(*shape[:2], 't', *shape[2:])}")
-        end = first_chunk * layout.chunk_tokens + kv.shape[2]
-        if not 0 <= first_chunk < prefix.num_chunks or layout.num_chunks(end) > starts[which + 1]:
-            raise ValueError(
-                f"first_chunk: got {first_chunk} with {kv.shape[2]} tokens, expected chunks of one "
-                f"segment; they start at {starts[:-1].tolist()}, of {prefix.num_chunks}"
-            )
-        if end % layout.chunk_tokens and end != prefix.num_tokens:
-            raise ValueError(f"kv: got {kv.shape[2]} tokens, expected whole chunks")
-        span = prefix.spans[which]
-        first = first_chunk - int(starts[which]) + span.first_chunk
+        span, first = locate(prefix, first_chunk, kv)
 
         def work() -> int:
-            segment = self._segments.acquire(
-                span.segment_id, span.checksum, lambda: self._open_span(span)
-            )
+            segment = self._segments.acquire(span)
             try:
                 alone = self.files.mending(span.segment_id)
                 try:
@@ -334,7 +216,7 @@ class ChunkStore:
         """
 
         def work() -> list[Segment | None]:
-            found = self._acquire(prefix.spans)
+            found = self._segments.acquire_all(prefix.spans)
             self.bounds.touch(s.segment_id for s in prefix.spans)
             return found
 
@@ -353,33 +235,6 @@ class ChunkStore:
             patience=self._place.patience,
             release=self._segments.release,
         )
-
-    def _acquire(self, spans: Iterable[Span]) -> list[Segment | None]:
-        held: list[Segment | None] = []
-        try:
-            for span in spans:
-                held.append(None)
-                try:
-                    opener = partial(self._open_span, span)
-                    held[-1] = self._segments.acquire(span.segment_id, span.checksum, opener)
-                except StoreUnavailable:
-                    self._counts.add("unread")
-                except StoreError:
-                    continue
-        except BaseException:
-            self._segments.release(held)
-            raise
-        return held
-
-    def _open_span(self, span: Span) -> Segment:
-        manifest = self.index.manifest(span.segment_id, span.checksum)
-        segment = Segment(manifest, span.checksum, self._place)
-        try:
-            self.index.manifest(span.segment_id, span.checksum)  # not replaced before it was held
-        except BaseException:
-            segment.close()
-            raise
-        return segment
 
     def open_segment(self, manifest: Manifest, checksum: str) -> Segment:
         """Open a published segment, to be read as any zarr reader would, by its shards' indexes.
@@ -466,68 +321,3 @@ class ChunkStore:
     def usage(self) -> int:
         """Bytes on disk of all segments, and bytes reserved by writers that live."""
         return self._run("adding up", self.bounds.usage)
-
-    def stats(self) -> dict[str, int]:
-        """Counters since `open`: hits, misses, bad_packs, gone, unread, quarantined, evicted, …"""
-        found = {name: self._counts[name] for name in _COUNTERS}
-        found["rebuilds"] = self.index.catalog.rebuilds
-        found["refused_writes"] = self.index.catalog.refused
-        return found
-
-    # -- life ------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        what: str,
-        work: Callable[[], T],
-        *,
-        seconds: float | None = None,
-        late: Callable[[T], object] | None = None,
-    ) -> T:
-        """Ask the disk, with an end to the wait; raises StoreClosed."""
-        self._check_open()
-        return self._place.patience.run(what, work, seconds=seconds, late=late)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosed("the store is closed")
-
-    def close(self) -> None:
-        """Close the store; readers that are still open stay usable. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-
-        def work() -> None:
-            self.bounds.flush()
-            self.index.catalog.close()
-
-        with contextlib.suppress(StoreUnavailable):
-            self._place.patience.run("closing the store", work)
-        self._place.close()
-
-    def __enter__(self) -> ChunkStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-_COUNTERS = (
-    "hits",
-    "misses",
-    "bad_packs",
-    "gone",
-    "unread",
-    "lost_digests",
-    "mixed_digests",
-    "quarantined",
-    "bad_manifests",
-    "evicted",
-    "swept",
-)

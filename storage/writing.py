@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest, check_order
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.open_segments import OpenSegments
 from ckv_jax.storage.segment.writer import SegmentWriter, draft_manifest
 
 
@@ -28,9 +27,7 @@ def open_writer(
     index: Index,
     bounds: Bounds,
     config: StoreConfig,
-    hold: Callable[[Prefix], list[Segment | None]],
-    release: Callable[[list[Segment | None]], None],
-    params: Callable[[str], np.ndarray | None],
+    segments: OpenSegments,
     fingerprint: Fingerprint,
     layout: Layout,
     tokens: np.ndarray,
@@ -43,9 +40,7 @@ def open_writer(
 
     Args:
       place, index, bounds, config: of the store.
-      hold: opens a prefix's segments, which nobody may evict until `release`.
-      release: lets them go.
-      params: digest parameters of what continues the segment of an id already, or None.
+      segments: of the store; the parent's stay until the writer is closed.
       fingerprint, layout, tokens, parent, salt, order, provenance: as there.
     """
     start, before, exact, holder = _continue(parent, fingerprint, layout, salt, provenance)
@@ -60,15 +55,17 @@ def open_writer(
         first_chunk=before,
         order=None if order is None else check_order(order, len(tokens)),
     )
-    held = hold(parent) if parent else []
+    held = segments.acquire_all(parent.spans) if parent else []
     workspace: Workspace | None = None
     try:
         size = layout.segment_bytes(len(tokens))
         workspace = place.files.workspace()
         bounds.reserve(workspace.name, size, draft.tenant)
-        inherited = held[-1].digest_params() if held and held[-1] else params(draft.segment_id)
+        inherited = held[-1].digest_params() if held and held[-1] else None
+        if parent is None:
+            inherited = inherit(index, segments, draft.segment_id)
     except BaseException:
-        release(held)
+        segments.release(held)
         if workspace is not None:
             workspace.discard()
             _give_back(bounds, workspace.name)
@@ -79,7 +76,7 @@ def open_writer(
         return _publish(place, index, name, parent, exact, salt, manifest, workspace)
 
     def done() -> None:
-        release(held)
+        segments.release(held)
         _give_back(bounds, name)
 
     return SegmentWriter(
@@ -91,6 +88,32 @@ def open_writer(
         release=done,
         patience=place.patience,
         write_s=config.write_s,
+    )
+
+
+def inherit(index: Index, segments: OpenSegments, segment_id: str) -> np.ndarray | None:
+    """The digest parameters of what continued a segment before that was lost, if anything did."""
+    for child in index.catalog.children(segment_id):
+        loaded = index.load(child)
+        if loaded is not None:
+            held = segments.acquire_all([whole_span(loaded.manifest, loaded.checksum)])
+            try:
+                found = held[0].digest_params() if held[0] else None
+            finally:
+                segments.release(held)
+            if found is not None:
+                return found
+    return None
+
+
+def whole_span(manifest: Manifest, checksum: str) -> Span:
+    """All of a segment."""
+    return Span(
+        segment_id=manifest.segment_id,
+        first_chunk=0,
+        num_chunks=manifest.chunks,
+        segment_chunks=manifest.chunks,
+        checksum=checksum,
     )
 
 
@@ -148,13 +171,7 @@ def _publish(
             raise StoreError(f"segment {id_}: published by another writer, and gone again")
         manifest, checksum = there.manifest, there.checksum
     index.add(manifest, checksum, reservation)
-    span = Span(
-        segment_id=id_,
-        first_chunk=0,
-        num_chunks=manifest.chunks,
-        segment_chunks=manifest.chunks,
-        checksum=checksum,
-    )
+    span = whole_span(manifest, checksum)
     tokens = manifest.tokens
     if parent is not None:
         tokens = chain.as_tokens(np.concatenate([parent.tokens, tokens]))

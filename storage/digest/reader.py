@@ -11,15 +11,13 @@ import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData, turn
 from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
-from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline
+from ckv_jax.storage.segment.runs import Run
 from ckv_jax.storage.segment.segment import Segment
 
 _WINDOW_BYTES = 16 << 20  # of pieces of records that are read at once
-
-Run = tuple[Span, Segment | None, int, int]
-"""A span, its segment (None: gone), its first and its end token in the prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,74 +10,24 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.index import rows
 from ckv_jax.storage.index.database import Database
-from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.index.rows import Described, Entry, Eviction
 
-_LINK = 8  # bytes of each chain link in `links`; what is found through it is compared in full
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS segments(
-  id TEXT PRIMARY KEY, checksum TEXT NOT NULL, start TEXT NOT NULL, first TEXT NOT NULL,
-  end TEXT NOT NULL, parent TEXT, links BLOB NOT NULL, bytes INTEGER NOT NULL,
-  used REAL NOT NULL, score REAL, tenant TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS segments_first ON segments(first);
-CREATE INDEX IF NOT EXISTS segments_end ON segments(end);
-CREATE INDEX IF NOT EXISTS segments_parent ON segments(parent);
-CREATE TABLE IF NOT EXISTS quarantine(
-  id TEXT NOT NULL, checksum TEXT NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL,
-  PRIMARY KEY(id, checksum, chunk));
-CREATE TABLE IF NOT EXISTS scores(
-  id TEXT PRIMARY KEY, rows INTEGER NOT NULL, importance BLOB NOT NULL, frequency BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS reservations(
-  name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, tenant TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS evictions(
-  number INTEGER PRIMARY KEY, id TEXT NOT NULL, prefix TEXT NOT NULL, tenant TEXT NOT NULL,
-  bytes INTEGER NOT NULL, time REAL NOT NULL, reason TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS evictions_prefix ON evictions(prefix)
-"""
-_VERSION = 3  # of the schema
-_MOST_EVICTIONS = 10_000  # that are remembered
 _ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,?,NULL,?)"
 _STALE_MARKS = (
     "DELETE FROM quarantine WHERE (id, checksum) NOT IN (SELECT id, checksum FROM segments)"
 )
 _STALE_SCORES = "DELETE FROM scores WHERE id NOT IN (SELECT id FROM segments)"
-_SANE = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"
 _LEAF = (
     "NOT EXISTS (SELECT 1 FROM segments c WHERE c.parent = segments.id AND c.start = segments.end)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One segment as the index knows it; `score` is None until somebody read it."""
-
-    id: str
-    parent: str | None
-    bytes: int
-    used: float
-    score: float | None
-    tenant: str
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """What became of a prefix: when the segment that it ended with left, and why."""
-
-    prefix_id: str
-    time: float
-    bytes: int
-    reason: str
-
-
-Described = tuple[Manifest, str, int]
-"""A manifest, its checksum, and the segment's bytes on disk."""
 
 
 class Catalog:
@@ -106,9 +56,9 @@ class Catalog:
         """Whether all that is published could be listed when the index was last filled."""
         self._db = Database(
             path,
-            _SCHEMA,
+            rows.SCHEMA,
             self._fill,
-            version=_VERSION,
+            version=rows.VERSION,
             upgrade=self._upgrade,
             wait_s=wait_s,
             readonly=readonly,
@@ -127,7 +77,7 @@ class Catalog:
             self.listed = False
             return [], []
         self.listed = True
-        return sorted(known - there), [_row(d) for d in self._describe(there - known)]
+        return sorted(known - there), [rows.row_of(d) for d in self._describe(there - known)]
 
     @staticmethod
     def _take_in(db: sqlite3.Connection, gone: list[str], fresh: list[Any]) -> None:
@@ -143,7 +93,7 @@ class Catalog:
         kept = db.execute(query).fetchall() if "segments" in tables else []
         for table in ("segments", "reservations"):
             db.execute(f"DROP TABLE IF EXISTS {table}")
-        for statement in _SCHEMA.split(";"):
+        for statement in rows.SCHEMA.split(";"):
             db.execute(statement)
         there = self.listed
         self._fill(db)
@@ -192,7 +142,7 @@ class Catalog:
 
         From the same moment on, `reservation` no longer counts.
         """
-        row = _row(described)
+        row = rows.row_of(described)
 
         def work(db: sqlite3.Connection) -> None:
             db.execute(_ADD, row)
@@ -212,7 +162,7 @@ class Catalog:
             for table in ("segments", "quarantine", "scores"):
                 db.execute(f"DELETE FROM {table} WHERE id = ?", (segment_id,))
             query = "DELETE FROM evictions WHERE number <= (SELECT max(number) FROM evictions) - ?"
-            db.execute(query, (_MOST_EVICTIONS,))
+            db.execute(query, (rows.MOST_EVICTIONS,))
 
         self._db.write(work)
 
@@ -238,7 +188,7 @@ class Catalog:
 
     def passing(self, link: bytes) -> list[str]:
         """Ids of segments that may have a chunk ending in `link`."""
-        return self._ids("instr(links, ?) > 0", (link[:_LINK],))
+        return self._ids("instr(links, ?) > 0", (link[: rows.LINK],))
 
     def children(self, segment_id: str) -> list[str]:
         """Ids of the segments that continue this one."""
@@ -262,11 +212,11 @@ class Catalog:
     def entries(self) -> list[Entry]:
         """All segments."""
         query = "SELECT id, parent, bytes, used, score, tenant FROM segments"
-        return [Entry(*row) for row in self._db.read(query, ()) if _sane(row)]
+        return [Entry(*row) for row in self._db.read(query, ()) if rows.sane(row)]
 
     def usage(self, tenant: str | None = None) -> int:
         """Bytes of all segments and reservations; those of one tenant."""
-        return int(self._db.read(*_used(tenant))[0][0])
+        return int(self._db.read(*rows.used(tenant))[0][0])
 
     def reserve(
         self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int]
@@ -290,7 +240,7 @@ class Catalog:
         def work(db: sqlite3.Connection) -> None:
             over.clear()
             for whose, limit in limits.items():
-                used = int(db.execute(*_used(whose)).fetchone()[0])
+                used = int(db.execute(*rows.used(whose)).fetchone()[0])
                 if used + num_bytes > limit:
                     over[whose] = used + num_bytes - limit
             if not over:
@@ -330,11 +280,11 @@ class Catalog:
     def load_scores(self, segment_id: str) -> tuple[np.ndarray, np.ndarray] | None:
         """What `save_scores` kept, or None."""
         query = "SELECT rows, importance, frequency FROM scores WHERE id = ?"
-        for rows, importance, frequency in self._db.read(query, (segment_id,)):
+        for groups, importance, frequency in self._db.read(query, (segment_id,)):
             try:
                 return (
-                    np.frombuffer(importance, np.float32).reshape(rows, -1).copy(),
-                    np.frombuffer(frequency, np.uint32).reshape(rows, -1).copy(),
+                    np.frombuffer(importance, np.float32).reshape(groups, -1).copy(),
+                    np.frombuffer(frequency, np.uint32).reshape(groups, -1).copy(),
                 )
             except (ValueError, TypeError):
                 return None  # a damaged row is no row
@@ -373,39 +323,3 @@ class Catalog:
     def close(self) -> None:
         """Close the database; may be called twice."""
         self._db.close()
-
-
-def _row(described: Described) -> tuple[object, ...]:
-    manifest, checksum, size = described
-    links = manifest.links
-    return (
-        manifest.segment_id,
-        checksum,
-        manifest.start.hex(),
-        links[0].hex(),
-        links[-1].hex(),
-        manifest.parent,
-        b"".join(link[:_LINK] for link in links),
-        size,
-        max(manifest.created, 0.0) if manifest.created < time.time() + 1 else time.time(),
-        manifest.tenant,
-    )
-
-
-def _used(tenant: str | None) -> tuple[str, tuple[str | None, ...]]:
-    """The query for the bytes in use, and its values."""
-    mine = f"{_SANE} AND (? IS NULL OR tenant = ?)"
-    parts = (f"(SELECT total(bytes) FROM {t} WHERE {mine})" for t in ("segments", "reservations"))
-    return f"SELECT {' + '.join(parts)}", (tenant,) * 4
-
-
-def _sane(row: tuple[object, ...]) -> bool:
-    id_, parent, size, used, score, tenant = row
-    return (
-        isinstance(id_, str)
-        and isinstance(parent, str | None)
-        and isinstance(size, int)
-        and isinstance(used, float)
-        and isinstance(score, float | None)
-        and isinstance(tenant, str)
-    )

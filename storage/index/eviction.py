@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from ckv_jax.storage.index.catalog import Entry
+from ckv_jax.storage.index.rows import Entry
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.place.files import Claim
 

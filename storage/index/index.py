@@ -19,8 +19,9 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index import lookup
-from ckv_jax.storage.index.catalog import Catalog, Described
+from ckv_jax.storage.index.catalog import Catalog
 from ckv_jax.storage.index.lookup import Loaded
+from ckv_jax.storage.index.rows import Described
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix
@@ -168,6 +169,19 @@ class Index:
             marks = set(self._bad.get((manifest.segment_id, checksum), ()))
         marks.update(self.catalog.quarantined(manifest.segment_id, checksum))
         return {chunk for chunk in marks if 0 <= chunk < manifest.chunks}
+
+    def marked_chunks(self, prefix: Prefix) -> np.ndarray:
+        """int64 [n]: the chunks of a prefix that are marked as bad, ascending."""
+        found: list[int] = []
+        start = 0
+        for span in prefix.spans:
+            loaded = self.load(span.segment_id)
+            if loaded is not None and loaded.checksum == span.checksum:
+                marks = self.marks(loaded.manifest, loaded.checksum)
+                local = (chunk - span.first_chunk for chunk in marks)
+                found += [start + chunk for chunk in local if 0 <= chunk < span.num_chunks]
+            start += span.num_chunks
+        return np.sort(np.array(found, np.int64))
 
     def manifest(self, segment_id: str, checksum: str) -> Manifest:
         """The manifest with this checksum; raises SegmentDamaged when it is gone or another."""

@@ -36,12 +36,12 @@ class LocalWorkspace:
             try:
                 fd = lock_entry(self.path)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    self.path.rmdir()
+                delete(self.path)
                 raise
             if fd is not None:
                 self._fd = fd
                 return
+            delete(self.path)  # a sweep was faster
         raise OSError(errno.EAGAIN, "swept away again and again", str(root / "tmp"))
 
     def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
@@ -155,9 +155,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes, tmp: Path) -> None:
     """Write a small file as a whole, by way of `tmp`, and make it and its name durable."""
-    new = tmp / secrets.token_hex(16)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_TRIES):
+        new = tmp / secrets.token_hex(16)
         with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
             try:
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # against a sweep
@@ -170,8 +170,7 @@ def replace_file(path: Path, data: bytes, tmp: Path) -> None:
                 if not path.parent.is_dir():
                     raise  # not a sweep's doing
             except BaseException:
-                with contextlib.suppress(OSError):
-                    new.unlink(missing_ok=True)
+                delete(new)
                 raise
     else:
         raise OSError(errno.EAGAIN, "swept away again and again", str(path))

@@ -15,10 +15,36 @@ from dataclasses import replace
 import numpy as np
 
 from ckv_jax.storage.place.files import Files
+from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import aligned, block_keys, pack
 from ckv_jax.storage.segment.segment import Segment
+
+
+def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]:
+    """The span that `kv` belongs to, and its first chunk there; see `ChunkStore.replace_packs`.
+
+    Raises ValueError for what is no run of whole chunks of one segment.
+    """
+    layout = prefix.layout
+    starts = np.cumsum([0, *(span.num_chunks for span in prefix.spans)])
+    which = int(np.searchsorted(starts, first_chunk, side="right")) - 1
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
+    if kv.ndim != 5 or kv.dtype != layout.numpy_dtype or 0 in kv.shape:
+        raise ValueError(f"kv: got {kv.dtype} {kv.shape}, expected {layout.numpy_dtype} 5-D")
+    if (*kv.shape[:2], *kv.shape[3:]) != shape:
+        raise ValueError(f"kv: got shape {kv.shape}, expected {(*shape[:2], 't', *shape[2:])}")
+    end = first_chunk * layout.chunk_tokens + kv.shape[2]
+    if not 0 <= first_chunk < prefix.num_chunks or layout.num_chunks(end) > starts[which + 1]:
+        raise ValueError(
+            f"first_chunk: got {first_chunk} with {kv.shape[2]} tokens, expected chunks of one "
+            f"segment; they start at {starts[:-1].tolist()}, of {prefix.num_chunks}"
+        )
+    if end % layout.chunk_tokens and end != prefix.num_tokens:
+        raise ValueError(f"kv: got {kv.shape[2]} tokens, expected whole chunks")
+    span = prefix.spans[which]
+    return span, first_chunk - int(starts[which]) + span.first_chunk
 
 
 def mend(files: Files, segment: Segment, first: int, kv: np.ndarray) -> tuple[Manifest, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.digest.reader import Run, read_digest
+from ckv_jax.storage.digest.reader import read_digest
 from ckv_jax.storage.errors import (
     ReadTimeout,
     SegmentDamaged,
@@ -23,6 +23,7 @@ from ckv_jax.storage.place.kernel_queue import KernelRead, fits
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.deadline import Deadline, Gate
+from ckv_jax.storage.segment.runs import Runs, rows_of
 from ckv_jax.storage.segment.segment import Segment
 
 # A large read goes in pieces, the next ones in flight while one is checked.
@@ -54,14 +55,13 @@ class PrefixReader:
         release: Callable[[list[Segment | None]], None],
     ) -> None:
         self.prefix = prefix
-        self._segments = segments
+        self._runs = Runs(prefix, segments)
         self._deadline_s = deadline_s
         self._gate = gate
         self._report = report
         self._release = release
         self._count = count
         self._patience = patience
-        self._starts = np.cumsum([0, *(s.num_chunks for s in prefix.spans)])
         self._lock = threading.Lock()
         self._closed = False
 
@@ -131,7 +131,7 @@ class PrefixReader:
         deadline: Deadline,
     ) -> list[_Read]:
         """Start reading `chunks` into rows `places` of `data`: directly, or through TensorStore."""
-        parts = self._split(chunks)
+        parts = self._runs.split(chunks)
 
         def start() -> list[_Read]:
             reads: list[_Read] = []
@@ -165,7 +165,7 @@ class PrefixReader:
         deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
             for segment, rows, local, _ in parts:
-                target = _rows_of(data, places[rows])
+                target = rows_of(data, places[rows])
                 future = segment and segment.begin_packs(group, local, target, batch)
                 reads.append((segment, rows, local, future))
         deadline.watch([read[3] for read in reads], size)
@@ -203,7 +203,7 @@ class PrefixReader:
         """Try the packs that are not `good` one by one; report and zero what stays bad."""
         again = []
         for at in np.flatnonzero(~good).tolist():
-            segment, local = self._locate(int(chunks[at]))
+            segment, local = self._runs.locate(int(chunks[at]))
             ids, row = np.array([local]), places[at : at + 1]
             part = data[row[0] : row[0] + 1]
             deadline.admit(part.nbytes, "waiting to read a pack again")
@@ -252,24 +252,6 @@ class PrefixReader:
             out[:] = np.frombuffer(data, np.uint8)
         return True
 
-    def _split(self, chunks: np.ndarray) -> list[tuple[Segment | None, Any, np.ndarray]]:
-        """(segment, rows, chunks within it) of every span that `chunks` touch."""
-        spans, segments = self.prefix.spans, self._segments
-        if len(spans) == 1:
-            return [(segments[0], slice(None), chunks + spans[0].first_chunk)]
-        which = np.searchsorted(self._starts, chunks, side="right") - 1
-        parts: list[tuple[Segment | None, Any, np.ndarray]] = []
-        for i in np.unique(which):
-            rows = np.flatnonzero(which == i)
-            local = chunks[rows] - self._starts[i] + spans[i].first_chunk
-            run = rows[-1] - rows[0] == len(rows) - 1
-            parts.append((segments[i], slice(rows[0], rows[-1] + 1) if run else rows, local))
-        return parts
-
-    def _locate(self, chunk: int) -> tuple[Segment | None, int]:
-        i = int(np.searchsorted(self._starts, chunk, side="right")) - 1
-        return self._segments[i], chunk - int(self._starts[i]) + self.prefix.spans[i].first_chunk
-
     # -- probe -----------------------------------------------------------------------------------
 
     def read_probe(self, layer: int, out: np.ndarray, *, deadline_s: float | None = None) -> int:
@@ -285,7 +267,7 @@ class PrefixReader:
         self._check(out, (self.prefix.num_tokens, layout.probe_heads, layout.head_dim))
         data = out.view(layout.disk_dtype)
         with self._deadline(deadline_s) as deadline:
-            for span, segment, start, end in self._token_runs():
+            for span, segment, start, end in self._runs.of_tokens():
                 # A span that starts inside its segment is read, and checked, from the start.
                 skip = span.first_chunk * layout.chunk_tokens
                 shape = (skip + end - start, *data.shape[1:])
@@ -341,13 +323,6 @@ class PrefixReader:
         deadline.watch([future], piece.nbytes)
         return future
 
-    def _token_runs(self) -> list[Run]:
-        """(span, segment, first token, end token) of every span, in tokens of the prefix."""
-        size, total = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
-        bounds = np.minimum(self._starts * size, total).tolist()
-        pairs = zip(self.prefix.spans, self._segments, bounds, bounds[1:], strict=False)
-        return list(pairs)
-
     # -- digest and mapping ----------------------------------------------------------------------
 
     def read_digest(self, *, deadline_s: float | None = None) -> DigestData | None:
@@ -364,7 +339,7 @@ class PrefixReader:
             return self._prove(segment, "digest", row, part, 0, "digest", deadline)
 
         try:
-            found = read_digest(self.prefix, self._token_runs(), deadline, prove)
+            found = read_digest(self.prefix, self._runs.of_tokens(), deadline, prove)
         except ReadTimeout:  # what is late writes into memory that nobody else has
             found = None
         if found is None:
@@ -381,7 +356,7 @@ class PrefixReader:
         """
         self._open()
         order = np.arange(self.prefix.num_tokens, dtype=np.int32)
-        for span, segment, start, end in self._token_runs():
+        for span, segment, start, end in self._runs.of_tokens():
             if segment is None and self.prefix.layout.reordered:
                 raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
             if segment and segment.manifest.order is not None:
@@ -410,7 +385,7 @@ class PrefixReader:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
-            self._release(self._segments)
+            self._release(self._runs.segments)
 
     def __enter__(self) -> PrefixReader:
         return self
@@ -422,10 +397,3 @@ class PrefixReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _rows_of(data: np.ndarray, rows: np.ndarray) -> Any:
-    """Rows of `data` to read into: a view where they lie together, else a TensorStore view."""
-    if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return data[rows[0] : rows[-1] + 1]
-    return ts.array(data).oindex[rows]

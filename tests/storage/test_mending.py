@@ -19,6 +19,7 @@ from ckv_jax.storage import (
     StoreError,
     prune_store,
     verify_store,
+    writing,
 )
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
@@ -221,7 +222,7 @@ def test_a_childs_digest_outlives_its_parents_return(
             os.truncate(shard, 10)
         assert read_all(store, parent).refused > 0
         if not inherits:  # as where the children cannot be read
-            monkeypatch.setattr(ChunkStore, "_inherited", lambda *_: None)
+            monkeypatch.setattr(writing, "inherit", lambda *_: None)
         altered = kv[:, :, :320] + np.float32(1e-3)  # computed again, the bits differ
         write(store, layout, tokens[:320], altered, block=320)
         found = find(store, tokens, layout)
