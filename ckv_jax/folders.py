@@ -9,6 +9,10 @@ __all__ = ["cache_folder"]
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this package; it need not exist yet."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "ckv_jax"
+    """The user's cache folder for this package; it need not exist yet.
+
+    `XDG_CACHE_HOME` counts only if it is absolute, as its specification says: what is trusted must
+    not come out of whatever folder the program is started in.
+    """
+    said = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (said if said.is_absolute() else Path.home() / ".cache") / "ckv_jax"

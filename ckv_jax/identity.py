@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,20 +11,28 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ckv_jax.folders import cache_folder
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.model.weights import weight_files
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 
+KV_ARITHMETIC = 1
+"""Version of what this package does between tokens and KV, beside what the checkpoint says.
+
+Raised with any change that makes KV of one version and of the next unfit to stand in one prefix.
+The first one goes without saying, so that what it stored stays readable.
+"""
+
 
 def model_fingerprint(folder: Path, config: ModelConfig, *, dtype: str) -> Fingerprint:
-    """Of a checkpoint folder: the content of its weights and tokenizer, cached by size and time."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ckv_jax"
+    """Of a checkpoint folder: the content of its weights and tokenizer."""
+    cache = cache_folder() / "fingerprints.json"
     return _fingerprint(
         config,
         dtype=dtype,
-        weights=hash_files(weight_files(folder), cache / "fingerprints.json"),
+        weights=hash_files(weight_files(folder), cache),
         tokenizer=hash_files(tokenizer_files(folder)),
     )
 
@@ -42,6 +49,8 @@ def random_fingerprint(model: Qwen2) -> Fingerprint:
 
 def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: str) -> Fingerprint:
     values = asdict(config)
+    for name in ("eos_token_ids", "max_position_embeddings"):
+        del values[name]  # these say when a text ends, not what its keys and values are
     rope = {key: values.pop(key) for key in ("rope_theta", "rope_scaling")}
     return Fingerprint(
         {
@@ -50,5 +59,6 @@ def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: st
             "tokenizer": tokenizer,
             "rope": json.dumps(rope, sort_keys=True),
             "dtype": dtype,
+            **({"arithmetic": str(KV_ARITHMETIC)} if KV_ARITHMETIC > 1 else {}),
         }
     )

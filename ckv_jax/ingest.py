@@ -107,6 +107,7 @@ class Ingest:
             tokens=tokens[whole:],
             parent=parent,
             salt=self._salt,
+            provenance=provenance,
         )
 
     def _store_after(

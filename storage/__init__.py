@@ -8,24 +8,29 @@ from ckv_jax.storage.errors import (
     PrefixNotFound,
     ReadTimeout,
     SegmentDamaged,
+    SegmentForeign,
     StoreClosed,
     StoreError,
     StoreFull,
+    StoreUnavailable,
 )
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
+from ckv_jax.storage.index.rows import Eviction
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.tools.inspect import Inspection, inspect_store, plot_importance
-from ckv_jax.storage.tools.upkeep import PruneReport, pin_prefix, prune_store
+from ckv_jax.storage.tools.upkeep import PruneReport, pin_prefix, prune_store, wish_for
 from ckv_jax.storage.tools.verify import VerifyReport, verify_store
 
 __all__ = [
     "ChunkStore",
     "CkvError",
     "DigestData",
+    "Eviction",
     "Fingerprint",
     "FingerprintMismatch",
     "Inspection",
@@ -36,17 +41,21 @@ __all__ = [
     "PruneReport",
     "ReadTimeout",
     "SegmentDamaged",
+    "SegmentForeign",
     "SegmentWriter",
     "Span",
     "StoreClosed",
     "StoreConfig",
     "StoreError",
     "StoreFull",
+    "StoreUnavailable",
     "VerifyReport",
+    "Wish",
     "hash_files",
     "inspect_store",
     "pin_prefix",
     "plot_importance",
     "prune_store",
     "verify_store",
+    "wish_for",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,10 +15,33 @@ BYTES = 16
 """Bytes of a link: enough to never meet by chance, and tokens are compared on every hit anyway."""
 
 
+EXACT = "exact"
+"""The provenance of KV that the model computed with all of the text before it in attention."""
+
+_PROVENANCE = re.compile(r"[a-z0-9.:_-]{1,64}")
+
+
 def seed(fingerprint: Fingerprint, layout: Layout, salt: str) -> bytes:
     """The link before the first chunk: other models, layouts and tenants never meet."""
     text = f"ckv-chain\0{fingerprint.hex}\0{layout.hex}\0{salt}"
     return hashlib.sha256(text.encode()).digest()[:BYTES]
+
+
+def branch(at: bytes, provenance: str) -> bytes:
+    """The link before the first chunk whose KV is of another provenance than "exact".
+
+    What follows it meets no exact KV, and nothing of a third provenance.
+    """
+    if provenance == EXACT:
+        return at
+    return hashlib.sha256(f"ckv-branch\0{provenance}\0".encode() + at).digest()[:BYTES]
+
+
+def check_provenance(provenance: object) -> str:
+    """`provenance`; raises ValueError unless it is a short name such as "exact"."""
+    if not isinstance(provenance, str) or not _PROVENANCE.fullmatch(provenance):
+        raise ValueError(f"provenance: got {provenance!r}, expected 1 to 64 of a-z 0-9 . : _ -")
+    return provenance
 
 
 def link(before: bytes, tokens: bytes) -> bytes:

@@ -12,31 +12,37 @@ class StoreConfig:
 
     Attributes:
       max_bytes: bound on the bytes on disk; None: no bound but the disk's.
+      tenant_bytes: bound on the bytes of each tenant, the one without a salt included.
       io_concurrency: reads in flight at once.
       direct_io: read past the page cache; None: where the file system allows it, else warn.
       deadline_s: a read that takes longer is abandoned with `ReadTimeout`.
+      wait_s: a lock, an open, a manifest or a request of the index that gets no further for so long
+        is given up with `StoreUnavailable`.
+      write_s: the same for writes, fsyncs and the publishing of a segment.
       eviction: which whole segments go first: least "attention" (importance x frequency), or "lru".
-      digest_bytes: budget of the host pool that keeps loaded digests.
     """
 
     max_bytes: int | None = None
+    tenant_bytes: int | None = None
     io_concurrency: int = 32
     direct_io: bool | None = None
     deadline_s: float = 10.0
+    wait_s: float = 10.0
+    write_s: float = 120.0
     eviction: str = "attention"
-    digest_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None and self.max_bytes < 0:
-            raise ValueError(f"max_bytes: got {self.max_bytes}, expected None or at least 0")
+        for name in ("max_bytes", "tenant_bytes"):
+            bound = getattr(self, name)
+            if bound is not None and bound < 0:
+                raise ValueError(f"{name}: got {bound}, expected None or at least 0")
         if not 1 <= self.io_concurrency <= 1024:
             raise ValueError(f"io_concurrency: got {self.io_concurrency}, expected 1 to 1024")
-        if not 0 < self.deadline_s <= TIMEOUT_MAX:
-            raise ValueError(
-                f"deadline_s: got {self.deadline_s}, expected seconds above 0, "
-                f"at most {TIMEOUT_MAX:.0f}"
-            )
+        for name in ("deadline_s", "wait_s", "write_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds <= TIMEOUT_MAX:
+                raise ValueError(
+                    f"{name}: got {seconds}, expected seconds above 0, at most {TIMEOUT_MAX:.0f}"
+                )
         if self.eviction not in ("attention", "lru"):
             raise ValueError(f"eviction: got {self.eviction!r}, expected 'attention' or 'lru'")
-        if self.digest_bytes < 0:
-            raise ValueError(f"digest_bytes: got {self.digest_bytes}, expected at least 0")

@@ -18,8 +18,19 @@ class StoreClosed(StoreError):
     """The store, a reader or a writer was used after `close()`."""
 
 
+class StoreUnavailable(StoreError):
+    """The store could not be asked just now: an I/O error, no descriptors, a lock or deadline.
+
+    It says nothing about what is stored: nothing is marked, evicted or repaired because of it.
+    """
+
+
 class SegmentDamaged(StoreError):
-    """A segment's manifest or files are missing, malformed or not the ones it was written with."""
+    """Proof that a segment's manifest or files are missing, malformed, or not as written."""
+
+
+class SegmentForeign(StoreError):
+    """A whole segment of another version of the format: not damaged, and not readable here."""
 
 
 class PrefixNotFound(StoreError):
@@ -70,8 +81,17 @@ class StoreFull(StoreError):
     """
 
 
+ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
+"""What the kernel says of a name that is not there, or is no plain file or folder: proof."""
+
+
 def as_store_error(error: OSError) -> StoreError:
-    """`StoreFull` for a full disk or quota, `StoreError` for any other fault of the disk."""
+    """`StoreFull` for a full disk or quota, `StoreUnavailable` for any other fault of the disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(f"no room on the disk: {error}")
-    return StoreError(f"the disk refused a write: {error}")
+    return StoreUnavailable(f"the disk refused a write: {error}")
+
+
+def as_unavailable(what: object, error: OSError) -> StoreUnavailable:
+    """For a fault that proves nothing; `what` names the path or segment that was asked for."""
+    return StoreUnavailable(f"{what}: cannot be looked at: {error.strerror or error}")

@@ -6,14 +6,20 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 from ckv_jax.storage.errors import FingerprintMismatch
+
+_SAMPLES = 64  # places of a file that are read to know it again
+_SAMPLE_BYTES = 64 << 10  # at each of them
+_SETTLED_S = 2.0  # longer than any file system's clock takes from one tick to the next
+_LARGEST_CACHE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -59,35 +65,51 @@ class Fingerprint:
 def hash_files(paths: Iterable[str | os.PathLike[str]], cache: Path | None = None) -> str:
     """SHA-256 over the names and contents of `paths`, in the order of their names.
 
-    With `cache`, a JSON file, a content hash is reused while path, size and mtime stay the same; a
-    cache that cannot be read or written costs time, never an error.
+    With `cache`, a JSON file, a content hash is reused while the file is provably the same: its
+    path, device, inode, size, both times (no program can set the second, the time of the last
+    change), and a sample of its bytes. A cache that cannot be read or written costs time, never an
+    error.
     """
     known = _read_cache(cache)
     total = hashlib.sha256()
     changed = False
     for path in sorted((Path(p).resolve() for p in paths), key=lambda p: p.name):
-        stat = path.stat()
-        key = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
-        digest = known.get(key)
-        if digest is None:
-            with path.open("rb") as file:
+        with path.open("rb") as file:
+            key = _identity(path, file) if cache is not None else ""
+            digest = known.get(key)
+            if digest is None:
+                file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            stale = [k for k in known if k.startswith(f"{path}|")]
-            for k in stale:
-                del known[k]
-            known[key] = digest
-            changed = True
+                for stale in [k for k in known if k.startswith(f"{path}|")]:
+                    del known[stale]
+                # A file that changed just now may change again within the same tick of the clock.
+                if time.time() - os.fstat(file.fileno()).st_ctime > _SETTLED_S:
+                    known[key] = digest
+                    changed = True
         total.update(f"{path.name}\0{digest}\0".encode())
     if cache is not None and changed:
         _write_cache(cache, known)
     return total.hexdigest()
 
 
+def _identity(path: Path, file: BinaryIO) -> str:
+    """What stays the same while a file does."""
+    found = os.fstat(file.fileno())
+    sample = hashlib.sha256()
+    for part in range(_SAMPLES):
+        file.seek(max(0, found.st_size - _SAMPLE_BYTES) * part // (_SAMPLES - 1))
+        sample.update(file.read(_SAMPLE_BYTES))
+    times = f"{found.st_mtime_ns}|{found.st_ctime_ns}"
+    where = f"{found.st_dev}|{found.st_ino}|{found.st_size}"
+    return f"{path}|{where}|{times}|{sample.hexdigest()}"
+
+
 def _read_cache(cache: Path | None) -> dict[str, str]:
     if cache is None:
         return {}
     try:
-        value: Any = json.loads(cache.read_text())
+        with cache.open("rb") as file:
+            value: Any = json.loads(file.read(_LARGEST_CACHE))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(value, dict):
@@ -99,8 +121,11 @@ def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=cache.parent, prefix=f".{cache.name}.")
+    except OSError:
+        return
+    try:
         with os.fdopen(fd, "w") as file:
             json.dump(dict(known), file)
         os.replace(name, cache)
     except OSError:
-        return
+        Path(name).unlink(missing_ok=True)

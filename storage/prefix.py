@@ -41,6 +41,8 @@ class Prefix:
       layout: how they are stored.
       fingerprint: whose they are.
       salt: the tenant's salt, "" without one.
+      provenance: "exact", or how the last of the KV was made, such as "budget:0.25".
+      exact_chunks: chunks before the first of another provenance than "exact".
     """
 
     id: str
@@ -49,6 +51,20 @@ class Prefix:
     layout: Layout
     fingerprint: Fingerprint
     salt: str = field(default="", repr=False)
+    provenance: str = chain.EXACT
+    exact_chunks: int = 0
+
+    @classmethod
+    def empty(cls, fingerprint: Fingerprint, layout: Layout, salt: str) -> Prefix:
+        """The prefix of no tokens."""
+        return cls(
+            id=chain.seed(fingerprint, layout, salt).hex(),
+            tokens=chain.as_tokens(np.zeros(0, np.int32)),
+            spans=(),
+            layout=layout,
+            fingerprint=fingerprint,
+            salt=salt,
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Prefix) and (self.id, self.spans) == (other.id, other.spans)
@@ -72,8 +88,20 @@ class Prefix:
         tokens = self.tokens[: len(self.tokens) // size * size]
         if len(tokens) == len(self.tokens):
             return self
-        seed = chain.seed(self.fingerprint, self.layout, self.salt)
-        link = [seed, *chain.links(seed, tokens, size)][-1]
         last = replace(self.spans[-1], num_chunks=self.spans[-1].num_chunks - 1)
         spans = (*self.spans[:-1], last) if last.num_chunks else self.spans[:-1]
+        exact = self.exact_chunks if self.provenance != chain.EXACT else len(tokens) // size
+        first = chain.seed(self.fingerprint, self.layout, self.salt)
+        link = [first, *chain.links(first, tokens[: exact * size], size)][-1]
+        if len(tokens) <= exact * size:
+            return replace(
+                self,
+                id=link.hex(),
+                tokens=tokens,
+                spans=spans,
+                provenance=chain.EXACT,
+                exact_chunks=0,
+            )
+        link = chain.branch(link, self.provenance)
+        *_, link = chain.links(link, tokens[exact * size :], size)
         return replace(self, id=link.hex(), tokens=tokens, spans=spans)

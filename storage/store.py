@@ -6,98 +6,109 @@ Its promise: every fault becomes a miss and a recompute; never wrong KV, a hang 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterable
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
-from ckv_jax.storage import chain
-from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.digest.pool import DigestPool
-from ckv_jax.storage.errors import StoreClosed, StoreError
+from ckv_jax.storage import chain, tenant, writing
+from ckv_jax.storage.errors import (
+    StoreUnavailable,
+)
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.index.bounds import Bounds
-from ckv_jax.storage.index.index import Counters, Index
+from ckv_jax.storage.index.rows import Eviction
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.place.files import Workspace
-from ckv_jax.storage.place.place import Place, open_place
-from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.deadline import Gate
-from ckv_jax.storage.segment.manifest import Manifest, check_order
-from ckv_jax.storage.segment.open_segments import OpenSegments
+from ckv_jax.storage.opened import OpenStore
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.mending import locate, mend
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.segment.writer import SegmentWriter, draft_manifest
+from ckv_jax.storage.segment.writer import SegmentWriter
+
+T = TypeVar("T")
 
 
-class ChunkStore:
-    """A store that is open; thread-safe, a context manager. Many processes may share one folder."""
+class ChunkStore(OpenStore):
+    """A store that is open; thread-safe, a context manager. Many processes may share one folder.
 
-    def __init__(self, place: Place, config: StoreConfig) -> None:
-        """Use `open`."""
-        self.config = config
-        self.files = place.files
-        self._place = place
-        self._closed = False
-        self._counts = Counters()
-        self._counts.add("swept", self.files.sweep())
-        self.gate = Gate()
-        self._segments = OpenSegments()
-        self._digests = DigestPool(config.digest_bytes)
-        self.index = Index(self.files, self._counts)
-        self.bounds = Bounds(self.files, self.index, config, self._counts)
-
-    @classmethod
-    def open(cls, url: str | os.PathLike[str], *, config: StoreConfig | None = None) -> ChunkStore:
-        """Open or create a store; sweeps what killed writers left, and mends the index.
-
-        Args:
-          url: a folder, or a file://, s3://, gs:// or memory:// URL.
-          config: limits and I/O settings.
-
-        Raises:
-          StoreError: the place is something else than a store, or cannot be used.
-        """
-        config = config or StoreConfig()
-        return cls(open_place(url, config), config)
+    No call waits for the disk without end: what gets no further for `StoreConfig.wait_s`, or
+    `write_s`, raises `StoreUnavailable`, and a lookup finds nothing.
+    """
 
     # -- finding ---------------------------------------------------------------------------------
 
     def longest_prefix(
-        self, tokens: np.ndarray, *, fingerprint: Fingerprint, layout: Layout, salt: str = ""
+        self,
+        tokens: np.ndarray,
+        *,
+        fingerprint: Fingerprint,
+        layout: Layout,
+        salt: str = "",
+        provenance: str = chain.EXACT,
+        marked: bool = False,
     ) -> Prefix:
         """The longest stored prefix of `tokens` [T]; its `num_tokens` may be 0.
 
         Whole chunks only, besides a partial chunk that ended a stored prefix and equals the prompt.
         Quarantined chunks, and all after them, count as not stored.
-        """
-        self._check_open()
-        return self.index.longest(chain.as_tokens(tokens), fingerprint, layout, salt)
 
-    def prefix(self, prefix_id: str, *, fingerprint: Fingerprint | None = None) -> Prefix:
+        Args:
+          tokens: of the prompt.
+          fingerprint, layout, salt: whose KV, and how it is stored.
+          provenance: what may serve besides exact KV, such as "budget:0.25".
+          marked: whether quarantined chunks count as stored, which is for `replace_packs`.
+        """
+        tokens = chain.as_tokens(tokens)
+        salt, provenance = tenant.check(salt), chain.check_provenance(provenance)
+
+        def work() -> Prefix:
+            return self.index.longest(
+                tokens, fingerprint, layout, salt, provenance=provenance, marked=marked
+            )
+
+        try:
+            return self._run("looking a prefix up", work)
+        except StoreUnavailable:
+            self._counts.add("unread")
+            self._counts.add("misses")
+        return Prefix.empty(fingerprint, layout, salt)
+
+    def prefix(
+        self, prefix_id: str, *, fingerprint: Fingerprint | None = None, salt: str | None = None
+    ) -> Prefix:
         """A stored prefix by its id, or by the start of its id where that is unique.
 
+        Args:
+          prefix_id: hex.
+          fingerprint: of the model that must have made it.
+          salt: of the tenant whose it must be, for whom nobody else's exists. None, for tools:
+            anybody's; the `salt` of what belongs to a tenant then equals no tenant's.
+
         Raises:
-          PrefixNotFound: with the ids that are close.
+          PrefixNotFound: with the ids that are close, of the same tenant.
           FingerprintMismatch: it was made by another model than `fingerprint`; lists the fields.
         """
-        self._check_open()
-        found = self.index.prefix(prefix_id)
+        if salt is not None:
+            tenant.check(salt)
+        found = self._run("looking a prefix up", lambda: self.index.prefix(prefix_id, salt))
         if fingerprint is not None:
             found.fingerprint.require(fingerprint)
         return found
 
-    def prefixes(self) -> list[Prefix]:
-        """Every stored prefix that no other continues; damaged ones are left out."""
-        self._check_open()
-        return self.index.prefixes()
+    def prefixes(self, *, salt: str | None = None) -> list[Prefix]:
+        """Every stored prefix that no other continues, without damaged ones; None: all tenants'."""
+        return self._run("listing prefixes", lambda: self.index.prefixes(salt))
+
+    def why_evicted(self, prefix_id: str, *, salt: str | None = None) -> Eviction | None:
+        """When and why a prefix that is no longer stored left; None: nothing is known of it."""
+        whose = None if salt is None else tenant.mark(salt)
+        return self._run("asking", lambda: self.index.catalog.why(prefix_id, whose))
 
     def refresh(self) -> None:
         """Find what other processes wrote to an object store; a folder needs no refreshing."""
-        self._check_open()
-        self.index.refresh()
+        self._run("looking for segments", self.index.refresh)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -110,6 +121,7 @@ class ChunkStore:
         parent: Prefix | None = None,
         salt: str = "",
         order: np.ndarray | None = None,
+        provenance: str = chain.EXACT,
     ) -> SegmentWriter:
         """Start a new segment; makes room for it first, by evicting others where there is a bound.
 
@@ -120,112 +132,79 @@ class ChunkStore:
           parent: the stored prefix that it continues; must end on a whole chunk.
           salt: the tenant's salt.
           order: for a reordered layout only: a permutation [T]; stored token i is `order[i]`.
+          provenance: how the KV was made, see `longest_prefix`; the parent's, or after exact KV.
 
         Raises:
-          StoreFull: there is no room, and none can be made.
+          StoreFull: there is no room, and none can be made; nothing was evicted.
           StoreError: the store cannot be written.
         """
-        self._check_open()
         tokens = chain.as_tokens(tokens)
+        tenant.check(salt)
+        chain.check_provenance(provenance)
         if not tokens.size:
             raise ValueError("tokens: got none, expected at least one")
         if (order is None) == layout.reordered:
             raise ValueError(f"order: got {order}, with layout.reordered={layout.reordered}")
         if parent is not None and parent.num_tokens == 0:
             parent = None
-        start, before, holder = self._continue(parent, fingerprint, layout, salt)
-        draft = draft_manifest(
-            layout=layout,
-            fingerprint=fingerprint,
-            salt=salt,
-            tokens=tokens,
-            start=start,
-            parent=holder.segment_id if holder else None,
-            first_chunk=before,
-            order=None if order is None else check_order(order, len(tokens)),
-        )
-        held = self._acquire(parent.spans) if parent else []  # nobody may evict them meanwhile
-        workspace = None
-        try:
-            workspace = self.files.workspace()
-            self.bounds.reserve(workspace.name, layout.segment_bytes(len(tokens)))
-        except BaseException:
-            self._segments.release(held)
-            if workspace is not None:
-                workspace.discard()
-            raise
 
-        def release() -> None:
-            self.bounds.release(workspace.name)
-            self._segments.release(held)
-
-        params = held[-1].digest_params() if held and held[-1] else None
-        return SegmentWriter(
-            draft,
-            workspace,
-            direct=self._place.direct,
-            params=params,
-            publish=self._publish_after(parent),
-            release=release,
-        )
-
-    @staticmethod
-    def _continue(
-        parent: Prefix | None, fingerprint: Fingerprint, layout: Layout, salt: str
-    ) -> tuple[bytes, int, Span | None]:
-        """(link, chunks before, last span) that a segment after `parent` starts with."""
-        if parent is None:
-            return chain.seed(fingerprint, layout, salt), 0, None
-        parent.fingerprint.require(fingerprint)
-        if parent.layout != layout or parent.salt != salt:
-            raise ValueError("parent: expected one of the same layout and salt")
-        if parent.num_tokens % layout.chunk_tokens:
-            raise ValueError(
-                f"parent: got {parent.num_tokens} tokens, expected whole chunks of "
-                f"{layout.chunk_tokens} (Prefix.whole_chunks)"
+        def work() -> SegmentWriter:
+            return writing.open_writer(
+                place=self._place,
+                index=self.index,
+                bounds=self.bounds,
+                config=self.config,
+                segments=self._segments,
+                fingerprint=fingerprint,
+                layout=layout,
+                tokens=tokens,
+                parent=parent,
+                salt=salt,
+                order=order,
+                provenance=provenance,
             )
-        return bytes.fromhex(parent.id), parent.num_chunks, parent.spans[-1]
 
-    def _publish_after(self, parent: Prefix | None) -> Any:
-        def publish(manifest: Manifest, checksum: str, workspace: Workspace) -> Prefix:
-            return self._publish(parent, manifest, checksum, workspace)
+        seconds = self.config.write_s
+        return self._run("making room", work, seconds=seconds, late=lambda w: w.close())
 
-        return publish
+    def marked_chunks(self, prefix: Prefix) -> np.ndarray:
+        """int64 [n]: the chunks of a prefix that are marked as bad, ascending."""
+        return self._run("reading marks", lambda: self.index.marked_chunks(prefix))
 
-    def _publish(
-        self, parent: Prefix | None, manifest: Manifest, checksum: str, workspace: Workspace
-    ) -> Prefix:
-        id_ = manifest.segment_id
+    def replace_packs(self, prefix: Prefix, first_chunk: int, kv: np.ndarray) -> int:
+        """Write packs and probes that are proven bad anew, in the segment where they lie.
 
-        def keep() -> bool:
-            there = self.index.load(id_)
-            whole = there is not None and there.usable == there.manifest.chunks
-            return whole and not self.files.damaged(id_, manifest.files)
+        The marks of chunks that are whole again are lifted; the prefix must be looked up again.
 
-        if not workspace.publish(id_, keep):  # another writer of the same prefix was faster
-            there = self.index.load(id_)
-            if there is None:
-                raise StoreError(f"segment {id_}: published by another writer, and gone again")
-            manifest, checksum = there.manifest, there.checksum
-        self.index.add(manifest, checksum)
-        span = Span(
-            segment_id=id_,
-            first_chunk=0,
-            num_chunks=manifest.chunks,
-            segment_chunks=manifest.chunks,
-            checksum=checksum,
-        )
-        tokens = manifest.tokens
-        if parent is not None:
-            tokens = chain.as_tokens(np.concatenate([parent.tokens, tokens]))
-        return Prefix(
-            id=manifest.links[-1].hex(),
-            tokens=tokens,
-            spans=(*(parent.spans if parent else ()), span),
-            layout=manifest.layout,
-            fingerprint=manifest.fingerprint,
-            salt=manifest.salt,
-        )
+        Args:
+          prefix: stored, as `longest_prefix(marked=True)` finds it.
+          first_chunk: first chunk that was computed again.
+          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order: whole chunks from there on, or
+            up to the end of the prefix, all within one segment.
+
+        Returns:
+          How many packs and chunks of probes were bad, and are good now.
+
+        Raises:
+          StoreUnavailable: somebody else is mending the segment, or the disk gives no answer.
+          SegmentDamaged: the segment is gone.
+        """
+        span, first = locate(prefix, first_chunk, kv)
+
+        def work() -> int:
+            segment = self._segments.acquire(span)
+            try:
+                alone = self.files.mending(span.segment_id)
+                try:
+                    manifest, count = mend(self.files, segment, first, kv)
+                    self.index.mended(segment, manifest)
+                    return count
+                finally:
+                    alone.release()
+            finally:
+                self._segments.release([segment])
+
+        return self._run("mending a segment", work, seconds=self.config.write_s)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -235,117 +214,110 @@ class ChunkStore:
         A segment that is gone already reads as missing packs, never as an error. `deadline_s`:
         seconds for each of its calls; default: the store's.
         """
-        self._check_open()
-        segments = self._acquire(prefix.spans)
-        self.bounds.touch(s.segment_id for s in prefix.spans)
+
+        def work() -> list[Segment | None]:
+            found = self._segments.acquire_all(prefix.spans)
+            self.bounds.touch(s.segment_id for s in prefix.spans)
+            return found
+
+        try:
+            segments = self._run("opening segments", work, late=self._segments.release)
+        except StoreUnavailable:
+            self._counts.add("unread")
+            segments = [None] * len(prefix.spans)
         return PrefixReader(
             prefix,
             segments,
             deadline_s=self.config.deadline_s if deadline_s is None else deadline_s,
             gate=self.gate,
             report=self.index.report,
+            count=self._counts.add,
+            patience=self._place.patience,
             release=self._segments.release,
-            digests=self._digest,
         )
-
-    def _acquire(self, spans: Iterable[Span]) -> list[Segment | None]:
-        held: list[Segment | None] = []
-        for span in spans:
-            try:
-                held.append(
-                    self._segments.acquire(span.segment_id, span.checksum, self._opener(span))
-                )
-            except StoreError:
-                held.append(None)
-        return held
-
-    def _opener(self, span: Span) -> Any:
-        def make() -> Segment:
-            manifest = self.index.manifest(span.segment_id, span.checksum)
-            return Segment(manifest, span.checksum, self._place)
-
-        return make
 
     def open_segment(self, manifest: Manifest, checksum: str) -> Segment:
         """Open a published segment, to be read as any zarr reader would, by its shards' indexes.
 
-        The caller closes it. Raises SegmentDamaged when it is gone.
+        The caller closes it. Raises SegmentDamaged when it is gone, StoreUnavailable when that
+        cannot be told.
         """
-        return Segment(manifest, checksum, dataclasses.replace(self._place, queues=None))
+        place = dataclasses.replace(self._place, queues=None)
+        return self._run("opening a segment", lambda: Segment(manifest, checksum, place))
 
-    def _digest(self, prefix: Prefix, load: Any) -> Any:
-        return self._digests.get(prefix.spans, load)
+    def segment_reader(
+        self,
+        prefix: Prefix,
+        segment: Segment,
+        report: Callable[[Segment | None, int, str, bool], None],
+    ) -> PrefixReader:
+        """A reader over an opened segment that tells `report` what it finds, and the store nothing.
+
+        It closes the segment.
+        """
+        return PrefixReader(
+            prefix,
+            [segment],
+            deadline_s=self.config.deadline_s,
+            gate=self.gate,
+            report=report,
+            count=lambda _: None,
+            patience=self._place.patience,
+            release=lambda _: segment.close(),
+        )
 
     # -- scores, bounds --------------------------------------------------------------------------
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
         """Keep a segment's importance, as float32 [groups, M], and frequency, as uint32."""
-        self._check_open()
         importance = np.ascontiguousarray(importance, np.float32)
         frequency = np.ascontiguousarray(frequency, np.uint32)
         if importance.ndim != 2 or importance.shape != frequency.shape:
             raise ValueError(
                 f"scores: got {importance.shape} and {frequency.shape}, expected one [groups, M]"
             )
-        self.index.catalog.save_scores(segment_id, np.nan_to_num(importance), frequency)
+        scores = np.nan_to_num(importance), frequency
+        self._run("saving scores", lambda: self.index.catalog.save_scores(segment_id, *scores))
 
     def load_scores(self, segment_id: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Importance float32 [groups, M] and frequency uint32 [groups, M], or None."""
-        self._check_open()
-        found, loaded = self.index.catalog.load_scores(segment_id), self.index.load(segment_id)
-        if found is None or loaded is None:
-            return None
-        shape = (loaded.manifest.layout.groups, loaded.manifest.chunks)
-        return found if found[0].shape == found[1].shape == shape else None
+
+        def work() -> tuple[np.ndarray, np.ndarray] | None:
+            found, loaded = self.index.catalog.load_scores(segment_id), self.index.load(segment_id)
+            if found is None or loaded is None:
+                return None
+            shape = (loaded.manifest.layout.groups, loaded.manifest.chunks)
+            return found if found[0].shape == found[1].shape == shape else None
+
+        return self._run("loading scores", work)
+
+    def set_wish(self, prefix_id: str, wish: Wish, *, salt: str | None = None) -> str:
+        """Note durably what is wanted of a prefix, in place of what was; returns its whole id.
+
+        Raises:
+          PrefixNotFound: there is no such prefix.
+        """
+
+        def work() -> str:
+            found = self.index.prefix(prefix_id, salt)
+            self.bounds.wish(found.id, wish)
+            return found.id
+
+        return self._run("noting a wish", work)
+
+    def wishes(self) -> dict[str, Wish]:
+        """What is wanted of prefixes, by id."""
+        return self._run("reading wishes", self.bounds.wishes)
+
+    def evict_to(self, max_bytes: int) -> int:
+        """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""
+        seconds = self.config.write_s
+        return self._run("evicting", lambda: self.bounds.evict_to(max_bytes), seconds=seconds)
+
+    def evict_expired(self) -> int:
+        """Evict what has outlived its `retain_s`; returns the bytes freed."""
+        return self._run("evicting", self.bounds.evict_expired, seconds=self.config.write_s)
 
     def usage(self) -> int:
-        """Bytes on disk of all segments, and bytes reserved by writers."""
-        self._check_open()
-        return self.index.catalog.usage()
-
-    def stats(self) -> dict[str, int]:
-        """Counters since `open`: hits, misses, bad_packs, gone, quarantined, evicted, swept, …"""
-        found = {name: self._counts[name] for name in _COUNTERS}
-        found["rebuilds"] = self.index.catalog.rebuilds
-        found["refused_writes"] = self.index.catalog.refused
-        found["digest_pool_bytes"] = self._digests.bytes
-        return found
-
-    # -- life ------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosed("the store is closed")
-
-    def close(self) -> None:
-        """Close the store; readers that are still open stay usable. May be called twice."""
-        if self._closed:
-            return
-        self.bounds.flush()
-        self._closed = True
-        self._digests.clear()
-        self.index.catalog.close()
-        self._place.close()
-
-    def __enter__(self) -> ChunkStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-_COUNTERS = (
-    "hits",
-    "misses",
-    "bad_packs",
-    "gone",
-    "quarantined",
-    "bad_manifests",
-    "evicted",
-    "swept",
-)
+        """Bytes on disk of all segments, and bytes reserved by writers that live."""
+        return self._run("adding up", self.bounds.usage)

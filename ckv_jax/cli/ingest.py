@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,8 @@ from ckv_jax.cli.options import (
     System,
 )
 from ckv_jax.cli.output import Terminal, byte_size
-from ckv_jax.cli.store_tools import store_config
+from ckv_jax.cli.store_tools import parse_seconds, store_config
+from ckv_jax.storage.index.wishes import Wish
 
 __all__ = ["ingest", "read_text"]
 
@@ -42,6 +44,19 @@ def ingest(
     eviction: Eviction = "attention",
     direct_io: DirectIo = None,
     io_concurrency: IoConcurrency = 32,
+    retain: Annotated[
+        str | None,
+        typer.Option(
+            "--retain",
+            metavar="TIME",
+            help="Let it expire when it has not been used for so long: 12h, 7d. Expired prefixes "
+            "are evicted first, and `ckv prune --expired` removes them.",
+        ),
+    ] = None,
+    priority: Annotated[
+        int,
+        typer.Option("--priority", metavar="N", help="What has less is evicted first; 0 without."),
+    ] = 0,
     json: Json = False,
 ) -> None:
     """Run the model over a text once and keep its KV cache in the store.
@@ -58,6 +73,7 @@ def ingest(
         io_concurrency=io_concurrency,
     )
     text = read_text(text_file)
+    wish = Wish(retain_s=None if retain is None else parse_seconds(retain), priority=priority)
     with terminal.status("loading JAX and the model"):
         from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
@@ -73,6 +89,9 @@ def ingest(
         with terminal.progress() as bar:
             prefix = engine.ingest(text, progress=bar("tokens"))
         seconds = time.perf_counter() - start
+        if wish != Wish():
+            before = engine.store.wishes().get(prefix.id, Wish())
+            engine.store.set_wish(prefix.id, replace(wish, pinned=before.pinned))
         stored = engine.store.usage()
     if json:
         terminal.json(
@@ -97,10 +116,10 @@ def ingest(
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),
-        ("--salt", salt, ""),
     ):
         command += [option, value] if value != default else []
-    terminal.say(f"try     {shlex.join(command)}", wrap=False)
+    said = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)
+    terminal.say(f"try     {said}", wrap=False)
 
 
 def read_text(source: str) -> str:

@@ -11,7 +11,6 @@ from ckv_jax.cli.output import one_line
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation, Request, Result
-from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -24,7 +23,7 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     Raises `PrefixNotFound` with close ids.
     """
     if name is None:
-        stored = [prefix.id for prefix in store.prefixes() if prefix.salt == salt]
+        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
         if not stored:
             raise ValueError("the store holds no prefix; `ckv ingest` makes one")
         if len(stored) > 1:
@@ -32,10 +31,7 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
             more = f" and {len(stored) - 5} more" if len(stored) > 5 else ""
             raise ValueError(f"{len(stored)} prefixes are stored; say --prefix: {ids}{more}")
         (name,) = stored
-    prefix = store.prefix(name)
-    if prefix.salt != salt:
-        raise PrefixNotFound(name)
-    return prefix
+    return store.prefix(name, salt=salt)
 
 
 def kv_bytes(prefix: Prefix) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +13,22 @@ import typer
 from ckv_jax.cli.inspection import show_inspection
 from ckv_jax.cli.options import Json
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
+from ckv_jax.storage.errors import PrefixNotFound
 
 if TYPE_CHECKING:
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
 
-__all__ = ["inspect", "open_store", "parse_size", "pin", "prune", "store_config", "verify"]
+__all__ = [
+    "inspect",
+    "open_store",
+    "parse_seconds",
+    "parse_size",
+    "pin",
+    "prune",
+    "store_config",
+    "verify",
+]
 
 _StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
@@ -48,8 +59,11 @@ def inspect(
     terminal = Terminal(as_json=json)
     if plot is not None and prefix is None:
         raise ValueError("--plot draws one prefix: say which")
-    with open_store(store) as opened, terminal.status("reading"):
-        found = inspect_store(opened, prefix)
+    with open_store(store, readonly=True) as opened, terminal.status("reading"):
+        try:
+            found = inspect_store(opened, prefix)
+        except PrefixNotFound as error:
+            raise _evicted(opened, error) from error
         if plot is not None and prefix is not None:
             try:
                 plot_importance(opened, prefix, plot)
@@ -75,13 +89,17 @@ def verify(
     from ckv_jax.storage.tools.verify import verify_store
 
     terminal = Terminal(as_json=json)
-    with open_store(store) as opened, terminal.progress() as bar:
+    with open_store(store, readonly=not repair) as opened, terminal.progress() as bar:
         report = verify_store(opened, repair, bar("bytes"))
     if json:
         terminal.json(report.to_dict())
     else:
         for damage in report.damages:
             terminal.say(f"damaged  {damage.segment_id}, chunk {damage.chunk}: {damage.what}")
+        for miss in report.unread:
+            terminal.say(f"unread   {miss.segment_id}, chunk {miss.chunk}: {miss.what}")
+        for segment_id in report.foreign:
+            terminal.say(f"foreign  {segment_id}: of another version, left alone")
         for segment_id in report.unindexed:
             terminal.say(f"index    {segment_id}: not as on disk")
         done = [
@@ -96,6 +114,7 @@ def verify(
         terminal.say(
             f"{report.segments} segments, {report.packs:,} packs, {byte_size(report.bytes)}: "
             + ("all as written" if report.ok else f"{len(report.damages)} damages")
+            + (f", {len(report.unread)} not read" if report.unread else "")
             + (f"; {', '.join(done)}" if done else "")
         )
     if not report.ok and not repair:
@@ -105,8 +124,12 @@ def verify(
 def prune(
     store: _StoreArgument,
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0.")
-    ],
+        str | None,
+        typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0."),
+    ] = None,
+    expired: Annotated[
+        bool, typer.Option("--expired", help="Remove what was kept for a time that is over.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
@@ -116,17 +139,19 @@ def prune(
     from ckv_jax.storage.tools.upkeep import prune_store
 
     terminal = Terminal(as_json=json)
-    bound = parse_size(max_bytes)
+    if max_bytes is None and not expired:
+        raise ValueError("say what to remove: --max-bytes SIZE, --expired, or both")
+    bound = None if max_bytes is None else parse_size(max_bytes)
     with open_store(store) as opened:
-        report = prune_store(opened, bound)
+        report = prune_store(opened, bound, expired=expired)
     if json:
-        terminal.json({"max_bytes": bound, **asdict(report)})
+        terminal.json({"max_bytes": bound, "expired": expired, **asdict(report)})
         return
     terminal.say(
         f"{report.removed} segments removed: {byte_size(report.bytes_before)} before, "
         f"{byte_size(report.bytes_after)} now"
     )
-    if report.bytes_after > bound:
+    if bound is not None and report.bytes_after > bound:
         terminal.warn("more than that is pinned, in use or continued by what is")
 
 
@@ -148,14 +173,16 @@ def pin(
         terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
 
 
-def open_store(url: str, config: StoreConfig | None = None) -> ChunkStore:
-    """A store that is there already; `ValueError` where there is none."""
+def open_store(
+    url: str, config: StoreConfig | None = None, *, readonly: bool = False
+) -> ChunkStore:
+    """A store that is there already, `readonly` only to look; `ValueError` where there is none."""
     from ckv_jax.storage.store import ChunkStore
 
     path = url.removeprefix("file://")
     if "://" not in path and not (Path(path).is_dir() and any(Path(path).iterdir())):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
-    return ChunkStore.open(url, config=config)
+    return ChunkStore.open(url, config=config, readonly=readonly)
 
 
 def store_config(
@@ -170,6 +197,23 @@ def store_config(
         direct_io=direct_io,
         io_concurrency=io_concurrency,
     )
+
+
+def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
+    """The same error, with what became of the prefix where that is known."""
+    found = store.why_evicted(error.prefix_id)
+    if found is None:
+        return error
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.time))
+    return ValueError(f"prefix {found.prefix_id} was evicted on {when}: {found.reason}")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in `90`, `30m`, `12h` or `7d`. `ValueError` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", text)
+    if found is None:
+        raise ValueError(f"got {text!r}, expected a time such as 90s, 30m, 12h or 7d")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 def parse_size(text: str) -> int:

@@ -27,6 +27,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+_MOST_TENSORS = 200_000  # a model of 1,000 layers and 100 experts has half of that
 
 
 class SafetensorsFile:
@@ -57,7 +58,15 @@ class SafetensorsFile:
             }
             for name in self._entries:
                 self._check(name, size - self._start)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            UnicodeDecodeError,
+            ValueError,
+        ) as error:
             raise CheckpointError(f"{path} has a broken safetensors header: {error!r}") from error
 
     @property
@@ -86,6 +95,10 @@ class SafetensorsFile:
             if name in found:
                 raise CheckpointError(f"duplicate tensor {name!r} in {self.path}")
             found[name] = value
+        if len(found) > _MOST_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: got {len(found)} tensors, expected at most {_MOST_TENSORS}"
+            )
         return found
 
     def _check(self, name: str, data_bytes: int) -> None:

@@ -77,7 +77,9 @@ class Placement:
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
         if isinstance(request.prefix, str):
-            prefix = self._store.prefix(request.prefix, fingerprint=self._fingerprint)
+            prefix = self._store.prefix(
+                request.prefix, fingerprint=self._fingerprint, salt=self._config.salt
+            )
         elif isinstance(request.prefix, Prefix):
             prefix = request.prefix
         else:

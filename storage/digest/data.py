@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.digest import pq
+from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,10 +26,12 @@ class DigestData:
       arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
         [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
         uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8].
+      mixed: whether segments that were made around other parameters were brought to the first's.
     """
 
     kind: str
     arrays: dict[str, np.ndarray]
+    mixed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +52,27 @@ class DigestData:
             codes = np.concatenate([codes & 15, codes >> 4], -1).astype(np.int8) - np.int8(8)
         values: np.ndarray = codes * self.arrays["scale"][..., None]
         return values
+
+
+def turn(
+    layout: Layout, codes: np.ndarray, scale: np.ndarray, old: np.ndarray, new: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """One layer's codes uint8 [T, K, Db] and scale [T, K], made around `old`, as if around `new`.
+
+    Loses as much again as the first rounding did. `scale` is empty for "pq".
+    """
+    heads, dim = layout.num_kv_heads, layout.head_dim
+    if layout.digest == "pq":
+        books = [p.reshape(heads, layout.digest_codes, PQ_CODES, PQ_DIM) for p in (old, new)]
+        index = np.ix_(range(heads), range(layout.digest_codes))
+        keys = books[0][index[0][None], index[1][None], codes].reshape(-1, heads, dim)
+        return pq.encode(keys, books[1]), scale
+    if layout.digest == "int4":
+        values = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float32) - np.float32(8)
+    else:
+        values = codes.view(np.int8).astype(np.float32)
+    keys = values * scale[..., None] + (old - new).reshape(heads, dim)
+    return quantise(keys, layout.digest)
 
 
 def quantise(keys: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

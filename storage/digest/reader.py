@@ -9,17 +9,15 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.digest.data import DigestData, turn
 from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
-from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline
+from ckv_jax.storage.segment.runs import Run
 from ckv_jax.storage.segment.segment import Segment
 
 _WINDOW_BYTES = 16 << 20  # of pieces of records that are read at once
-
-Run = tuple[Span, Segment | None, int, int]
-"""A span, its segment (None: gone), its first and its end token in the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +51,35 @@ def read_digest(
     prefix: Prefix,
     runs: list[Run],
     deadline: Deadline,
-    report: Callable[[Segment | None, int, str], None],
+    prove: Callable[[Segment | None, int, int], bool],
 ) -> DigestData | None:
-    """Read and check the digests of all runs; None when any of it is bad, which is reported."""
+    """Read and check the digests of all runs; None when any of it is bad or missing.
+
+    Segments that were made around other parameters than the first are brought to its own, so that
+    one softmax may span all of them. `prove(segment, row, part)` reports what is proven to be bad.
+    """
     layout, tokens = prefix.layout, prefix.num_tokens
     rows = len(layout.digest_layers)
     shape = (rows, tokens, layout.num_kv_heads)
     codes = np.empty((*shape, layout.digest_codes), np.uint8)
     scale = np.empty(shape if layout.digest != "pq" else (rows, 0, 0), np.float32)
     params = np.empty((rows, layout.digest_params), np.float32)
+    mixed = False
     for run in runs:
         _, segment, start, end = run
         found = params if not start else np.empty_like(params)
         parts = (found, scale[:, start:end], codes[:, start:end])
-        # Once more before the segment is given up.
-        if segment is None or not any(_read_run(run, layout, parts, deadline) for _ in range(2)):
-            report(segment, 0, "digest")
+        bad = _read_run(run, layout, parts, deadline)
+        if bad:  # once more before the segment is given up
+            bad = _read_run(run, layout, parts, deadline)
+        if segment is None or bad:
+            all(prove(segment, row, part) for row, part in bad or [(0, 0)])
             return None
         if not np.array_equal(found, params):
-            return None  # not made to be scored together
+            mixed = True
+            for row in range(rows):
+                turned = turn(layout, parts[2][row], parts[1][row], found[row], params[row])
+                parts[2][row], parts[1][row] = turned
     arrays: dict[str, np.ndarray] = {"codes": codes}
     if layout.digest == "int8":
         arrays["codes"] = codes.view(np.int8)
@@ -82,14 +90,16 @@ def read_digest(
         arrays["scale"] = scale
     for array in arrays.values():
         array.flags.writeable = False
-    return DigestData(layout.digest, arrays)
+    return DigestData(layout.digest, arrays, mixed)
 
 
-def _read_run(run: Run, layout: Layout, parts: tuple[np.ndarray, ...], deadline: Deadline) -> bool:
-    """Read one run's (params, scale, codes), each [R, ...]; whether all of it is good."""
+def _read_run(
+    run: Run, layout: Layout, parts: tuple[np.ndarray, ...], deadline: Deadline
+) -> list[tuple[int, int]]:
+    """Read one run's (params, scale, codes), each [R, ...]; (row, part) of what is not good."""
     span, segment, _, _ = run
     if segment is None:
-        return False
+        return []
     sizes = layout.digest_record(len(segment.manifest.tokens))
     starts = (0, sizes[0], sizes[0] + sizes[1])
     before = span.first_chunk * layout.chunk_tokens * layout.num_kv_heads
@@ -100,13 +110,14 @@ def _read_run(run: Run, layout: Layout, parts: tuple[np.ndarray, ...], deadline:
             found[row, part] = segment.digest_start(row, part)
     for row, at, data in _pieces(segment, layout, sum(sizes), deadline):
         if data is None:
-            return False
+            return [(row, part) for part in range(3)]
         for part, array in enumerate(parts):
             memory = array[row].reshape(-1).view(np.uint8)
             target = _Target(memory, skips[part], starts[part], sizes[part])
             piece = crc.as_bytes(target.take(data, at)[None])[0]
             found[row, part] = google_crc32c.extend(int(found[row, part]), piece)
-    return bool(np.array_equal(found, segment.manifest.digest_crc))
+    differ = np.argwhere(found != segment.manifest.digest_crc)
+    return [(int(row), int(part)) for row, part in differ]
 
 
 def _pieces(

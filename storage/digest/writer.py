@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import google_crc32c
 import numpy as np
 
@@ -61,8 +63,8 @@ class DigestWriter:
             self._params = fresh
             self._put_params(fresh)
 
-    def finish(self, packs: ArrayWriter) -> None:
-        """Encode what could not be encoded before the end."""
+    def finish(self, packs: ArrayWriter, step: Callable[[], None]) -> None:
+        """Encode what could not be encoded before the end; `step` is told of each layer group."""
         layout, draft = self._layout, self._draft
         if layout.digest != "pq":
             return
@@ -78,6 +80,7 @@ class DigestWriter:
                 continue
             data = np.empty((chunks, *layout.pack_shape), layout.disk_dtype)
             packs.get(group * chunks, data)
+            step()
             for i, layer in enumerate(layers):
                 if layer not in row_of:
                     continue
@@ -85,8 +88,8 @@ class DigestWriter:
                 bits = data[:, i, 0].reshape(-1, *data.shape[4:])[: len(draft.tokens)]
                 keys = as_float32(bits, layout)
                 if inherited is None:
-                    step = max(1, len(keys) // pq.SAMPLES)
-                    fresh[row] = pq.train(keys[::step][: pq.SAMPLES]).reshape(-1)
+                    stride = max(1, len(keys) // pq.SAMPLES)
+                    fresh[row] = pq.train(keys[::stride][: pq.SAMPLES]).reshape(-1)
                 books = (fresh if inherited is None else inherited)[row].reshape(shape)
                 self._append(row, 2, 0, pq.encode(keys, books))
         if inherited is None:

@@ -1,22 +1,26 @@
-"""Keeping a store within its bytes: reservations, times of use, pins and eviction."""
+"""Keeping a store within its bytes: reservations, times of use, wishes and eviction."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import StoreError, StoreFull
-from ckv_jax.storage.index.eviction import evict
+from ckv_jax.storage.errors import PrefixNotFound, StoreFull
+from ckv_jax.storage.index.eviction import Plan
 from ckv_jax.storage.index.index import Counters, Index
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.place.files import Files
 
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
+_TRIES = 5  # to get room that others want, too
 
 
 class Bounds:
-    """Makes room in a store; thread-safe."""
+    """Makes room in a store; thread-safe. Removes nothing before it is known to help."""
 
     def __init__(self, files: Files, index: Index, config: StoreConfig, counts: Counters) -> None:
         self._files = files
@@ -28,59 +32,161 @@ class Bounds:
         self._used: dict[str, float] = {}
         self._touched = time.monotonic()
 
-    def reserve(self, name: str, num_bytes: int) -> None:
-        """Count bytes as used until `release`, evicting others; StoreFull when that is too little.
+    # -- room --------------------------------------------------------------------------------------
+
+    def reserve(self, name: str, num_bytes: int, tenant: str) -> None:
+        """Count bytes as used until `release`, evicting others where that gives enough room.
 
         Args:
           name: of the workspace that will use them.
           num_bytes: how many.
+          tenant: the mark of whose they are.
+
+        Raises:
+          StoreFull: no room can be made; nothing was evicted.
+          StoreUnavailable: it cannot be told what may be evicted; nothing was.
         """
-        bound = self._config.max_bytes
-        with self._lock:
-            excess = 0 if bound is None else self._index.catalog.usage() + num_bytes - bound
-            if excess > 0 and self._evict(excess) < excess:
-                raise StoreFull(
-                    f"{num_bytes} bytes do not fit in max_bytes={bound}: what is stored is pinned, "
-                    "continued by others, or being read"
-                )
-            self._index.catalog.reserve(name, num_bytes)
+        config = self._config
+        bounds = {None: config.max_bytes, tenant: config.tenant_bytes}
+        limits = {whose: bound for whose, bound in bounds.items() if bound is not None}
+        for whose, limit in limits.items():
+            if num_bytes > limit:
+                raise StoreFull(f"{num_bytes} bytes do not fit in {_bound(whose, limit)} at all")
+        with self._emptying() as remove:
+            for attempt in range(_TRIES):
+                over = self._index.catalog.reserve(name, num_bytes, tenant, limits)
+                if not over:
+                    return
+                if attempt == 0:
+                    self._settle(all_segments=True)
+                    continue
+                plan = self._plan()
+                freed = 0
+                for whose in sorted(over, key=lambda w: w is None):  # the tenant's own first
+                    part = (lambda e: True) if whose is None else (lambda e: e.tenant == tenant)
+                    freed += plan.take(over[whose] - (freed if whose is None else 0), part)
+                    if freed < over[whose]:
+                        plan.drop()
+                        raise StoreFull(
+                            f"{num_bytes} bytes do not fit in {_bound(whose, limits[whose])}: what "
+                            "is stored is pinned, continued by others, or being read"
+                        )
+                text = " and ".join(_bound(w, limits[w]) for w in over)
+                remove(plan, f"made room for {num_bytes} bytes in {text}: ")
+        raise StoreFull(f"{num_bytes} bytes: others took the room as often as it was made")
 
     def release(self, name: str) -> None:
         """Give a reservation back."""
         self._index.catalog.release(name)
 
+    def usage(self) -> int:
+        """Bytes of all segments, and of the reservations of writers that live."""
+        self._settle(all_segments=False)
+        return self._index.catalog.usage()
+
+    def _settle(self, *, all_segments: bool) -> None:
+        """Drop the reservations of the dead; find what came and went behind the index."""
+        names = self._index.catalog.reserved()
+        dead = self._files.dead(names) if names else set()
+        if dead or all_segments:  # a workspace that is gone may have become a segment
+            self._index.refresh()
+        for name in dead:
+            self._index.catalog.release(name)
+
     def evict_to(self, max_bytes: int) -> int:
         """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""
-        with self._lock:
-            return self._evict(self._index.catalog.usage() - max_bytes)
+        with self._emptying() as remove:
+            self._settle(all_segments=True)
+            plan = self._plan()
+            freed = plan.take(self._index.catalog.usage() - max_bytes)
+            remove(plan, f"pruned to {max_bytes} bytes: ")
+            return freed
 
-    def _evict(self, excess: int) -> int:
-        self.flush()
-        return evict(
-            self._index.catalog.entries(),
-            excess=excess,
-            policy=self._config.eviction,
-            keep=self.pinned(),
-            remove=self.remove,
-        )
+    def evict_expired(self) -> int:
+        """Evict what has expired and nothing continues; returns the bytes freed."""
+        with self._emptying() as remove:
+            self._settle(all_segments=True)
+            plan = self._plan()
+            freed = plan.take(math.inf, plan.expired)
+            remove(plan, "")
+            return freed
 
-    def remove(self, segment_id: str) -> bool:
+    def remove(self, segment_id: str, reason: str) -> bool:
         """Remove one segment; False when somebody is reading it."""
-        if not self._files.remove(segment_id):
-            return False
+        with self._lock:
+            claim = self._files.claim(segment_id)
+            if claim is None:
+                return False
+            delete = claim.remove()
+            self._index.drop(segment_id, reason)
         self._counts.add("evicted")
-        self._index.drop(segment_id)
+        delete()
         return True
 
-    def pinned(self) -> set[str]:
-        """Segments that a pinned prefix needs."""
-        kept: set[str] = set()
-        for id_ in self._files.pins():
+    def _plan(self) -> Plan:
+        self.flush()
+        self._index.require_complete()
+        keep, wishes = self._wanted()
+        return Plan(
+            self._index.catalog.entries(),
+            policy=self._config.eviction,
+            keep=keep,
+            wishes=wishes,
+            claim=self._files.claim,
+            now=time.time(),
+        )
+
+    @contextmanager
+    def _emptying(self) -> Iterator[Callable[[Plan, str], None]]:
+        """Evict with `remove(plan, reason)`; the bytes are deleted when no lock is held."""
+        later: list[Callable[[], None]] = []
+
+        def remove(plan: Plan, reason: str) -> None:
             try:
-                kept.update(span.segment_id for span in self._index.prefix(id_).spans)
-            except StoreError:
-                continue  # what was pinned is gone
-        return kept
+                while plan.victims:
+                    entry, claim, why = plan.victims.pop(0)
+                    later.append(claim.remove())
+                    self._counts.add("evicted")
+                    self._index.drop(entry.id, f"{reason}{why}")
+            finally:
+                plan.drop()  # what an error left
+
+        try:
+            with self._lock:
+                yield remove
+        finally:
+            for delete in later:
+                delete()
+
+    # -- wishes ------------------------------------------------------------------------------------
+
+    def wishes(self) -> dict[str, Wish]:
+        """What is wanted of prefixes, by id."""
+        return {id_: Wish.decode(data) for id_, data in self._files.pins().items()}
+
+    def wish(self, prefix_id: str, wish: Wish) -> None:
+        """Note durably what is wanted of a prefix."""
+        self._files.set_pin(prefix_id, wish.encode())
+
+    def pinned(self) -> set[str]:
+        """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
+        return self._wanted()[0]
+
+    def _wanted(self) -> tuple[set[str], dict[str, Wish]]:
+        """Segments that stay, and wishes about those that end a prefix."""
+        keep: set[str] = set()
+        found: dict[str, Wish] = {}
+        for id_, wish in self.wishes().items():
+            try:
+                spans = self._index.prefix(id_).spans
+            except PrefixNotFound:
+                continue  # what it was about is gone
+            if wish.pinned:
+                keep.update(span.segment_id for span in spans)
+            found[spans[-1].segment_id] = wish
+        return keep, found
+
+    # -- times of use ------------------------------------------------------------------------------
 
     def touch(self, ids: Iterable[str]) -> None:
         """Note that segments are being read."""
@@ -97,3 +203,7 @@ class Bounds:
             self._touched = time.monotonic()
         if used:
             self._index.catalog.touch(used)
+
+
+def _bound(whose: str | None, limit: int) -> str:
+    return f"max_bytes={limit}" if whose is None else f"tenant_bytes={limit}"

@@ -10,52 +10,24 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.index import rows
 from ckv_jax.storage.index.database import Database
-from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.index.rows import Described, Entry, Eviction
 
-_LINK = 8  # bytes of each chain link in `links`; what is found through it is compared in full
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS segments(
-  id TEXT PRIMARY KEY, checksum TEXT NOT NULL, start TEXT NOT NULL, first TEXT NOT NULL,
-  end TEXT NOT NULL, parent TEXT, links BLOB NOT NULL, bytes INTEGER NOT NULL,
-  used REAL NOT NULL, score REAL);
-CREATE INDEX IF NOT EXISTS segments_first ON segments(first);
-CREATE INDEX IF NOT EXISTS segments_end ON segments(end);
-CREATE INDEX IF NOT EXISTS segments_parent ON segments(parent);
-CREATE TABLE IF NOT EXISTS quarantine(
-  id TEXT NOT NULL, checksum TEXT NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL,
-  PRIMARY KEY(id, checksum, chunk));
-CREATE TABLE IF NOT EXISTS scores(
-  id TEXT PRIMARY KEY, rows INTEGER NOT NULL, importance BLOB NOT NULL, frequency BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
-"""
-_ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,?,NULL)"
+_ADD = "INSERT OR REPLACE INTO segments VALUES(?,?,?,?,?,?,?,?,?,NULL,?)"
 _STALE_MARKS = (
     "DELETE FROM quarantine WHERE (id, checksum) NOT IN (SELECT id, checksum FROM segments)"
 )
+_STALE_SCORES = "DELETE FROM scores WHERE id NOT IN (SELECT id FROM segments)"
 _LEAF = (
     "NOT EXISTS (SELECT 1 FROM segments c WHERE c.parent = segments.id AND c.start = segments.end)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One segment as the index knows it; `score` is None until somebody read it."""
-
-    id: str
-    parent: str | None
-    bytes: int
-    used: float
-    score: float | None
-
-
-Described = tuple[Manifest, str, int]
-"""A manifest, its checksum, and the segment's bytes on disk."""
 
 
 class Catalog:
@@ -63,8 +35,10 @@ class Catalog:
 
     Args:
       path: the database file; None for one in memory.
-      describe: the manifests of the given ids, without those that are damaged.
-      present: ids of all published segments.
+      describe: the manifests of the given ids, without those that are damaged or unread.
+      present: ids of all published segments; raises StoreUnavailable.
+      wait_s: how long to wait for other processes.
+      readonly: whether to leave the file alone.
     """
 
     def __init__(
@@ -72,15 +46,59 @@ class Catalog:
         path: Path | None,
         describe: Callable[[Iterable[str]], Iterable[Described]],
         present: Callable[[], set[str]],
+        *,
+        wait_s: float,
+        readonly: bool,
     ) -> None:
         self._describe = describe
         self._present = present
-        self._released: set[str] = set()  # reservations given back, until the disk takes note
-        self._db = Database(path, _SCHEMA, self._fill)
+        self.listed = True
+        """Whether all that is published could be listed when the index was last filled."""
+        self._db = Database(
+            path,
+            rows.SCHEMA,
+            self._fill,
+            version=rows.VERSION,
+            upgrade=self._upgrade,
+            wait_s=wait_s,
+            readonly=readonly,
+        )
 
     def _fill(self, db: sqlite3.Connection) -> None:
-        known = {id_ for (id_,) in db.execute("SELECT id FROM segments")}
-        db.executemany(_ADD, map(_row, self._describe(self._present() - known)))
+        self._take_in(
+            db, *self._changes({str(i) for (i,) in db.execute("SELECT id FROM segments")})
+        )
+
+    def _changes(self, known: set[str]) -> tuple[list[str], list[Any]]:
+        """Ids of segments that are gone, and rows of those that the index lacks."""
+        try:
+            there = self._present()
+        except StoreUnavailable:
+            self.listed = False
+            return [], []
+        self.listed = True
+        return sorted(known - there), [rows.row_of(d) for d in self._describe(there - known)]
+
+    @staticmethod
+    def _take_in(db: sqlite3.Connection, gone: list[str], fresh: list[Any]) -> None:
+        db.executemany("DELETE FROM segments WHERE id = ?", [(id_,) for id_ in gone])
+        db.executemany(_ADD, fresh)
+        db.execute(_STALE_MARKS)
+        db.execute(_STALE_SCORES)
+
+    def _upgrade(self, db: sqlite3.Connection) -> None:
+        """Bring the tables of earlier code to today's, with the times of use and scores."""
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema")}
+        query = "SELECT used, score, id FROM segments"
+        kept = db.execute(query).fetchall() if "segments" in tables else []
+        for table in ("segments", "reservations"):
+            db.execute(f"DROP TABLE IF EXISTS {table}")
+        for statement in rows.SCHEMA.split(";"):
+            db.execute(statement)
+        there = self.listed
+        self._fill(db)
+        if there and self.listed:
+            db.executemany("UPDATE segments SET used = ?, score = ? WHERE id = ?", kept)
 
     # -- keeping the index true ------------------------------------------------------------------
 
@@ -91,40 +109,27 @@ class Catalog:
         """
 
         def work(db: sqlite3.Connection) -> None:
-            scores = dict(db.execute("SELECT id, score FROM segments WHERE score IS NOT NULL"))
+            kept = db.execute("SELECT used, score, id FROM segments").fetchall()
+            fresh = self._changes(set())[1]
+            if not self.listed:
+                return  # what cannot be listed now is not lost
             db.execute("DELETE FROM segments")
-            self._fill(db)
-            pairs = [(score, id_) for id_, score in scores.items()]
-            db.executemany("UPDATE segments SET score = ? WHERE id = ?", pairs)
-            db.execute(_STALE_MARKS)
+            self._take_in(db, [], fresh)
+            db.executemany("UPDATE segments SET used = ?, score = ? WHERE id = ?", kept)
 
         self._db.write(work)
 
-    def reconcile(self, workspaces: Callable[[], set[str]]) -> None:
-        """Add segments that were published behind our back, drop those that are gone.
-
-        Reservations are dropped, too, unless their workspaces exist.
-        """
-        known = set(self._db.read("SELECT id FROM segments", ()))
-        there = self._present()
-        gone = [id_ for (id_,) in known if id_ not in there]
-        fresh = [_row(d) for d in self._describe(there - {id_ for (id_,) in known})]
-        held = {str(name) for (name,) in self._db.read("SELECT name FROM reservations", ())}
-        dead = held - workspaces() if held else set()  # asked last: a writer reserves after that
-        if gone or fresh or dead:
-
-            def work(db: sqlite3.Connection) -> None:
-                db.executemany(_ADD, fresh)
-                for table in ("segments", "quarantine", "scores"):
-                    db.executemany(f"DELETE FROM {table} WHERE id = ?", [(g,) for g in gone])
-                names = [(name,) for name in dead]
-                db.executemany("DELETE FROM reservations WHERE name = ?", names)
-
-            self._db.write(work)
+    def reconcile(self) -> None:
+        """Add segments that were published behind our back, drop those that are gone."""
+        known = {str(id_) for (id_,) in self._db.read("SELECT id FROM segments", ())}
+        gone, fresh = self._changes(known)
+        stale = "SELECT 1 FROM scores WHERE id NOT IN (SELECT id FROM segments) LIMIT 1"
+        if gone or fresh or self._db.read(stale, ()):
+            self._db.write(lambda db: self._take_in(db, gone, fresh))
 
     @property
     def refused(self) -> int:
-        """Changes to the index that the disk refused; the next open makes up for them."""
+        """Changes to the index that the disk did not take at once; they wait in memory."""
         return self._db.refused
 
     @property
@@ -132,23 +137,43 @@ class Catalog:
         """Times that the index was lost or damaged, and made anew."""
         return self._db.rebuilds
 
-    def add(self, described: Described) -> None:
-        """Index a segment that was just published; marks on one that it replaces go."""
+    def add(self, described: Described, reservation: str | None = None) -> None:
+        """Index a segment that was just published; marks on one that it replaces go.
+
+        From the same moment on, `reservation` no longer counts.
+        """
+        row = rows.row_of(described)
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute(_ADD, _row(described))
+            db.execute(_ADD, row)
             db.execute(_STALE_MARKS + " AND id = ?", (described[0].segment_id,))
+            db.execute("DELETE FROM reservations WHERE name = ?", (reservation,))
 
         self._db.write(work)
 
-    def drop(self, segment_id: str) -> None:
-        """Forget a segment that was removed."""
+    def drop(self, segment_id: str, reason: str = "removed") -> None:
+        """Forget a segment that was removed, but why."""
+        row = (time.time(), reason, segment_id)
 
         def work(db: sqlite3.Connection) -> None:
+            query = "INSERT INTO evictions(id, prefix, tenant, bytes, time, reason)"
+            query += " SELECT id, end, tenant, bytes, ?, ? FROM segments WHERE id = ?"
+            db.execute(query, row)
             for table in ("segments", "quarantine", "scores"):
                 db.execute(f"DELETE FROM {table} WHERE id = ?", (segment_id,))
+            query = "DELETE FROM evictions WHERE number <= (SELECT max(number) FROM evictions) - ?"
+            db.execute(query, (rows.MOST_EVICTIONS,))
 
         self._db.write(work)
+
+    def why(self, prefix_id: str, tenant: str | None) -> Eviction | None:
+        """The last eviction of a prefix whose id is or begins so; None: none is remembered."""
+        query = (
+            "SELECT prefix, time, bytes, reason FROM evictions WHERE substr(prefix, 1, ?) = ?"
+            " AND (? IS NULL OR tenant = ?) ORDER BY number DESC LIMIT 1"
+        )
+        rows = self._db.read(query, (len(prefix_id), prefix_id, tenant, tenant))
+        return Eviction(*rows[0]) if rows and prefix_id else None
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -163,7 +188,7 @@ class Catalog:
 
     def passing(self, link: bytes) -> list[str]:
         """Ids of segments that may have a chunk ending in `link`."""
-        return self._ids("instr(links, ?) > 0", (link[:_LINK],))
+        return self._ids("instr(links, ?) > 0", (link[: rows.LINK],))
 
     def children(self, segment_id: str) -> list[str]:
         """Ids of the segments that continue this one."""
@@ -173,9 +198,10 @@ class Catalog:
         """Ids of the segments whose end nothing continues."""
         return self._ids(_LEAF, ())
 
-    def ends(self) -> list[str]:
-        """Prefix ids that end with a segment."""
-        return [str(end) for (end,) in self._db.read("SELECT end FROM segments", ())]
+    def ends(self, tenant: str | None) -> list[str]:
+        """Prefix ids that end with a segment, those of one tenant; None: of all."""
+        query = "SELECT end FROM segments WHERE ? IS NULL OR tenant = ?"
+        return [str(end) for (end,) in self._db.read(query, (tenant, tenant))]
 
     def _ids(self, where: str, values: tuple[object, ...]) -> list[str]:
         rows = self._db.read(f"SELECT id FROM segments WHERE {where}", values)
@@ -185,38 +211,54 @@ class Catalog:
 
     def entries(self) -> list[Entry]:
         """All segments."""
-        rows = self._db.read("SELECT id, parent, bytes, used, score FROM segments", ())
-        return [Entry(*row) for row in rows if _sane(row)]
+        query = "SELECT id, parent, bytes, used, score, tenant FROM segments"
+        return [Entry(*row) for row in self._db.read(query, ()) if rows.sane(row)]
 
-    def usage(self) -> int:
-        """Bytes of all segments and reservations."""
-        self._note_released()
-        released = tuple(self._released)
-        sane = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"
-        mine = f"name NOT IN ({','.join('?' * len(released))})"
-        query = (
-            f"SELECT (SELECT total(bytes) FROM segments WHERE {sane})"
-            f" + (SELECT total(bytes) FROM reservations WHERE {sane} AND {mine})"
-        )
-        return int(self._db.read(query, released)[0][0])
+    def usage(self, tenant: str | None = None) -> int:
+        """Bytes of all segments and reservations; those of one tenant."""
+        return int(self._db.read(*rows.used(tenant))[0][0])
 
-    def reserve(self, name: str, num_bytes: int) -> None:
-        """Count `num_bytes` as used until `release(name)`."""
-        row = (name, num_bytes)
-        self._db.write(
-            lambda db: db.execute("INSERT OR REPLACE INTO reservations VALUES(?,?)", row)
-        )
+    def reserve(
+        self, name: str, num_bytes: int, tenant: str, limits: dict[str | None, int]
+    ) -> dict[str | None, int]:
+        """Count `num_bytes` as used until `release(name)`, if they fit, in one step.
+
+        Args:
+          name: of the reservation.
+          num_bytes: how many.
+          tenant: whose.
+          limits: the bound of all (None), and of tenants.
+
+        Returns:
+          By how much each limit would be exceeded; empty: the bytes are reserved.
+
+        Raises:
+          StoreUnavailable: there are limits, and other processes cannot be told.
+        """
+        over: dict[str | None, int] = {}
+
+        def work(db: sqlite3.Connection) -> None:
+            over.clear()
+            for whose, limit in limits.items():
+                used = int(db.execute(*rows.used(whose)).fetchone()[0])
+                if used + num_bytes > limit:
+                    over[whose] = used + num_bytes - limit
+            if not over:
+                row = (name, num_bytes, tenant)
+                db.execute("INSERT OR REPLACE INTO reservations VALUES(?,?,?)", row)
+
+        if not self._db.write(work) and not over and limits:
+            self.release(name)
+            raise StoreUnavailable("the index cannot be written, so that no room can be reserved")
+        return over
 
     def release(self, name: str) -> None:
-        """Give a reservation back; a disk too full to take note of it is asked again later."""
-        self._released.add(name)
-        self._note_released()
+        """Give a reservation back; a disk too full to take note of it is told later."""
+        self._db.write(lambda db: db.execute("DELETE FROM reservations WHERE name = ?", (name,)))
 
-    def _note_released(self) -> None:
-        names = [(name,) for name in tuple(self._released)]
-        query = "DELETE FROM reservations WHERE name = ?"
-        if names and self._db.write(lambda db: db.executemany(query, names)):
-            self._released.difference_update(name for (name,) in names)
+    def reserved(self) -> list[str]:
+        """Names of all reservations."""
+        return [str(name) for (name,) in self._db.read("SELECT name FROM reservations", ())]
 
     def touch(self, times: dict[str, float]) -> None:
         """Note when segments were last read."""
@@ -224,24 +266,25 @@ class Catalog:
         self._db.write(lambda db: db.executemany("UPDATE segments SET used = ? WHERE id = ?", rows))
 
     def save_scores(self, segment_id: str, importance: np.ndarray, frequency: np.ndarray) -> None:
-        """Keep importance float32 [groups, M] and frequency uint32 [groups, M]."""
+        """Keep importance float32 [groups, M] and frequency uint32 [groups, M] of what is there."""
         score = float(np.mean(importance.astype(np.float64) * frequency))
         row = (segment_id, len(importance), importance.tobytes(), frequency.tobytes())
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute("INSERT OR REPLACE INTO scores VALUES(?,?,?,?)", row)
-            db.execute("UPDATE segments SET score = ? WHERE id = ?", (score, segment_id))
+            done = db.execute("UPDATE segments SET score = ? WHERE id = ?", (score, segment_id))
+            if done.rowcount:
+                db.execute("INSERT OR REPLACE INTO scores VALUES(?,?,?,?)", row)
 
         self._db.write(work)
 
     def load_scores(self, segment_id: str) -> tuple[np.ndarray, np.ndarray] | None:
         """What `save_scores` kept, or None."""
         query = "SELECT rows, importance, frequency FROM scores WHERE id = ?"
-        for rows, importance, frequency in self._db.read(query, (segment_id,)):
+        for groups, importance, frequency in self._db.read(query, (segment_id,)):
             try:
                 return (
-                    np.frombuffer(importance, np.float32).reshape(rows, -1).copy(),
-                    np.frombuffer(frequency, np.uint32).reshape(rows, -1).copy(),
+                    np.frombuffer(importance, np.float32).reshape(groups, -1).copy(),
+                    np.frombuffer(frequency, np.uint32).reshape(groups, -1).copy(),
                 )
             except (ValueError, TypeError):
                 return None  # a damaged row is no row
@@ -262,6 +305,17 @@ class Catalog:
         rows = self._db.read(query, (segment_id, checksum))
         return {chunk: str(reason) for chunk, reason in rows if isinstance(chunk, int)}
 
+    def mended(self, segment_id: str, checksum: str, left: dict[int, str]) -> None:
+        """Note a segment's new checksum, and the chunks of it that are still marked."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("UPDATE segments SET checksum = ? WHERE id = ?", (checksum, segment_id))
+            db.execute("DELETE FROM quarantine WHERE id = ?", (segment_id,))
+            rows = [(segment_id, checksum, chunk, reason) for chunk, reason in left.items()]
+            db.executemany("INSERT OR IGNORE INTO quarantine VALUES(?,?,?,?)", rows)
+
+        self._db.write(work)
+
     def pardon(self, segment_id: str) -> None:
         """Remove the marks of a segment that was found to be whole."""
         self._db.write(lambda db: db.execute("DELETE FROM quarantine WHERE id = ?", (segment_id,)))
@@ -269,30 +323,3 @@ class Catalog:
     def close(self) -> None:
         """Close the database; may be called twice."""
         self._db.close()
-
-
-def _row(described: Described) -> tuple[object, ...]:
-    manifest, checksum, size = described
-    links = manifest.links
-    return (
-        manifest.segment_id,
-        checksum,
-        manifest.start.hex(),
-        links[0].hex(),
-        links[-1].hex(),
-        manifest.parent,
-        b"".join(link[:_LINK] for link in links),
-        size,
-        max(manifest.created, 0.0) if manifest.created < time.time() + 1 else time.time(),
-    )
-
-
-def _sane(row: tuple[object, ...]) -> bool:
-    id_, parent, size, used, score = row
-    return (
-        isinstance(id_, str)
-        and isinstance(parent, str | None)
-        and isinstance(size, int)
-        and isinstance(used, float)
-        and isinstance(score, float | None)
-    )

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ckv_jax.storage.errors import SegmentDamaged, StoreError
+from ckv_jax.storage import tenant
+from ckv_jax.storage.errors import (
+    SegmentDamaged,
+    SegmentForeign,
+    StoreClosed,
+    StoreError,
+    StoreUnavailable,
+)
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index import lookup
-from ckv_jax.storage.index.catalog import Catalog, Described
+from ckv_jax.storage.index.catalog import Catalog
 from ckv_jax.storage.index.lookup import Loaded
+from ckv_jax.storage.index.rows import Described
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix
@@ -43,63 +52,136 @@ class Index:
     The catalog proposes, the manifests decide, and chunks that turned out bad are left out.
     """
 
-    def __init__(self, files: Files, counts: Counters) -> None:
+    def __init__(
+        self, files: Files, counts: Counters, *, wait_s: float = 10.0, readonly: bool = False
+    ) -> None:
         self._files = files
         self._counts = counts
         self._lock = threading.Lock()
-        self._bad: dict[tuple[str, str], int] = {}  # (segment, checksum) → first bad chunk
+        self._bad: dict[tuple[str, str], set[int]] = {}  # (segment, checksum) → bad chunks
+        self._unread: set[str] = set()
         self._manifests = ManifestCache(files)
-        self.catalog = Catalog(files.catalog_path, self.describe, files.segment_ids)
+        self.catalog = Catalog(
+            files.catalog_path,
+            self.describe,
+            files.segment_ids,
+            wait_s=wait_s,
+            readonly=readonly,
+        )
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring the catalog in line with what is there."""
-        self.catalog.reconcile(self._files.workspaces)
+        """Bring the catalog in line with what is there, as far as that can be read."""
+        self.catalog.reconcile()
+
+    def require_complete(self) -> None:
+        """Raise StoreUnavailable while the index lacks what is there but could not be read.
+
+        What continues what, and what is pinned, cannot be told then: nothing may be evicted.
+        """
+        if self._unread or not self.catalog.listed:
+            self._unread.clear()
+            self.refresh()
+        if self._unread or not self.catalog.listed:
+            what = f"{len(self._unread)} manifests" if self._unread else "the folder of segments"
+            raise StoreUnavailable(f"{what} cannot be read: nothing is evicted")
 
     # -- finding ---------------------------------------------------------------------------------
 
     def longest(
-        self, tokens: np.ndarray, fingerprint: Fingerprint, layout: Layout, salt: str
+        self,
+        tokens: np.ndarray,
+        fingerprint: Fingerprint,
+        layout: Layout,
+        salt: str,
+        *,
+        provenance: str,
+        marked: bool = False,
     ) -> Prefix:
-        """The longest prefix of `tokens` int32 [T] that can be served."""
+        """The longest prefix of `tokens` int32 [T] that can be served.
+
+        With `marked`, chunks that are marked as bad count as stored.
+        """
         found = lookup.longest(
             tokens,
             fingerprint=fingerprint,
             layout=layout,
             salt=salt,
+            provenance=provenance,
             catalog=self.catalog,
-            load=self.load,
+            load=self.load_marked if marked else self.load,
         )
         self._counts.add("hits" if found.num_tokens else "misses")
         return found
 
-    def prefix(self, prefix_id: str) -> Prefix:
-        """The prefix of an id, or of the start of one; raises PrefixNotFound."""
-        return lookup.by_id(prefix_id, catalog=self.catalog, load=self.load)
+    def prefix(self, prefix_id: str, salt: str | None = None) -> Prefix:
+        """The prefix of an id, or of the start of one; raises PrefixNotFound, StoreUnavailable.
 
-    def prefixes(self) -> list[Prefix]:
-        """Every prefix that no other continues, without damaged ones."""
+        Args:
+          prefix_id: hex.
+          salt: whose it must be; None: anybody's.
+        """
+        return lookup.by_id(prefix_id, salt=salt, catalog=self.catalog, load=self.find)
+
+    def prefixes(self, salt: str | None = None) -> list[Prefix]:
+        """Every prefix that no other continues, without damaged ones; None: of all tenants."""
         found = []
         for id_ in self.catalog.leaves():
             loaded = self.load(id_)
-            if loaded is not None:
-                try:
-                    found.append(lookup.resolve(loaded, loaded.manifest.chunks, self.load))
-                except SegmentDamaged:
-                    continue
+            if loaded is None or (salt is not None and loaded.manifest.tenant != tenant.mark(salt)):
+                continue
+            with contextlib.suppress(SegmentDamaged):
+                found.append(lookup.resolve(loaded, loaded.manifest.chunks, self.load, salt))
         return sorted(found, key=lambda p: p.id)
 
     # -- segments --------------------------------------------------------------------------------
 
-    def load(self, segment_id: str) -> Loaded | None:
-        """A segment's checked manifest and usable chunks; None when it is gone or damaged."""
+    def find(self, segment_id: str) -> Loaded | None:
+        """A segment's checked manifest and usable chunks; None when it is gone or damaged.
+
+        Raises:
+          StoreUnavailable: that cannot be told now.
+        """
         try:
             manifest, checksum = self._manifests.load(segment_id)
-        except StoreError:
+        except (SegmentDamaged, SegmentForeign):
             return None
-        marks = [*self.catalog.quarantined(segment_id, checksum), manifest.chunks]
-        marks.append(self._bad.get((segment_id, checksum), manifest.chunks))
-        return Loaded(manifest, checksum, max(0, min(marks)))
+        return Loaded(
+            manifest, checksum, min(self.marks(manifest, checksum), default=manifest.chunks)
+        )
+
+    def load(self, segment_id: str) -> Loaded | None:
+        """The same; also None, and counted, when it cannot be told now."""
+        try:
+            return self.find(segment_id)
+        except StoreUnavailable:
+            self._counts.add("unread")
+            return None
+
+    def load_marked(self, segment_id: str) -> Loaded | None:
+        """The same, with marked chunks among the usable."""
+        found = self.load(segment_id)
+        return found and Loaded(found.manifest, found.checksum, found.manifest.chunks)
+
+    def marks(self, manifest: Manifest, checksum: str) -> set[int]:
+        """Chunks of a segment that are marked as bad."""
+        with self._lock:
+            marks = set(self._bad.get((manifest.segment_id, checksum), ()))
+        marks.update(self.catalog.quarantined(manifest.segment_id, checksum))
+        return {chunk for chunk in marks if 0 <= chunk < manifest.chunks}
+
+    def marked_chunks(self, prefix: Prefix) -> np.ndarray:
+        """int64 [n]: the chunks of a prefix that are marked as bad, ascending."""
+        found: list[int] = []
+        start = 0
+        for span in prefix.spans:
+            loaded = self.load(span.segment_id)
+            if loaded is not None and loaded.checksum == span.checksum:
+                marks = self.marks(loaded.manifest, loaded.checksum)
+                local = (chunk - span.first_chunk for chunk in marks)
+                found += [start + chunk for chunk in local if 0 <= chunk < span.num_chunks]
+            start += span.num_chunks
+        return np.sort(np.array(found, np.int64))
 
     def manifest(self, segment_id: str, checksum: str) -> Manifest:
         """The manifest with this checksum; raises SegmentDamaged when it is gone or another."""
@@ -109,32 +191,59 @@ class Index:
         return manifest
 
     def describe(self, ids: Iterable[str]) -> Iterator[Described]:
-        """Manifest, checksum and size of segments, without those that are damaged."""
+        """Manifest, checksum and size of segments, without those that are damaged or unread."""
+        for id_, manifest, checksum, size in self.manifests(ids):
+            if isinstance(manifest, Manifest):
+                yield manifest, checksum, size
+            elif isinstance(manifest, StoreUnavailable):
+                self._unread.add(id_)
+                self._counts.add("unread")
+            else:
+                self._counts.add("bad_manifests")
+
+    def manifests(
+        self, ids: Iterable[str]
+    ) -> Iterator[tuple[str, Manifest | StoreError, str, int]]:
+        """(id, manifest or what is wrong with it, its checksum, the segment's bytes)."""
         for id_, data in self._files.manifests(ids):
+            if isinstance(data, StoreError):
+                yield id_, data, "", 0
+                continue
             try:
                 manifest, checksum = Manifest.decode(data, id_)
-            except StoreError:
-                self._counts.add("bad_manifests")
+            except StoreError as e:
+                yield id_, e, "", 0
                 continue
-            yield manifest, checksum, manifest.size(len(data))
+            yield id_, manifest, checksum, manifest.size(len(data))
 
-    def add(self, manifest: Manifest, checksum: str) -> None:
+    def add(self, manifest: Manifest, checksum: str, reservation: str | None = None) -> None:
         """Take in a segment that was just published; nobody can read what it replaced."""
         self._manifests.forget(manifest.segment_id)
         self._forgive(manifest.segment_id, unless=checksum)
-        self.catalog.add((manifest, checksum, manifest.size(len(manifest.encode()[0]))))
+        described = manifest, checksum, manifest.size(len(manifest.encode()[0]))
+        self.catalog.add(described, reservation)
 
-    def drop(self, segment_id: str) -> None:
-        """Forget a segment that was removed."""
+    def drop(self, segment_id: str, reason: str) -> None:
+        """Forget a segment that was removed, but why."""
         self._manifests.forget(segment_id)
-        self.catalog.drop(segment_id)
+        self._forgive(segment_id)
+        self.catalog.drop(segment_id, reason)
 
     # -- quarantine ------------------------------------------------------------------------------
 
-    def report(self, segment: Segment | None, chunk: int, reason: str) -> None:
-        """A chunk could not be read: count it, and quarantine it unless its segment is gone."""
+    def report(self, segment: Segment | None, chunk: int, reason: str, proof: bool) -> None:
+        """A chunk could not be read: count it, and quarantine it where it is proven bad."""
+        if segment is not None and not proof:
+            self._counts.add("unread")
+            return
         self._counts.add("bad_packs")
-        if segment is None or self._files.stamp(segment.id) is None:
+        gone = segment is None
+        if segment is not None:
+            try:
+                gone = self._files.stamp(segment.id) is None
+            except StoreUnavailable:
+                return
+        if segment is None or gone:
             self._counts.add("gone")
         else:
             self.quarantine(segment.id, segment.checksum, chunk, reason)
@@ -142,10 +251,23 @@ class Index:
     def quarantine(self, segment_id: str, checksum: str, chunk: int, reason: str) -> None:
         """Serve a segment only up to a bad chunk from now on."""
         with self._lock:
-            key = (segment_id, checksum)
-            self._bad[key] = min(chunk, self._bad.get(key, chunk))
+            self._bad.setdefault((segment_id, checksum), set()).add(chunk)
         self._counts.add("quarantined")
-        self.catalog.quarantine(segment_id, checksum, chunk, reason)
+        with contextlib.suppress(StoreClosed):  # a reader may outlive its store
+            self.catalog.quarantine(segment_id, checksum, chunk, reason)
+
+    def mended(self, segment: Segment, manifest: Manifest) -> None:
+        """Take in a segment some packs of which were written anew; marks on them go."""
+        checksum = manifest.encode()[1]
+        left = {}
+        for chunk in self.marks(segment.manifest, segment.checksum):
+            with contextlib.suppress(StoreUnavailable):
+                if segment.whole(manifest, chunk):
+                    continue
+            left[chunk] = "bad before other chunks were mended"
+        self._manifests.forget(segment.id)
+        self._forgive(segment.id)
+        self.catalog.mended(segment.id, checksum, left)
 
     def pardon(self, segment_id: str) -> None:
         """Serve a segment in full again, after it was found to be whole."""

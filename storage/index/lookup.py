@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckv_jax.storage import chain
+from ckv_jax.storage import chain, tenant
 from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.catalog import Catalog
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.manifest import Manifest, is_id
+from ckv_jax.storage.segment.manifest import Manifest, is_id, starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,31 @@ class Loaded:
     usable: int
 
 
+_MOST_TURNS = 16  # places of a prompt where KV of another provenance is looked for
+
 Load = Callable[[str], Loaded | None]
 """The segment of an id; None when it is gone or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The links over a prompt when KV of a provenance starts at chunk `turn`.
+
+    `links[i]` stands before chunk i; those before `turn` are of exact KV.
+    """
+
+    links: list[bytes]
+    turn: int
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """What is stored of a prompt: spans up to token `end`, along a way."""
+
+    spans: tuple[Span, ...]
+    end: int
+    way: _Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +60,7 @@ class _Piece:
 
     loaded: Loaded
     end: int  # in tokens of the prompt
+    way: _Way  # that it lies on
 
     @property
     def first(self) -> int:
@@ -55,57 +80,97 @@ def longest(
     fingerprint: Fingerprint,
     layout: Layout,
     salt: str,
+    provenance: str,
     catalog: Catalog,
     load: Load,
 ) -> Prefix:
     """The longest stored prefix of `tokens` int32 [T]; empty when nothing is stored.
 
-    Links only propose segments: the tokens of every span are compared with the prompt's.
+    Exact KV serves any lookup, and what was made otherwise only one that asks for it. Links only
+    propose segments: the tokens of every span are compared with the prompt's.
     """
     size = layout.chunk_tokens
     whole = tokens[: len(tokens) // size * size]
     links = [chain.seed(fingerprint, layout, salt)]
     links += chain.links(links[0], whole, size)
 
-    def pieces(ids: list[str]) -> list[_Piece]:
-        found = (_match(loaded, tokens, links) for id_ in ids if (loaded := load(id_)))
+    def pieces(firsts: list[bytes], way: _Way) -> list[_Piece]:
+        ids = catalog.starting_with(firsts) if firsts else []
+        found = (_match(loaded, tokens, way) for id_ in ids if (loaded := load(id_)))
         return [p for p in found if p is not None]
 
-    candidates = pieces(catalog.starting_with(links[1:])) if len(links) > 1 else []
-    spans: list[Span] = []
-    at = 0  # tokens covered
-    while reach := [p for p in candidates if p.whole > at and _joins(p, at // size)]:
-        best = max(reach, key=lambda p: (p.whole, -p.first))
-        _extend(spans, best, at // size, best.whole // size)
-        at = best.whole
-    # A partial chunk ends a prefix: the tail of a segment, or a segment of its own.
-    chunk = at // size
-    rest = [tokens[at : at + r] for r in range(1, min(size, len(tokens) - at + 1))]
-    tails = [chain.link(links[chunk], part.astype("<i4").tobytes()) for part in rest]
-    reach = candidates + (pieces(catalog.starting_with(tails)) if tails else [])
-    reach = [p for p in reach if p.end > at and _joins(p, chunk)]
-    if reach:
-        best = max(reach, key=lambda p: p.end)
-        _extend(spans, best, chunk, layout.num_chunks(best.end))
-        at = best.end
-    end = links[at // size]
+    exact = _Way(links, 0, chain.EXACT)
+    stored = pieces(links[1:], exact)
+    best = _cover(tokens, [exact], size, stored, pieces)
+    if provenance != chain.EXACT:
+        branches = [chain.branch(link, provenance) for link in links]
+        firsts = [
+            chain.link(branch, part.astype("<i4").tobytes())
+            for branch, part in zip(branches, whole.reshape(-1, size), strict=False)
+        ]
+        turns = {best.end // size}  # where the exact KV ends, there may be less than a chunk
+        for id_ in catalog.starting_with(firsts) if firsts else []:
+            turns.update((loaded.manifest.first_chunk,) if (loaded := load(id_)) else ())
+        for turn in sorted(turns, reverse=True)[:_MOST_TURNS]:
+            if turn < len(links):
+                onward = chain.links(branches[turn], whole[turn * size :], size)
+                way = _Way([*links[:turn], branches[turn], *onward], turn, provenance)
+                more = pieces(way.links[turn + 1 :], way)
+                cover = _cover(tokens, [exact, way], size, [*stored, *more], pieces)
+                best = max(best, cover, key=lambda c: c.end)  # the exact one where both are as long
+    at, way = best.end, best.way
+    end = way.links[at // size]
     if at % size:
         end = chain.link(end, tokens[at - at % size : at].astype("<i4").tobytes())
     return Prefix(
         id=end.hex(),
         tokens=chain.as_tokens(tokens[:at]),
-        spans=tuple(spans),
+        spans=best.spans,
         layout=layout,
         fingerprint=fingerprint,
         salt=salt,
+        provenance=way.provenance,
+        exact_chunks=way.turn,
     )
 
 
-def _match(loaded: Loaded, tokens: np.ndarray, links: list[bytes]) -> _Piece | None:
+def _cover(
+    tokens: np.ndarray,
+    ways: list[_Way],
+    size: int,
+    candidates: list[_Piece],
+    pieces: Callable[[list[bytes], _Way], list[_Piece]],
+) -> _Cover:
+    """How far `candidates`, and partial chunks after them, cover the prompt from its start."""
+    spans: list[Span] = []
+    at, way = 0, ways[0]  # tokens covered, and whether all of that is exact
+    while reach := [p for p in candidates if p.whole > at and _joins(p, at // size)]:
+        best = max(reach, key=lambda p: (p.whole, -p.first))
+        _extend(spans, best, at // size, best.whole // size)
+        at, way = best.whole, way if best.way is ways[0] else best.way
+    # A partial chunk ends a prefix: the tail of a segment, or a segment of its own.
+    chunk = at // size
+    rest = [tokens[at : at + r] for r in range(1, min(size, len(tokens) - at + 1))]
+    for tried in ways:
+        if tried.turn <= chunk:
+            before = tried.links[chunk]
+            tails = [chain.link(before, part.astype("<i4").tobytes()) for part in rest]
+            candidates = candidates + pieces(tails, tried)
+    reach = [p for p in candidates if p.end > at and _joins(p, chunk)]
+    if reach:
+        best = max(reach, key=lambda p: p.end)
+        _extend(spans, best, chunk, -(-best.end // size))
+        at, way = best.end, way if best.way is ways[0] else best.way
+    return _Cover(tuple(spans), at, way)
+
+
+def _match(loaded: Loaded, tokens: np.ndarray, way: _Way) -> _Piece | None:
     """How far a segment agrees with the prompt; only whole chunks, or all of it."""
     manifest = loaded.manifest
     size, first = manifest.layout.chunk_tokens, manifest.first_chunk
-    if first >= len(links) or manifest.start != links[first]:
+    if not way.turn <= first < len(way.links) or manifest.start != way.links[first]:
+        return None
+    if manifest.provenance != way.provenance:
         return None
     start = first * size
     length = min(len(manifest.tokens), len(tokens) - start, loaded.usable * size)
@@ -113,7 +178,7 @@ def _match(loaded: Loaded, tokens: np.ndarray, links: list[bytes]) -> _Piece | N
     same = int(differ.argmax()) if differ.any() else length
     if same < len(manifest.tokens):
         same = 0 if manifest.layout.reordered else same // size * size
-    return _Piece(loaded, start + same) if same else None
+    return _Piece(loaded, start + same, way) if same else None
 
 
 def _joins(piece: _Piece, chunk: int) -> bool:
@@ -143,51 +208,61 @@ def _span(loaded: Loaded, first: int, chunks: int) -> Span:
     )
 
 
-def by_id(prefix_id: str, *, catalog: Catalog, load: Load) -> Prefix:
+def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> Prefix:
     """The stored prefix named `prefix_id`, or the only one whose name starts so.
 
+    Args:
+      prefix_id: hex.
+      salt: whose it must be, for which nobody else's exists; None: anybody's.
+      catalog, load: where to look.
+
     Raises:
-      PrefixNotFound: with close ids.
+      PrefixNotFound: with close ids of the same tenant; of those without a salt where none is said.
     """
+    whose = None if salt is None else tenant.mark(salt)
     ids = [prefix_id] if is_id(prefix_id) else []
-    ends: list[str] = []
     if not ids:
-        ends = catalog.ends()
-        ids = sorted({e for e in ends if prefix_id and e.startswith(prefix_id)})
+        ids = sorted({e for e in catalog.ends(whose) if prefix_id and e.startswith(prefix_id)})
     if len(ids) == 1:
         link = bytes.fromhex(ids[0])
         for segment_id in dict.fromkeys(catalog.ending_with(link) + catalog.passing(link)):
             loaded = load(segment_id)
-            if loaded is not None and link in loaded.manifest.links:
-                try:
-                    return resolve(loaded, loaded.manifest.links.index(link) + 1, load)
-                except SegmentDamaged:
-                    continue
-    ends = sorted(set(ends or catalog.ends()))
+            if loaded is None or link not in loaded.manifest.links:
+                continue
+            if whose is None or loaded.manifest.tenant == whose:
+                with contextlib.suppress(SegmentDamaged):
+                    return resolve(loaded, loaded.manifest.links.index(link) + 1, load, salt)
+    ends = sorted(set(catalog.ends(tenant.PUBLIC if whose is None else whose)))
     close = [e for e in ends if prefix_id and e.startswith(prefix_id[:6])]
-    close += difflib.get_close_matches(prefix_id, ends[:1000], n=3, cutoff=0.4)
+    close += difflib.get_close_matches(prefix_id[:64], ends[:1000], n=3, cutoff=0.4)
     raise PrefixNotFound(prefix_id, list(dict.fromkeys(close))[:5])
 
 
-def resolve(loaded: Loaded, chunks: int, load: Load) -> Prefix:
+def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) -> Prefix:
     """The prefix that ends with the first `chunks` chunks of a segment.
 
     Raises:
-      SegmentDamaged: a segment that it continues is gone, or is not what it continued.
+      SegmentDamaged: a segment that it continues is gone, or is not what it continued, or the first
+        one does not begin as one of this `salt` must.
     """
     last = loaded.manifest
     layout, link = last.layout, last.links[chunks - 1]
     parts: list[tuple[Loaded, int]] = [(loaded, chunks)]
+    exact = 0  # chunks
     while (manifest := parts[-1][0].manifest).parent is not None:
         parent = load(manifest.parent)
         if parent is None:
             raise SegmentDamaged(f"segment {manifest.segment_id}: its parent is gone")
         before = manifest.first_chunk - parent.manifest.first_chunk
         whole = len(parent.manifest.tokens) // layout.chunk_tokens
-        if not 0 < before <= whole or parent.manifest.links[before - 1] != manifest.start:
+        if not 0 < before <= whole or not _continues(manifest, parent.manifest, before):
             raise SegmentDamaged(f"segment {manifest.segment_id}: does not continue its parent")
+        if manifest.provenance != parent.manifest.provenance:
+            exact = manifest.first_chunk
         parts.append((parent, before))
     parts.reverse()
+    if salt is not None and not starts(parts[0][0].manifest, salt):
+        raise SegmentDamaged(f"segment {parts[0][0].manifest.segment_id}: another tenant's")
     tokens = [p.manifest.tokens[: n * layout.chunk_tokens] for p, n in parts]
     return Prefix(
         id=link.hex(),
@@ -195,5 +270,18 @@ def resolve(loaded: Loaded, chunks: int, load: Load) -> Prefix:
         spans=tuple(_span(p, 0, n) for p, n in parts),
         layout=layout,
         fingerprint=last.fingerprint,
-        salt=last.salt,
+        salt=tenant.unsaid(last.tenant) if salt is None else salt,
+        provenance=last.provenance,
+        exact_chunks=exact,
+    )
+
+
+def _continues(manifest: Manifest, parent: Manifest, before: int) -> bool:
+    """Whether a segment starts where the first `before` chunks of its parent end."""
+    link, branched = parent.links[before - 1], parent.provenance != manifest.provenance
+    if branched and parent.provenance != chain.EXACT:
+        return False
+    whose = manifest.tenant == parent.tenant and manifest.fingerprint == parent.fingerprint
+    return whose and manifest.start == (
+        chain.branch(link, manifest.provenance) if branched else link
     )

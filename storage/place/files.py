@@ -6,12 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckv_jax.storage.errors import StoreError
+
 
 class Hold(Protocol):
-    """A claim on one published segment; while it is held, no process removes the segment."""
+    """While it is held, no process removes the segment."""
 
     def release(self) -> None:
-        """Give the claim up; may be called twice."""
+        """Give it up; may be called twice."""
+
+
+class Claim(Protocol):
+    """While it is held, no process reads, removes or mends the segment anew."""
+
+    def remove(self) -> Callable[[], None]:
+        """Take the segment out of sight and give the claim up; returns what deletes the bytes."""
+
+    def release(self) -> None:
+        """Give it up; may be called twice."""
 
 
 class Workspace(Protocol):
@@ -37,7 +49,11 @@ class Workspace(Protocol):
 
 
 class Files(Protocol):
-    """Segments as folders of files; names are hex ids, never anything read from a file."""
+    """Segments as folders of files; names are hex ids, never anything read from a file.
+
+    Only proof counts: what could not be looked at raises StoreUnavailable, and is never told as
+    missing, damaged, dead or not held.
+    """
 
     @property
     def catalog_path(self) -> Path | None:
@@ -52,8 +68,8 @@ class Files(Protocol):
     def manifest(self, segment_id: str) -> bytes:
         """The manifest's bytes; raises SegmentDamaged when it is not there or not a plain file."""
 
-    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-        """(id, manifest) of many segments, without those that have none."""
+    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
+        """(id, manifest or what `manifest` raises) of many segments."""
 
     def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
         """TensorStore's kvstore spec of one array of a segment."""
@@ -61,8 +77,17 @@ class Files(Protocol):
     def open_direct(self, segment_id: str, name: str) -> int:
         """A descriptor of a segment's file for direct reads; raises OSError where there is none."""
 
+    def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
+        """Bytes of a segment's file; None when it is missing, too short, or no plain file."""
+
     def hold(self, segment_id: str) -> Hold:
         """Keep the segment from being removed; raises SegmentDamaged when it is gone."""
+
+    def claim(self, segment_id: str) -> Claim | None:
+        """Take a segment for oneself; None while somebody holds it."""
+
+    def mending(self, segment_id: str) -> Hold:
+        """Be the only one who mends a segment, beside its readers; raises StoreUnavailable."""
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
         """Those of `sizes` that are missing, not plain files, or of another size."""
@@ -70,20 +95,23 @@ class Files(Protocol):
     def workspace(self) -> Workspace:
         """A new private folder."""
 
-    def workspaces(self) -> set[str]:
-        """Names of the workspaces that exist, of this process and others."""
+    def dead(self, names: Iterable[str]) -> set[str]:
+        """Those of the named workspaces that are gone, or whose writers are."""
 
-    def remove(self, segment_id: str) -> bool:
-        """Remove a segment; False when somebody holds it."""
+    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+        """Give a segment's file its size and some of its bytes, by offset, durably."""
 
-    def pins(self) -> set[str]:
-        """Ids of the pinned prefixes."""
+    def put_manifest(self, segment_id: str, data: bytes) -> None:
+        """Replace a segment's manifest, at once and durably."""
 
-    def set_pin(self, prefix_id: str, pinned: bool) -> None:
-        """Mark a prefix as pinned, durably, or not."""
+    def pins(self) -> dict[str, bytes]:
+        """What people want of prefixes, by id: see `wishes.py`."""
+
+    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
+        """Note what is wanted of a prefix, durably; None: nothing."""
 
     def sweep(self) -> int:
-        """Remove what killed writers left; returns how many folders that were."""
+        """Remove what killed writers left; returns how many entries that were."""
 
     def close(self) -> None:
         """Release everything; may be called twice."""

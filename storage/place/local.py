@@ -1,36 +1,43 @@
-"""Segments in a local folder: private modes, no symlinks, one rename to publish, flock to hold."""
+"""Segments in a local folder: private modes, no symlinks, one rename to publish, locks to hold."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
+import re
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckv_jax.storage.errors import SegmentDamaged, StoreError, as_store_error
-from ckv_jax.storage.layout import VERSION
+from ckv_jax.storage.errors import (
+    ABSENT,
+    SegmentDamaged,
+    StoreError,
+    StoreUnavailable,
+    as_store_error,
+    as_unavailable,
+)
+from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.files import Claim
+from ckv_jax.storage.place.holds import Hold, Holds
+from ckv_jax.storage.place.patience import progress
 from ckv_jax.storage.place.workspace import (
     FOLDER,
-    LocalHold,
     LocalWorkspace,
-    put_aside,
+    delete,
+    lock_entry,
+    replace_file,
     segment_folder,
-    store_lock,
     sync_folder,
-    write_file,
 )
 from ckv_jax.storage.segment import manifest as manifests
 
-_MARKER = "store.json"
-_OWN = ("segments", "pins", "tmp", "lock", "catalog.sqlite", "store.json", "lost+found")
-_FORMAT = {"format": "ckv-store", "version": VERSION}
+_FOLDERS = ("segments", "pins", "tmp")
+_MADE_HERE = re.compile(r"[0-9a-f]{32}")
+_LARGEST_PIN = 4096
 
 
 class LocalFiles:
@@ -39,48 +46,51 @@ class LocalFiles:
     store.json                      what this folder is
     catalog.sqlite                  the index (`catalog.py`)
     segments/<2 hex>/<id>/          published segments
-    pins/<prefix id>                pinned prefixes
+    pins/<prefix id>                what people want of prefixes
     tmp/<hex>/                      segments being written or removed
-    lock                            taken while tmp/ is swept
+    holds                           locked by who reads or removes segments (`holds.py`)
+
+    Args:
+      root: the folder.
+      readonly: whether only to look: nothing is made then, and nothing removed.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, readonly: bool = False) -> None:
         self.root = root.absolute()
+        self.readonly = readonly
         self.make()
+        self._holds = Holds(self.root, readonly=readonly)
 
     def make(self) -> None:
         """Create whatever is missing of the store; refuse a folder that is something else."""
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            marker = self.root / _MARKER
-            if marker.exists():
-                self._check_marker(marker)
-            elif not all(p.name.startswith(_OWN) for p in self.root.iterdir()):
-                raise StoreError(f"{self.root}: not a store, and not empty")
-            for name in ("segments", "pins", "tmp"):
-                (self.root / name).mkdir(mode=0o700, exist_ok=True)
-                os.close(os.open(self.root / name, FOLDER))
-            if not marker.exists():
-                self._replace(marker, json.dumps(_FORMAT).encode())
+            if not self.readonly:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            ours = marker.check(self.root)
+            if self.readonly and not ours:
+                raise StoreError(f"{self.root}: not a store")
+            if self.readonly:
+                return
+            if not ours:
+                marker.write(self.root)
+            for name in _FOLDERS:
+                self._make_folder(self.root / name)
         except FileExistsError as e:
             raise StoreError(f"{e.filename}: is a file, expected a folder") from e
         except OSError as e:
-            raise StoreError(f"{self.root}: cannot be used as a store: {e.strerror}") from e
+            text = f"{self.root}: cannot be used as a store: {e.strerror}"
+            raise (StoreError if e.errno in ABSENT else StoreUnavailable)(text) from e
 
-    def _check_marker(self, marker: Path) -> None:
+    @staticmethod
+    def _make_folder(path: Path) -> None:
         try:
-            found = json.loads(marker.read_bytes()[:1000])
-        except ValueError:  # damaged: the folders beside it say what this is
-            if not (self.root / "segments").is_dir():
-                raise StoreError(f"{self.root}: not a store") from None
-            return
-        if not isinstance(found, dict) or found.get("format") != _FORMAT["format"]:
-            raise StoreError(f"{self.root}: not a store")
-        if found != _FORMAT:
-            raise StoreError(
-                f"{self.root}: a store of version {found.get('version')}, expected {VERSION}: "
-                "name another folder and ingest again"
-            )
+            os.close(os.open(path, FOLDER))
+        except FileNotFoundError:
+            path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as e:
+            if e.errno in (errno.ENOTDIR, errno.ELOOP):
+                raise StoreError(f"{path}: is a file, expected a folder") from e
+            raise
 
     @property
     def catalog_path(self) -> Path | None:
@@ -89,80 +99,64 @@ class LocalFiles:
     def _folder(self, segment_id: str) -> Path:
         return segment_folder(self.root, segment_id)
 
+    # -- looking -----------------------------------------------------------------------------------
+
     def segment_ids(self) -> set[str]:
         found: set[str] = set()
-        with contextlib.suppress(OSError), os.scandir(self.root / "segments") as fans:
-            for fan in fans:
-                if len(fan.name) == 2 and fan.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(OSError):
-                        found.update(n for n in os.listdir(fan.path) if n.startswith(fan.name))
+        root = self.root / "segments"
+        try:
+            for fan in _names(root):
+                if len(fan) == 2 and not set(fan) - manifests.HEX:
+                    found.update(n for n in _names(root / fan) if n.startswith(fan))
+        except OSError as e:
+            raise as_unavailable(root, e) from e
         return {n for n in found if manifests.is_id(n)}
 
     def stamp(self, segment_id: str) -> object:
+        path = self._folder(segment_id) / manifests.FILE
         try:
-            found = os.lstat(self._folder(segment_id) / manifests.FILE)
-        except OSError:
-            return None
+            found = os.lstat(path)
+        except OSError as e:
+            if e.errno in ABSENT:
+                return None
+            raise as_unavailable(path, e) from e
+        progress()
         return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def manifest(self, segment_id: str) -> bytes:
+        path = self._folder(segment_id) / manifests.FILE
+        try:
+            fd = self._open_manifest(segment_id)
+            with os.fdopen(fd, "rb") as file:
+                if os.fstat(fd).st_size > manifests.MAX_BYTES:
+                    raise SegmentDamaged(f"segment {segment_id}: the manifest is too large")
+                data = file.read(manifests.MAX_BYTES + 1)
+        except OSError as e:
+            if e.errno in ABSENT:
+                raise SegmentDamaged(f"segment {segment_id}: no manifest: {e.strerror}") from e
+            raise as_unavailable(path, e) from e
+        progress()
+        return data
 
     def _open_manifest(self, segment_id: str) -> int:
         """Open the manifest, one plain name at a time, so that no symlink is followed."""
-        names = ["segments", segment_id[:2], self._folder(segment_id).name]
+        at = os.open(self.root, FOLDER & ~os.O_NOFOLLOW)
         try:
-            at = os.open(self.root, FOLDER & ~os.O_NOFOLLOW)
-            try:
-                for name in names:
-                    below = os.open(name, FOLDER, dir_fd=at)
-                    os.close(at)
-                    at = below
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                fd = os.open(manifests.FILE, flags, dir_fd=at)
-            finally:
+            for name in ("segments", segment_id[:2], self._folder(segment_id).name):
+                below = os.open(name, FOLDER, dir_fd=at)
                 os.close(at)
-        except OSError as e:
-            raise SegmentDamaged(f"segment {segment_id}: no manifest: {e.strerror}") from e
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise SegmentDamaged(f"segment {segment_id}: the manifest is not a plain file")
-        return fd
+                at = below
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            return _open_plain(manifests.FILE, flags, at)
+        finally:
+            os.close(at)
 
-    def manifest(self, segment_id: str) -> bytes:
-        fd = self._open_manifest(segment_id)
-        with os.fdopen(fd, "rb") as file:
-            try:
-                if os.fstat(fd).st_size > manifests.MAX_BYTES:
-                    raise SegmentDamaged(f"segment {segment_id}: the manifest is too large")
-                return file.read(manifests.MAX_BYTES + 1)
-            except OSError as e:
-                raise SegmentDamaged(f"segment {segment_id}: manifest: {e.strerror}") from e
-
-    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
         for id_ in ids:
-            with contextlib.suppress(SegmentDamaged):
+            try:
                 yield id_, self.manifest(id_)
-
-    def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
-        return {"driver": "file", "path": f"{self._folder(segment_id)}/{array}/"}
-
-    def open_direct(self, segment_id: str, name: str) -> int:
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(f"{self._folder(segment_id)}/{name}", flags)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.EINVAL, "not a plain file")
-        return fd
-
-    def hold(self, segment_id: str) -> LocalHold:
-        fd = self._open_manifest(segment_id)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            ours, there = os.fstat(fd), os.lstat(self._folder(segment_id) / manifests.FILE)
-            if ours.st_ino != there.st_ino:
-                raise OSError(errno.ENOENT, "replaced")
-        except OSError as e:
-            os.close(fd)
-            raise SegmentDamaged(f"segment {segment_id}: being removed") from e
-        return LocalHold(fd)
+            except StoreError as e:
+                yield id_, e
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
         folder = str(self._folder(segment_id))
@@ -172,85 +166,221 @@ class LocalFiles:
             return set(sizes)
         return {n for n, size in sizes.items() if not _is(stat.S_ISREG, f"{folder}/{n}", size)}
 
+    # -- reading -----------------------------------------------------------------------------------
+
+    def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self._folder(segment_id)}/{array}/"}
+
+    def open_direct(self, segment_id: str, name: str) -> int:
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return _open_plain(f"{self._folder(segment_id)}/{name}", flags)
+
+    def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
+        path = self._folder(segment_id) / name
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = _open_plain(path, flags)
+            try:
+                data = b""
+                while len(data) < count:
+                    part = os.pread(fd, count - len(data), offset + len(data))
+                    if not part:
+                        return None
+                    data += part
+            finally:
+                os.close(fd)
+        except OSError as e:
+            if e.errno in ABSENT:
+                return None
+            raise as_unavailable(path, e) from e
+        progress()
+        return data
+
+    # -- holding -----------------------------------------------------------------------------------
+
+    def hold(self, segment_id: str) -> Hold:
+        held = self._holds.hold(segment_id)
+        if held is None:
+            raise SegmentDamaged(f"segment {segment_id}: being removed")
+        try:
+            if self.stamp(segment_id) is None:
+                raise SegmentDamaged(f"segment {segment_id}: gone")
+        except StoreError:
+            held.release()
+            raise
+        return held
+
+    def claim(self, segment_id: str) -> Claim | None:
+        held = self._holds.claim(segment_id)
+        return None if held is None else LocalClaim(self.root, segment_id, held)
+
+    def mending(self, segment_id: str) -> Hold:
+        held = self._holds.claim(segment_id, mending=True)
+        if held is None:
+            raise StoreUnavailable(f"segment {segment_id}: somebody else is mending it")
+        return held
+
+    # -- writing -----------------------------------------------------------------------------------
+
     def workspace(self) -> LocalWorkspace:
+        if self.readonly:
+            raise StoreError(f"{self.root}: opened to look only, cannot be written")
         self.make()
         try:
-            with store_lock(self.root):
-                return LocalWorkspace(self.root)
+            return LocalWorkspace(self.root)
         except OSError as e:
             raise as_store_error(e) from e
 
-    def workspaces(self) -> set[str]:
+    def dead(self, names: Iterable[str]) -> set[str]:
+        found = set()
+        for name in names:
+            with contextlib.suppress(OSError):  # unknown: alive
+                if not os.path.lexists(self.root / "tmp" / name):
+                    found.add(name)
+                elif (fd := lock_entry(self.root / "tmp" / name)) is not None:
+                    os.close(fd)
+                    found.add(name)
+        return found
+
+    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+        path = self._folder(segment_id) / name
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            return set(os.listdir(self.root / "tmp"))
-        except OSError:
-            return set()
+            fd = _open_plain(path, flags)
+            try:
+                if os.fstat(fd).st_size != size:
+                    os.ftruncate(fd, size)
+                for offset, data in parts.items():
+                    view = memoryview(data)
+                    while view:
+                        done = os.pwrite(fd, view, offset)
+                        view, offset = view[done:], offset + done
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            sync_folder(path.parent)
+        except OSError as e:
+            raise as_store_error(e) from e
 
-    def remove(self, segment_id: str) -> bool:
-        folder = self._folder(segment_id)
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(SegmentDamaged):  # without a manifest nobody can hold it
-                fd = self._open_manifest(segment_id)
-                stack.callback(os.close, fd)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return False
-            put_aside(folder, self.root / "tmp")
-        return True
-
-    def pins(self) -> set[str]:
+    def put_manifest(self, segment_id: str, data: bytes) -> None:
         try:
-            return {n for n in os.listdir(self.root / "pins") if manifests.is_id(n)}
-        except OSError:
-            return set()
+            replace_file(self._folder(segment_id) / manifests.FILE, data, self.root / "tmp")
+        except OSError as e:
+            raise as_store_error(e) from e
 
-    def set_pin(self, prefix_id: str, pinned: bool) -> None:
+    def pins(self) -> dict[str, bytes]:
+        folder = self.root / "pins"
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        found: dict[str, bytes] = {}
+        try:
+            for name in _names(folder):
+                if manifests.is_id(name):
+                    with (
+                        contextlib.suppress(FileNotFoundError),  # taken back just now
+                        os.fdopen(_open_plain(folder / name, flags), "rb") as file,
+                    ):
+                        found[name] = file.read(_LARGEST_PIN)
+        except OSError as e:
+            raise as_unavailable(folder, e) from e
+        return found
+
+    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")
         path = self.root / "pins" / prefix_id
         try:
-            if pinned:
-                self._replace(path, b"")
-            else:
+            if wish is None:
                 path.unlink(missing_ok=True)
-            sync_folder(path.parent)
+                sync_folder(path.parent)
+            else:
+                replace_file(path, wish, self.root / "tmp")
         except OSError as e:
-            raise StoreError(f"{path}: cannot be written: {e}") from e
+            raise StoreUnavailable(f"{path}: cannot be written: {e.strerror}") from e
 
     def sweep(self) -> int:
         swept = 0
-        with contextlib.suppress(OSError), store_lock(self.root):
+        if self.readonly:
+            return swept
+        with contextlib.suppress(OSError):
             for name in os.listdir(self.root / "tmp"):
-                path = self.root / "tmp" / name
-                if path.is_symlink() or not path.is_dir():
-                    path.unlink(missing_ok=True)
-                    continue
-                fd = os.open(path, FOLDER)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue  # its writer lives
-                finally:
-                    os.close(fd)
-                shutil.rmtree(path, ignore_errors=True)
-                swept += 1
+                if _MADE_HERE.fullmatch(name):
+                    with contextlib.suppress(OSError):
+                        swept += self._sweep(self.root / "tmp" / name)
         return swept
 
-    def _replace(self, path: Path, data: bytes) -> None:
-        """Write a small file as a whole."""
-        new = self.root / "tmp" / secrets.token_hex(16)
-        with store_lock(self.root):  # against a sweep
-            write_file(new, data)
-            os.replace(new, path)
+    @staticmethod
+    def _sweep(path: Path) -> bool:
+        """Remove one entry of tmp/ whose maker is dead."""
+        kind = os.lstat(path).st_mode
+        if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):
+            return False  # we make no others
+        fd = lock_entry(path)
+        if fd is None:
+            return False  # its writer lives
+        try:
+            delete(path)
+        finally:
+            os.close(fd)
+        return True
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        self._holds.close()
+
+
+class LocalClaim:
+    """A segment that nobody else reads, removes or mends."""
+
+    def __init__(self, root: Path, segment_id: str, held: Hold) -> None:
+        self._root = root
+        self._id = segment_id
+        self._held = held
+
+    def remove(self) -> Callable[[], None]:
+        folder = segment_folder(self._root, self._id)
+        aside = self._root / "tmp" / secrets.token_hex(16)
+        try:
+            os.rename(folder, aside)
+        except OSError as e:
+            if os.path.lexists(folder):
+                raise as_unavailable(folder, e) from e
+        finally:
+            self.release()
+        return lambda: delete(aside)  # gigabytes: for when nothing is held
+
+    def release(self) -> None:
+        self._held.release()
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is missing or is none."""
+    try:
+        found = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    progress()
+    return found
+
+
+def _open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
+    """Open a plain file; anything else is as good as absent."""
+    fd = os.open(path, flags, 0o600, dir_fd=folder)
+    try:
+        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not plain:
+        os.close(fd)
+        raise OSError(errno.ENXIO, "is no plain file", str(path))
+    return fd
 
 
 def _is(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
     try:
         found = os.lstat(path)
-    except OSError:
-        return False
+    except OSError as e:
+        if e.errno in ABSENT:
+            return False
+        raise as_unavailable(path, e) from e
+    progress()
     return kind(found.st_mode) and size in (None, found.st_size)

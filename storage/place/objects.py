@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 
 import tensorstore as ts
 
-from ckv_jax.storage.errors import SegmentDamaged, StoreError
+from ckv_jax.storage.errors import SegmentDamaged, StoreError, StoreUnavailable
+from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.patience import progress
 from ckv_jax.storage.place.workspace import segment_folder
 from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.read_errors import READ_ERRORS
@@ -32,19 +34,49 @@ class ObjectFiles:
     a whole or not at all. Nothing can be held: who removes a segment that another process reads
     turns its reads into misses. The index is in memory, made from the manifests at every open.
 
+    `store.json` says what the place is; the first write makes it. A place without it is ours if
+    nothing but segments and pins is there.
+
     Args:
       url: where; s3 honours AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION.
       context: TensorStore's settings.
       deadline_s: for each request.
+      readonly: whether only to look.
     """
 
-    def __init__(self, url: str, context: Any, deadline_s: float) -> None:
+    def __init__(
+        self, url: str, context: Any, deadline_s: float, *, readonly: bool = False
+    ) -> None:
         self._spec = kvstore_spec(url)
         self._deadline_s = deadline_s
+        self._readonly = readonly
         try:
             self._store = ts.KvStore.open(self._spec, context=context).result(deadline_s)
         except READ_ERRORS as e:
-            raise StoreError(f"{url}: cannot be opened: {e}") from e
+            raise StoreUnavailable(f"{url}: cannot be opened: {e}") from e
+        self._marked = self._check(url)
+
+    def _check(self, url: str) -> bool:
+        """Whether the place has its marker; raises StoreError where it is not ours."""
+        found = self._wait(self._store.read(marker.FILE), url)
+        if found.state == "value":
+            try:
+                marker.judge(url, bytes(found.value))
+            except ValueError as e:
+                raise StoreError(f"{url}: not a store") from e
+            return True
+        between = ("", "pins/"), ("pins0", "segments/"), ("segments0", "")
+        if any(self._keys(low, high) for low, high in between):
+            raise StoreError(f"{url}: not a store, and not empty")
+        return False
+
+    def _mark(self) -> None:
+        """Make the place ours, before the first write."""
+        if self._readonly:
+            raise StoreError("opened to look only, cannot be written")
+        if not self._marked:
+            self._wait(self._store.write(marker.FILE, marker.DATA), marker.FILE)
+            self._marked = True
 
     @property
     def catalog_path(self) -> Path | None:
@@ -53,14 +85,20 @@ class ObjectFiles:
     def _name(self, segment_id: str, file: str = "") -> str:
         return f"{segment_folder(_ROOT, segment_id).as_posix()}/{file}"
 
-    def _list(self, prefix: str) -> list[str]:
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        keys = ts.KvStore.KeyRange(prefix, end)
+    def _wait(self, future: Any, what: str) -> Any:
         try:
-            found = self._store.list(keys).result(self._deadline_s)
+            found = future.result(self._deadline_s)
         except READ_ERRORS as e:
-            raise StoreError(f"{self._spec}: cannot be listed: {e}") from e
-        return [key.decode() for key in found]
+            raise StoreUnavailable(f"{what}: cannot be reached: {e}") from e
+        progress()
+        return found
+
+    def _keys(self, low: str, high: str) -> list[str]:
+        keys = self._wait(self._store.list(ts.KvStore.KeyRange(low, high)), f"listing {low}")
+        return [key.decode() for key in keys]
+
+    def _list(self, prefix: str) -> list[str]:
+        return self._keys(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
     def segment_ids(self) -> set[str]:
         names = (name.split("/") for name in self._list("segments/"))
@@ -72,23 +110,24 @@ class ObjectFiles:
     def manifest(self, segment_id: str) -> bytes:
         return self._arrived(segment_id, self._ask(segment_id))
 
-    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
         rest = iter(ids)
         while some := list(itertools.islice(rest, _AT_ONCE)):
             for id_, future in [(id_, self._ask(id_)) for id_ in some]:
-                with contextlib.suppress(SegmentDamaged):
+                try:
                     yield id_, self._arrived(id_, future)
+                except StoreError as e:
+                    yield id_, e
 
     def _ask(self, segment_id: str) -> Any:
         return self._store.read(self._name(segment_id, manifests.FILE))
 
     def _arrived(self, segment_id: str, future: Any) -> bytes:
-        try:
-            found = future.result(self._deadline_s)
-        except READ_ERRORS as e:
-            raise SegmentDamaged(f"segment {segment_id}: no manifest: {e}") from e
+        found = self._wait(future, f"segment {segment_id}")
         if found.state != "value":
             raise SegmentDamaged(f"segment {segment_id}: no manifest")
+        if len(found.value) > manifests.MAX_BYTES:
+            raise SegmentDamaged(f"segment {segment_id}: the manifest is too large")
         return bytes(found.value)
 
     def kvstore(self, segment_id: str, array: str) -> dict[str, Any]:
@@ -100,60 +139,111 @@ class ObjectFiles:
     def open_direct(self, segment_id: str, name: str) -> int:
         raise OSError(errno.ENOTSUP, "an object store has no direct reads")
 
+    def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
+        key, span = self._name(segment_id, name), slice(offset, offset + count)
+        try:
+            found = self._store.read(key, byte_range=span).result(self._deadline_s)
+        except READ_ERRORS as e:
+            if "OUT_OF_RANGE" in str(e):
+                return None
+            raise StoreUnavailable(f"{key}: no answer: {e}") from e
+        return bytes(found.value) if found.state == "value" else None
+
     def hold(self, segment_id: str) -> NoHold:
         return NoHold()
+
+    def mending(self, segment_id: str) -> NoHold:
+        return NoHold()
+
+    def claim(self, segment_id: str) -> ObjectClaim:
+        return ObjectClaim(self._remove, segment_id)
 
     def damaged(self, segment_id: str, sizes: Mapping[str, int]) -> set[str]:
         return set()  # reads tell
 
     def workspace(self) -> ObjectWorkspace:
+        self._mark()
         return ObjectWorkspace(self._upload)
 
     def _upload(self, folder: Path, segment_id: str, keep: Callable[[], bool]) -> bool:
-        """Upload all files of a folder, the manifest last; False when the segment is there."""
-        if keep():
+        """Upload all files of a folder, the manifest last; False when the segment is there.
+
+        Over a damaged segment, each object takes the place of the one of its name: until the
+        manifest comes, the packs that differ fail their checksums.
+        """
+        if self._list(self._name(segment_id)) and keep():
             return False
         files = [p for p in folder.rglob("*") if p.is_file()]
         files.sort(key=lambda p: p == folder / manifests.FILE)
-        try:
-            self.remove(segment_id)
-            for path in files:
-                name = self._name(segment_id, path.relative_to(folder).as_posix())
-                self._store.write(name, path.read_bytes()).result()
-        except READ_ERRORS as e:
-            raise StoreError(f"segment {segment_id}: cannot be uploaded: {e}") from e
+        for path in files:
+            name = self._name(segment_id, path.relative_to(folder).as_posix())
+            self._wait(self._store.write(name, path.read_bytes()), name)
         return True
 
-    def workspaces(self) -> set[str]:
-        return set()
+    def dead(self, names: Iterable[str]) -> set[str]:
+        return set()  # the index is this process's own
 
-    def remove(self, segment_id: str) -> bool:
+    def mend(self, segment_id: str, name: str, size: int, parts: Mapping[int, bytes]) -> None:
+        self._mark()
+        key = self._name(segment_id, name)
+        found = self._wait(self._store.read(key), key)
+        data = bytearray(found.value[:size] if found.state == "value" else b"")
+        data += bytes(size - len(data))
+        for offset, part in parts.items():
+            data[offset : offset + len(part)] = part
+        self._wait(self._store.write(key, bytes(data)), key)
+
+    def put_manifest(self, segment_id: str, data: bytes) -> None:
+        name = self._name(segment_id, manifests.FILE)
+        self._wait(self._store.write(name, data), name)
+
+    def _remove(self, segment_id: str) -> Callable[[], None]:
+        self._mark()
         names = self._list(self._name(segment_id))
-        names.sort(key=lambda name: not name.endswith(f"/{manifests.FILE}"))
-        try:
-            for name in names:  # the manifest first: what is left is nothing
-                self._store.write(name, None).result(self._deadline_s)
-        except READ_ERRORS as e:
-            raise StoreError(f"segment {segment_id}: cannot be removed: {e}") from e
-        return True
+        first = self._name(segment_id, manifests.FILE)
+        self._wait(self._store.write(first, None), first)  # what is left is nothing
 
-    def pins(self) -> set[str]:
-        return {n for name in self._list("pins/") if manifests.is_id(n := name[len("pins/") :])}
+        def delete() -> None:
+            for name in names:
+                with contextlib.suppress(StoreUnavailable):
+                    self._wait(self._store.write(name, None), name)
 
-    def set_pin(self, prefix_id: str, pinned: bool) -> None:
+        return delete
+
+    def pins(self) -> dict[str, bytes]:
+        found = {}
+        for key in self._list("pins/"):
+            if manifests.is_id(name := key.removeprefix("pins/")):
+                value = self._wait(self._store.read(key), key)
+                if value.state == "value":
+                    found[name] = bytes(value.value)
+        return found
+
+    def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")
-        try:
-            value = b"" if pinned else None
-            self._store.write(f"pins/{prefix_id}", value).result(self._deadline_s)
-        except READ_ERRORS as e:
-            raise StoreError(f"pin {prefix_id}: cannot be written: {e}") from e
+        self._mark()
+        self._wait(self._store.write(f"pins/{prefix_id}", wish), f"pin {prefix_id}")
 
     def sweep(self) -> int:
         return 0  # what an upload left has no manifest; verify_store(repair=True) removes it
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+
+class ObjectClaim:
+    """Object stores have no locks: whoever claims a segment gets it."""
+
+    def __init__(self, remove: Callable[[str], Callable[[], None]], segment_id: str) -> None:
+        self._remove = remove
+        self._id = segment_id
+
+    def remove(self) -> Callable[[], None]:
+        return self._remove(self._id)
+
+    def release(self) -> None:
+        """Nothing to release."""
 
 
 class NoHold:
@@ -172,7 +262,7 @@ class ObjectWorkspace:
         try:
             self.path = Path(tempfile.mkdtemp(prefix="ckv-"))
         except OSError as e:
-            raise StoreError(f"no folder for temporary files: {e}") from e
+            raise StoreUnavailable(f"no folder for temporary files: {e}") from e
 
     def publish(self, segment_id: str, keep: Callable[[], bool]) -> bool:
         return self._upload(self.path, segment_id, keep)

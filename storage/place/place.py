@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from urllib.parse import unquote, urlsplit
 import tensorstore as ts
 
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.errors import StoreError, StoreUnavailable, as_unavailable
+from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.place.kernel_queue import KernelQueues
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.objects import ObjectFiles
+from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,33 @@ class Place:
       context: TensorStore's settings for it: no cache, bounded concurrency.
       direct: whether reads and writes go past the page cache.
       queues: for reads past TensorStore, too; None where that is not possible.
+      patience: what ends waits for the place.
+      wait_s: seconds that it takes for an open.
     """
 
     files: Files
     context: Any
     direct: bool
-    queues: KernelQueues | None = None
+    queues: KernelQueues | None
+    patience: Patience
+    wait_s: float
 
     def close(self) -> None:
         """Release everything; may be called twice."""
         if self.queues is not None:
             self.queues.close()
         self.files.close()
+        self.patience.close()
 
 
-def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
-    """The place behind `url`; raises StoreError when it cannot be used."""
+def open_place(
+    url: str | os.PathLike[str],
+    config: StoreConfig,
+    patience: Patience,
+    *,
+    readonly: bool = False,
+) -> Place:
+    """The place behind `url`, `readonly` only to look; raises StoreError when it cannot be used."""
     text = os.fspath(url)
     if not text:
         raise ValueError("url: got nothing, expected a folder, file://, s3://, gs:// or memory://")
@@ -52,13 +67,15 @@ def open_place(url: str | os.PathLike[str], config: StoreConfig) -> Place:
         path = Path(unquote(parts.path) if parts else text)
         if parts and parts.netloc not in ("", "localhost"):
             raise ValueError(f"url: got {text!r}, expected file:///path")
-        local = LocalFiles(path)
+        local = LocalFiles(path, readonly=readonly)
         direct = _use_direct_io(local.root, config.direct_io)
         context = _context(config, direct=direct)
-        _wake(local.root, context)
-        return Place(local, context, direct, _queues(local.root) if direct else None)
+        _wake(local.root, context, config.wait_s)
+        queues = _queues(local.root) if direct else None
+        return Place(local, context, direct, queues, patience, config.wait_s)
     context = _context(config, direct=False)
-    return Place(ObjectFiles(text, context, config.deadline_s), context, False)
+    files = ObjectFiles(text, context, config.deadline_s, readonly=readonly)
+    return Place(files, context, False, None, patience, config.wait_s)
 
 
 def _context(config: StoreConfig, *, direct: bool) -> Any:
@@ -74,10 +91,14 @@ def _context(config: StoreConfig, *, direct: bool) -> Any:
     )
 
 
-def _wake(folder: Path, context: Any) -> None:
+def _wake(folder: Path, context: Any, seconds: float) -> None:
     """Ask TensorStore for anything: its threads take 5 ms to start, while the index is opened."""
-    store = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}, context=context).result()
-    store.read("store.json")
+    spec = {"driver": "file", "path": f"{folder}/"}
+    try:
+        store = ts.KvStore.open(spec, context=context).result(seconds)
+    except READ_ERRORS as e:
+        raise StoreUnavailable(f"{folder}: cannot be opened: {e}") from e
+    store.read(marker.FILE)
 
 
 def _queues(folder: Path) -> KernelQueues | None:
@@ -86,8 +107,11 @@ def _queues(folder: Path) -> KernelQueues | None:
         queues = KernelQueues()
     except OSError:
         return None
-    if queues.works(folder / "store.json"):
-        return queues
+    try:
+        if queues.works(folder / marker.FILE):
+            return queues
+    except OSError:
+        pass
     queues.close()
     return None
 
@@ -96,10 +120,12 @@ def _use_direct_io(folder: Path, wish: bool | None) -> bool:
     """Whether to read past the page cache: tried on a real file, with a warning where it fails."""
     if wish is False:
         return False
-    probe = folder / "store.json"
+    probe = folder / marker.FILE
     try:
         os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
     except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # no answer to what was asked
+            raise as_unavailable(probe, e) from e
         if wish:
             raise StoreError(f"{folder}: no direct I/O here: {e}") from e
         warnings.warn(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,19 @@ class ArrayWriter:
         self._fds: list[int] = []
         (folder / spec.name).mkdir(mode=0o700)
         write_file(folder / spec.name / "zarr.json", spec.encoded())
+        try:
+            self._open(folder, direct=direct and spec.entry_bytes % _PAGE == 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, folder: Path, *, direct: bool) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        for shard in range(spec.shards):
-            path = folder / spec.file(shard)
+        past = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+        for shard in range(self._spec.shards):
+            path = folder / self._spec.file(shard)
             self._fds.append(os.open(path, flags, 0o600))
-            if direct and spec.entry_bytes % _PAGE == 0:
-                past = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+            if direct:
                 self._direct.append(os.open(path, past))
 
     def put(self, entry: int, data: np.ndarray, offset: int = 0) -> None:
@@ -63,21 +72,23 @@ class ArrayWriter:
                 raise OSError(f"{self._spec.file(shard)}: ends early")
             view, at = view[done:], at + done
 
-    def finish(self) -> None:
-        """Write the shard indexes and make the bytes durable."""
+    def finish(self, step: Callable[[], None]) -> None:
+        """Write the shard indexes and make the bytes durable; `step` is told of each file."""
         for shard, fd in enumerate(self._fds):
             size = self._spec.file_bytes(shard)
             index = np.frombuffer(self._spec.index(shard), np.uint8)
             _write_all(fd, index, size - len(index))
         for fd in self._fds:
             os.fsync(fd)
+            step()
         self.close()
 
     def close(self) -> None:
         """Close the files; may be called twice."""
         fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # the descriptor is gone all the same
+                os.close(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:

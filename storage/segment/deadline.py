@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.storage.errors import ReadTimeout, StoreUnavailable
 from ckv_jax.storage.place.kernel_queue import KernelRead
+from ckv_jax.storage.place.patience import Patience, Refused
 from ckv_jax.storage.segment.read_errors import READ_ERRORS
+
+T = TypeVar("T")
 
 MAX_IN_FLIGHT = 40 << 20
 """Bytes in flight in one store: what TensorStore may hold beside the callers' buffers."""
@@ -55,6 +59,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
         self._gate = gate
         self._futures: list[Any] = []
+        self._starting: list[threading.Event] = []  # set when what starts reads is over
 
     def __enter__(self) -> Self:
         return self
@@ -69,10 +74,38 @@ class Deadline:
             for future in self._futures:
                 self.wait(future, "waiting for reads after an error")
 
+    def left(self) -> float:
+        """Seconds that are left, and a moment more."""
+        return max(0.001, self._end - time.monotonic())
+
     def admit(self, num_bytes: int, what: str) -> None:
         """Wait for the gate; raises ReadTimeout. What is admitted must be given to `watch`."""
         if not self._gate.enter(num_bytes, max(0.0, self._end - time.monotonic())):
             raise self._late(what)
+
+    def start(self, patience: Patience, what: str, work: Callable[[], T]) -> T:
+        """Run `work`, which starts reads and follows them, as opening a file may take for ever.
+
+        Raises ReadTimeout when time is up; it may still start reads then.
+        """
+        over = threading.Event()
+
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                over.set()
+
+        self._starting.append(over)
+        try:
+            return patience.run(what, run, seconds=self.left())
+        except Refused:
+            over.set()
+            raise self._late(what) from None
+        except StoreUnavailable:
+            if over.is_set():
+                raise
+            raise self._late(what) from None
 
     def watch(self, futures: list[Any], num_bytes: int) -> None:
         """Take reads that were admitted together into the set; None stands for no read."""
@@ -118,10 +151,12 @@ class Deadline:
             raise self._late(what) from None
 
     def _late(self, what: str) -> ReadTimeout:
-        futures = tuple(self._futures)
+        futures, starting = self._futures, self._starting
 
         def settled() -> bool:
-            return all([f.done() for f in futures])  # asks each: it tells the read that it is late
+            over = all(s.is_set() for s in starting)
+            # Asks each: it tells the read that it is late.
+            return all([f.done() for f in tuple(futures)]) and over
 
         settled()
         return ReadTimeout(what, self._seconds, settled)

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage import chain
-from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage import chain, tenant
+from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import VERSION, Layout
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"
 GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
 """The segment's own zarr.json."""
-MAX_BYTES = 256 << 20
-"""No manifest is read beyond this size."""
+MAX_BYTES = 64 << 20
+"""No manifest is read beyond this size; that of a million tokens takes a third of it."""
 
 _HEAD = b'{"sha256":"'
 _BODY = b'","body":'
@@ -34,7 +34,9 @@ class Manifest:
     """What one segment is.
 
     Attributes:
-      layout, fingerprint, salt: whose KV, and how it is stored.
+      layout, fingerprint: whose KV, and how it is stored.
+      tenant: the mark of the tenant's salt (`tenant.py`); "" without one.
+      provenance: "exact", or how the KV was made.
       tokens: int32 [T], the segment's own tokens.
       start: chain link before the first chunk.
       parent: id of the segment that holds the chunk before, None for a root.
@@ -48,7 +50,7 @@ class Manifest:
 
     layout: Layout
     fingerprint: Fingerprint
-    salt: str = field(repr=False)
+    tenant: str = field(repr=False)
     tokens: np.ndarray = field(repr=False)
     start: bytes
     parent: str | None
@@ -58,6 +60,7 @@ class Manifest:
     probe_crc: np.ndarray = field(repr=False)
     digest_crc: np.ndarray = field(repr=False)
     created: float
+    provenance: str = chain.EXACT
 
     @property
     def chunks(self) -> int:
@@ -99,7 +102,8 @@ class Manifest:
             "parent": self.parent,
             "first_chunk": self.first_chunk,
             "created": self.created,
-            "salt": self.salt,
+            **({"tenant": self.tenant} if self.tenant else {"salt": ""}),
+            **({} if self.provenance == chain.EXACT else {"provenance": self.provenance}),
             "fingerprint": dict(self.fingerprint.fields),
             "layout": self.layout.to_dict(),
             "tokens": _pack(self.tokens),
@@ -117,6 +121,7 @@ class Manifest:
         """The manifest in `data` and its checksum.
 
         Raises:
+          SegmentForeign: for a whole manifest of another version.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
@@ -151,10 +156,16 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
     value = json.loads(body)
     if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}")
-    layout = Layout.from_dict(value["layout"])
+    described = value["layout"]
+    version = described.get("version") if isinstance(described, dict) else None
+    if type(version) is int and version != VERSION:
+        raise SegmentForeign(f"segment {expected_id}: of version {version}, expected {VERSION}")
+    layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))
-    if not tokens.size or type(value["salt"]) is not str:
-        raise ValueError("no tokens, or a salt that is not text")
+    if not tokens.size:
+        raise ValueError("no tokens")
+    whose, salt = _tenant(value)
+    provenance = chain.check_provenance(value.get("provenance", chain.EXACT))
     chunks, first = layout.num_chunks(len(tokens)), value["first_chunk"]
     if type(first) is not int or not 0 <= first <= 1 << 40:
         raise ValueError(f"first_chunk: got {first!r}")
@@ -172,7 +183,8 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
     manifest = Manifest(
         layout=layout,
         fingerprint=Fingerprint(value["fingerprint"]),
-        salt=value["salt"],
+        tenant=whose,
+        provenance=provenance,
         tokens=tokens,
         start=bytes.fromhex(value["start"]),
         parent=parent,
@@ -183,19 +195,39 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3),
         created=created,
     )
-    if first == 0 and manifest.start != chain.seed(manifest.fingerprint, layout, manifest.salt):
+    if salt is not None and not starts(manifest, salt):
         raise ValueError("start: does not belong to this fingerprint, layout and salt")
     if len(manifest.start) != chain.BYTES or manifest.segment_id != expected_id:
         raise ValueError("id: does not belong to these tokens")
     return manifest, digest.decode()
 
 
+def _tenant(value: dict[str, Any]) -> tuple[str, str | None]:
+    """A manifest's tenant, and its salt where that is known: none, or written by older code."""
+    if "salt" in value:
+        if type(value["salt"]) is not str:
+            raise ValueError("salt: expected text")
+        return tenant.mark(value["salt"]), value["salt"]
+    if not is_id(value["tenant"]):
+        raise ValueError("tenant: expected 32 hex digits")
+    return value["tenant"], None
+
+
+def starts(manifest: Manifest, salt: str) -> bool:
+    """Whether a segment starts as one of this salt's may; one that continues another always."""
+    if manifest.first_chunk:
+        return True
+    first = chain.seed(manifest.fingerprint, manifest.layout, salt)
+    return manifest.start == chain.branch(first, manifest.provenance)
+
+
 def is_id(value: Any) -> bool:
     """Whether `value` is a hex id, the only kind of name that ever becomes a path."""
-    return type(value) is str and len(value) == 2 * chain.BYTES and not set(value) - _HEX
+    return type(value) is str and len(value) == 2 * chain.BYTES and not set(value) - HEX
 
 
-_HEX = frozenset("0123456789abcdef")
+HEX = frozenset("0123456789abcdef")
+"""Digits of names."""
 
 
 def _pack(array: np.ndarray) -> str:

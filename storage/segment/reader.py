@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,11 +12,18 @@ import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.digest.reader import Run, read_digest
-from ckv_jax.storage.errors import StoreClosed
-from ckv_jax.storage.place.kernel_queue import KernelRead
+from ckv_jax.storage.digest.reader import read_digest
+from ckv_jax.storage.errors import (
+    ReadTimeout,
+    SegmentDamaged,
+    StoreClosed,
+    StoreUnavailable,
+)
+from ckv_jax.storage.place.kernel_queue import KernelRead, fits
+from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.deadline import Deadline, Gate
+from ckv_jax.storage.segment.runs import Runs, rows_of
 from ckv_jax.storage.segment.segment import Segment
 
 # A large read goes in pieces, the next ones in flight while one is checked.
@@ -23,8 +31,9 @@ _PIECE_BYTES = 8 << 20
 _PIECES = 2
 
 _Read = tuple[Segment | None, Any, np.ndarray, Any]  # segment, rows of the piece, chunks, future
-Report = Callable[[Segment | None, int, str], None]
-"""Told of a bad chunk: segment (None: it is gone), chunk within it, reason."""
+Report = Callable[[Segment | None, int, str, bool], None]
+"""Told of a chunk that was not read: segment (None: it is gone), chunk within it, reason, and
+whether it is proven to be bad."""
 
 
 class PrefixReader:
@@ -41,17 +50,18 @@ class PrefixReader:
         deadline_s: float,
         gate: Gate,
         report: Report,
+        count: Callable[[str], None],
+        patience: Patience,
         release: Callable[[list[Segment | None]], None],
-        digests: Callable[[Prefix, Callable[[], DigestData | None]], DigestData | None],
     ) -> None:
         self.prefix = prefix
-        self._segments = segments
+        self._runs = Runs(prefix, segments)
         self._deadline_s = deadline_s
         self._gate = gate
         self._report = report
         self._release = release
-        self._digests = digests
-        self._starts = np.cumsum([0, *(s.num_chunks for s in prefix.spans)])
+        self._count = count
+        self._patience = patience
         self._lock = threading.Lock()
         self._closed = False
 
@@ -121,15 +131,22 @@ class PrefixReader:
         deadline: Deadline,
     ) -> list[_Read]:
         """Start reading `chunks` into rows `places` of `data`: directly, or through TensorStore."""
-        reads: list[_Read] = []
-        through: list[_Read] = []
-        for segment, rows, local in self._split(chunks):
-            direct = segment and segment.begin_packs_direct(group, local, data, places[rows])
-            if segment and direct is None:
-                through.append((segment, rows, local, None))
-            else:
+        parts = self._runs.split(chunks)
+
+        def start() -> list[_Read]:
+            reads: list[_Read] = []
+            for segment, rows, local in parts:
+                direct = segment and segment.begin_packs_direct(group, local, data, places[rows])
                 deadline.follow(direct)
                 reads.append((segment, rows, local, direct))
+            return reads
+
+        if fits(data):
+            begun = deadline.start(self._patience, f"starting to read {len(chunks)} packs", start)
+        else:
+            begun = [(*part, None) for part in parts]
+        reads = [read for read in begun if read[0] is None or read[3] is not None]
+        through = [read for read in begun if read[0] is not None and read[3] is None]
         if through:
             reads += self._begin_batch(group, through, data, places, deadline)
         return reads
@@ -148,7 +165,7 @@ class PrefixReader:
         deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
             for segment, rows, local, _ in parts:
-                target = _rows_of(data, places[rows])
+                target = rows_of(data, places[rows])
                 future = segment and segment.begin_packs(group, local, target, batch)
                 reads.append((segment, rows, local, future))
         deadline.watch([read[3] for read in reads], size)
@@ -186,7 +203,7 @@ class PrefixReader:
         """Try the packs that are not `good` one by one; report and zero what stays bad."""
         again = []
         for at in np.flatnonzero(~good).tolist():
-            segment, local = self._locate(int(chunks[at]))
+            segment, local = self._runs.locate(int(chunks[at]))
             ids, row = np.array([local]), places[at : at + 1]
             part = data[row[0] : row[0] + 1]
             deadline.admit(part.nbytes, "waiting to read a pack again")
@@ -197,27 +214,43 @@ class PrefixReader:
             arrived = deadline.wait(future, "reading a pack again")
             good[at] = segment and arrived and segment.packs_good(group, ids, data, row)[0]
             if not good[at]:
-                data[row] = 0
-                reason = "checksum" if arrived else "unreadable"
-                self._report(segment, int(ids[0]), f"group {group}: {reason}")
+                part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
+                part[:] = 0
+                where = segment, "packs", group, int(ids[0])
+                good[at] = self._prove(*where, int(ids[0]), f"group {group}", deadline, part)
 
-    def _split(self, chunks: np.ndarray) -> list[tuple[Segment | None, Any, np.ndarray]]:
-        """(segment, rows, chunks within it) of every span that `chunks` touch."""
-        spans, segments = self.prefix.spans, self._segments
-        if len(spans) == 1:
-            return [(segments[0], slice(None), chunks + spans[0].first_chunk)]
-        which = np.searchsorted(self._starts, chunks, side="right") - 1
-        parts: list[tuple[Segment | None, Any, np.ndarray]] = []
-        for i in np.unique(which):
-            rows = np.flatnonzero(which == i)
-            local = chunks[rows] - self._starts[i] + spans[i].first_chunk
-            run = rows[-1] - rows[0] == len(rows) - 1
-            parts.append((segments[i], slice(rows[0], rows[-1] + 1) if run else rows, local))
-        return parts
+    def _prove(
+        self,
+        segment: Segment | None,
+        kind: str,
+        row: int,
+        column: int,
+        chunk: int,
+        what: str,
+        deadline: Deadline,
+        out: np.ndarray | None = None,
+    ) -> bool:
+        """Look at a piece that was not good twice; report it, or put its bytes into uint8 `out`.
 
-    def _locate(self, chunk: int) -> tuple[Segment | None, int]:
-        i = int(np.searchsorted(self._starts, chunk, side="right")) - 1
-        return self._segments[i], chunk - int(self._starts[i]) + self.prefix.spans[i].first_chunk
+        Only what its own bytes prove bad is reported as bad: the reads may have failed for other
+        reasons. Returns whether the piece turned out to be good.
+        """
+        if segment is None:
+            self._report(None, chunk, f"{what}: gone", False)
+            return False
+        try:
+            data = self._patience.run(
+                what, lambda: segment.reread(kind, row, column), seconds=deadline.left()
+            )
+        except StoreUnavailable as e:
+            self._report(segment, chunk, f"{what}: {e}", False)
+            return False
+        if data is None:
+            self._report(segment, chunk, f"{what}: not as it was written", True)
+            return False
+        if out is not None:
+            out[:] = np.frombuffer(data, np.uint8)
+        return True
 
     # -- probe -----------------------------------------------------------------------------------
 
@@ -234,7 +267,7 @@ class PrefixReader:
         self._check(out, (self.prefix.num_tokens, layout.probe_heads, layout.head_dim))
         data = out.view(layout.disk_dtype)
         with self._deadline(deadline_s) as deadline:
-            for span, segment, start, end in self._token_runs():
+            for span, segment, start, end in self._runs.of_tokens():
                 # A span that starts inside its segment is read, and checked, from the start.
                 skip = span.first_chunk * layout.chunk_tokens
                 shape = (skip + end - start, *data.shape[1:])
@@ -245,7 +278,8 @@ class PrefixReader:
                     data[start : start + good] = part[skip : skip + good]
                 if whole < len(part):
                     data[start + good :] = 0
-                    self._report(segment, whole // layout.chunk_tokens, f"probe of layer {layer}")
+                    chunk, what = whole // layout.chunk_tokens, f"probe of layer {layer}"
+                    self._prove(segment, "probe", row, chunk, chunk, what, deadline)
                     return start + good
         return self.prefix.num_tokens
 
@@ -257,8 +291,10 @@ class PrefixReader:
         step = max(1, _PIECE_BYTES // (block * part[0].nbytes)) * block
         begun: list[tuple[int, Any]] = []
         for at in range(0, len(part), step):
-            direct = segment.begin_probe_direct(row, at, part[at : at + step])
-            deadline.follow(direct)
+            begin = partial(
+                self._begin_probe_direct, segment, row, at, part[at : at + step], deadline
+            )
+            direct = deadline.start(self._patience, "starting to read a probe", begin)
             through = None if direct else self._begin_probe(segment, row, part, at, step, deadline)
             begun.append((at, direct or through))
         arrived = len(part)
@@ -270,6 +306,14 @@ class PrefixReader:
             arrived = arrived if good else min(arrived, at)
         return segment.probe_good(row, part[:arrived])
 
+    @staticmethod
+    def _begin_probe_direct(
+        segment: Segment, row: int, at: int, out: np.ndarray, deadline: Deadline
+    ) -> KernelRead | None:
+        direct = segment.begin_probe_direct(row, at, out)
+        deadline.follow(direct)
+        return direct
+
     def _begin_probe(
         self, segment: Segment, row: int, part: np.ndarray, at: int, step: int, deadline: Deadline
     ) -> Any:
@@ -279,35 +323,42 @@ class PrefixReader:
         deadline.watch([future], piece.nbytes)
         return future
 
-    def _token_runs(self) -> list[Run]:
-        """(span, segment, first token, end token) of every span, in tokens of the prefix."""
-        size, total = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
-        bounds = np.minimum(self._starts * size, total).tolist()
-        pairs = zip(self.prefix.spans, self._segments, bounds, bounds[1:], strict=False)
-        return list(pairs)
-
     # -- digest and mapping ----------------------------------------------------------------------
 
     def read_digest(self, *, deadline_s: float | None = None) -> DigestData | None:
-        """The compressed keys of all layers and tokens, from the host pool when they are there.
+        """The compressed keys of all layers and tokens.
 
-        None when the layout has none, or any of it is bad or missing. Raises as `read_packs`.
+        None when the layout has none, or any of it is bad, missing, or did not come in time.
         """
         self._open()
         if self.prefix.layout.digest == "none" or not self.prefix.spans:
             return None
         deadline = self._deadline(deadline_s)
-        runs = self._token_runs()
-        return self._digests(
-            self.prefix, lambda: read_digest(self.prefix, runs, deadline, self._report)
-        )
+
+        def prove(segment: Segment | None, row: int, part: int) -> bool:
+            return self._prove(segment, "digest", row, part, 0, "digest", deadline)
+
+        try:
+            found = read_digest(self.prefix, self._runs.of_tokens(), deadline, prove)
+        except ReadTimeout:  # what is late writes into memory that nobody else has
+            found = None
+        if found is None:
+            self._count("lost_digests")
+        elif found.mixed:
+            self._count("mixed_digests")
+        return found
 
     @property
     def order(self) -> np.ndarray:
-        """int32 [T]: the prefix position of each token as stored; not the identity if reordered."""
+        """int32 [T]: the prefix position of each token as stored; not the identity if reordered.
+
+        Raises SegmentDamaged where that is lost with its segment: look the prefix up again.
+        """
         self._open()
         order = np.arange(self.prefix.num_tokens, dtype=np.int32)
-        for _, segment, start, end in self._token_runs():
+        for span, segment, start, end in self._runs.of_tokens():
+            if segment is None and self.prefix.layout.reordered:
+                raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
             if segment and segment.manifest.order is not None:
                 order[start:end] = start + segment.manifest.order
         return order
@@ -334,7 +385,7 @@ class PrefixReader:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
-            self._release(self._segments)
+            self._release(self._runs.segments)
 
     def __enter__(self) -> PrefixReader:
         return self
@@ -346,10 +397,3 @@ class PrefixReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _rows_of(data: np.ndarray, rows: np.ndarray) -> Any:
-    """Rows of `data` to read into: a view where they lie together, else a TensorStore view."""
-    if rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-        return data[rows[0] : rows[-1] + 1]
-    return ts.array(data).oindex[rows]

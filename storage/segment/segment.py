@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.segment import crc
@@ -18,8 +17,7 @@ from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 _NOTHING = np.zeros(0, np.uint8)
 _NOTHING.flags.writeable = False
-_OPEN_S = 10.0  # for asking an object store where a bucket is; a folder is not asked at all
-_PARAMS_S = 60.0  # for a few kilobytes a layer
+_TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc"}
 _PROBE_READ = 64  # pages of one direct read of a probe
 
 
@@ -36,17 +34,21 @@ class Segment:
         self.id = manifest.segment_id
         self.users = 0
         self._files, self._context, self._queues = place.files, place.context, place.queues
-        self._hold = self._files.hold(self.id)
-        self.missing = self._files.damaged(self.id, manifest.files)
-        """Shard files that are not there in full; nothing is read from them."""
+        self._wait_s = place.wait_s
         self._layout = manifest.layout
         self._seeds = {kind: crc.seed(self.id, kind) for kind in manifest.arrays}
         self._views: dict[tuple[str, int], Any] = {}
+        self._hold = self._files.hold(self.id)
         try:
+            self.missing = self._files.damaged(self.id, manifest.files)
+            """Shard files that are not there in full; nothing is read from them."""
             self._opening = {kind: self._open(kind) for kind in manifest.arrays}
         except READ_ERRORS as e:
             self._hold.release()
-            raise SegmentDamaged(f"segment {self.id}: cannot be opened: {e}") from e
+            raise StoreUnavailable(f"segment {self.id}: cannot be opened: {e}") from e
+        except BaseException:
+            self._hold.release()
+            raise
 
     def _open(self, kind: str) -> Any:
         spec = {
@@ -61,7 +63,7 @@ class Segment:
         """The array of one group or layer: packs [M, *pack], probe [T, K', D], digest [X]."""
         view = self._views.get((kind, row))
         if view is None:
-            array = self._opening[kind].result(timeout=_OPEN_S)
+            array = self._opened(kind)
             layout = self._layout
             if kind != "packs":
                 view = array[row]
@@ -74,6 +76,14 @@ class Segment:
                 view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 2].translate_to[0]]
             self._views[kind, row] = view
         return view
+
+    def _opened(self, kind: str) -> Any:
+        """The array, which is asked for anew where opening it failed before."""
+        try:
+            return self._opening[kind].result(timeout=self._wait_s)
+        except READ_ERRORS:
+            self._opening[kind] = self._open(kind)
+            raise
 
     def _begin(
         self, kind: str, row: int, target: Any, part: Callable[[Any], Any], batch: Any
@@ -182,30 +192,83 @@ class Segment:
         return crc.checksum(self._seeds["digest"], row, part, _NOTHING)
 
     def digest_params(self) -> np.ndarray | None:
-        """float32 [R, digest_params], for a segment that continues this one; None if bad."""
+        """float32 [R, digest_params], for a segment that continues this one; None if unread."""
         layout = self._layout
         if layout.digest == "none":
             return None
         size = layout.digest_record(len(self.manifest.tokens))[0]
-        spec = self.manifest.arrays["digest"]
-        rows = len(layout.digest_layers)
-        record = spec.entries // rows * spec.entry_bytes
-        params = np.empty((rows, size), np.uint8)
-        place = self._files.kvstore(self.id, "digest")
-        name = spec.file(0).removeprefix("digest/")
-        try:
-            store = ts.KvStore.open(place, context=self._context).result(timeout=_OPEN_S)
-            starts = range(0, rows * record, record)
-            reads = [store.read(name, byte_range=slice(at, at + size)) for at in starts]
-            for row, read in enumerate(reads):
-                data = read.result(timeout=_PARAMS_S).value
-                params[row] = np.frombuffer(data, np.uint8)
-                crc = google_crc32c.extend(self.digest_start(row, 0), data)
-                if crc != self.manifest.digest_crc[row, 0]:
-                    return None
-        except READ_ERRORS:
-            return None
+        params = np.empty((len(layout.digest_layers), size), np.uint8)
+        for row in range(len(params)):
+            try:
+                data = self.reread("digest", row, 0)
+            except StoreUnavailable:
+                return None
+            if data is None:
+                return None
+            params[row] = np.frombuffer(data, np.uint8)
         return params.view(np.float32)
+
+    # -- proof -------------------------------------------------------------------------------------
+
+    def whole(self, manifest: Manifest, chunk: int) -> bool:
+        """Whether all of a chunk is as `manifest` says, which is this segment's, or newer."""
+        wanted = [("packs", group, chunk) for group in range(self._layout.groups)]
+        wanted += [("probe", row, chunk) for row in range(len(self._layout.probe_layers))]
+        if chunk == 0:  # marks on digests are put there
+            rows = range(len(self._layout.digest_layers))
+            wanted += [("digest", row, part) for row in rows for part in range(3)]
+        return all(self.reread(*place, manifest=manifest) is not None for place in wanted)
+
+    def reread(
+        self, kind: str, row: int, column: int, *, manifest: Manifest | None = None
+    ) -> bytes | None:
+        """Read one checked piece again, past everything: its bytes, or None for proof of damage.
+
+        Args:
+          kind: "packs", "probe" or "digest".
+          row: layer group, probe layer or digest layer.
+          column: chunk, or for a digest the part: params, scale, codes.
+          manifest: whose checksums count; default: the segment's own.
+
+        Raises:
+          StoreUnavailable: it can neither be read nor proven bad.
+        """
+        spec = self.manifest.arrays[kind]
+        shard = row // self._layout.shard_groups if kind == "packs" else 0
+        name, size = spec.file(shard), spec.file_bytes(shard)
+        if self._files.damaged(self.id, {name: size}):
+            return None
+        index = spec.index(shard)
+        if self._files.read(self.id, name, size - len(index), len(index)) != index:
+            return None
+        offset, count = self._place(kind, row, column)
+        data = self._files.read(self.id, name, offset, count)
+        if data is None:
+            return None
+        view = np.frombuffer(data, np.uint8)
+        table = getattr(manifest or self.manifest, _TABLES[kind])
+        found = crc.checksum(self._seeds[kind], row, column, view)
+        return data if found == table[row, column] else None
+
+    def locate(self, kind: str, row: int, column: int) -> tuple[int, int]:
+        """(shard, offset in its file) of a checked piece."""
+        shard = row // self._layout.shard_groups if kind == "packs" else 0
+        return shard, self._place(kind, row, column)[0]
+
+    def _place(self, kind: str, row: int, column: int) -> tuple[int, int]:
+        """(offset in its shard file, bytes) of a checked piece."""
+        spec, layout = self.manifest.arrays[kind], self._layout
+        tokens = len(self.manifest.tokens)
+        if kind == "packs":
+            return int(spec.offsets(row, np.array([column]))[1][0]), spec.entry_bytes
+        start = row * (spec.entries // spec.shape[0]) * spec.entry_bytes
+        if kind == "digest":
+            sizes = layout.digest_record(tokens)
+            return start + sum(sizes[:column]), sizes[column]
+        ct = layout.chunk_tokens
+        token = spec.entry_bytes // spec.inner[1]
+        count = min(ct, tokens - column * ct) * token
+        return start + column * ct * token, count
 
     def close(self) -> None:
         """Let other processes remove the segment; may be called twice."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from types import TracebackType
 
 import numpy as np
 
 from ckv_jax.storage.digest.writer import DigestWriter
-from ckv_jax.storage.errors import StoreClosed, as_store_error
+from ckv_jax.storage.errors import StoreClosed, StoreUnavailable, as_store_error
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Workspace
+from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.place.workspace import write_file
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
@@ -26,6 +28,7 @@ from ckv_jax.storage.segment.packing import aligned, block_keys, pack
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
 _DISK_THREADS = 4  # writes in flight
+_MOMENT_S = 0.05
 _BLOCKS_AHEAD = 3  # packed blocks that may wait for the disk
 
 
@@ -43,20 +46,26 @@ class SegmentWriter:
         *,
         direct: bool,
         params: np.ndarray | None,
-        publish: Callable[[Manifest, str, Workspace], Prefix],
+        publish: Callable[[Manifest, Workspace], Prefix],
         release: Callable[[], None],
+        patience: Patience,
+        write_s: float,
     ) -> None:
         self._draft = draft
         self._workspace = workspace
         self._publish = publish
         self._release = release
+        self._patience = patience
+        self._write_s = write_s
+        self._steps = 0  # of the disk
+        self._stuck = False
         self._written = 0
         self._closed = False
         layout = draft.layout
         row = layout.probe_heads * layout.head_dim * layout.disk_dtype.itemsize
         self._probe_bytes = len(layout.probe_layers) * layout.chunk_tokens * row  # of one chunk
         self._chunk_bytes = layout.groups * layout.pack_bytes
-        self._step = max(1, _BLOCK_BYTES // self._chunk_bytes)
+        self._block_chunks = max(1, _BLOCK_BYTES // self._chunk_bytes)
         self._memory: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         for _ in range(_BLOCKS_AHEAD):
             self._memory.put(None)  # made when it is first needed
@@ -74,9 +83,11 @@ class SegmentWriter:
                 self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
             if layout.digest != "none":
                 self._digest = DigestWriter(draft, self._arrays["digest"], params)
-        except OSError as e:
+        except BaseException as e:
             self.close()
-            raise as_store_error(e) from e
+            if isinstance(e, OSError):
+                raise as_store_error(e) from e
+            raise
 
     @property
     def layout(self) -> Layout:
@@ -112,16 +123,16 @@ class SegmentWriter:
                 f"first_token: got {first_token} with {kv.shape[2]} tokens, expected blocks in "
                 f"order, from token {self._written} on, up to {total}, each but the last whole"
             )
-        step = self._step * layout.chunk_tokens
+        step = self._block_chunks * layout.chunk_tokens
         for start in range(0, kv.shape[2], step):
             self._append(first_token + start, kv[:, :, start : start + step])
         self._written = end
 
     def _append(self, first_token: int, kv: np.ndarray) -> None:
         self._raise_failed()
-        layout, memory = self.layout, self._memory.get()
+        layout, memory = self.layout, self._take_memory()
         if memory is None:
-            chunks = min(self._step, self._draft.chunks)
+            chunks = min(self._block_chunks, self._draft.chunks)
             memory = aligned(chunks * (self._chunk_bytes + self._probe_bytes))
         packs = pack(kv.view(layout.disk_dtype), layout, memory)
         first_chunk = first_token // layout.chunk_tokens
@@ -129,6 +140,22 @@ class SegmentWriter:
         self._blocks.append(
             self._thread.submit(self._store, first_chunk, packs, kv.shape[2], memory)
         )
+
+    def _take_memory(self) -> np.ndarray | None:
+        """Memory for a block, once the disk has taken one before."""
+        steps = -1
+        while steps != self._steps:
+            steps = self._steps
+            with contextlib.suppress(queue.Empty):
+                return self._memory.get(timeout=self._write_s)
+        raise self._late()
+
+    def _late(self) -> StoreUnavailable:
+        self._stuck = True
+        return StoreUnavailable(f"the disk has taken nothing for {self._write_s:g} s")
+
+    def _step(self) -> None:
+        self._steps += 1
 
     def _store(self, first: int, packs: np.ndarray, tokens: int, memory: np.ndarray) -> None:
         """Send a block, packs [groups, n, *pack], to the disk, and take its checksums meanwhile."""
@@ -151,7 +178,8 @@ class SegmentWriter:
 
     def _settle(self, writes: list[Future[None]], memory: np.ndarray) -> None:
         """Give a block's memory back once it is written; raises what went wrong."""
-        wait(writes)
+        for _ in as_completed(writes):
+            self._step()
         self._memory.put(memory)
         for write in writes:
             write.result()
@@ -202,23 +230,35 @@ class SegmentWriter:
                 f"tokens: got KV of {self._written}, expected all {len(self._draft.tokens)}"
             )
         try:
-            self._thread.submit(self._finish).result()
-            return self._publish(self._draft, self._checksum, self._workspace)
+            self._wait(self._thread.submit(self._finish))
+            return self._patience.run(
+                "publishing a segment",
+                lambda: self._publish(self._draft, self._workspace),
+                seconds=self._write_s,
+            )
         except OSError as e:
             raise as_store_error(e) from e
         finally:
             self.close()
 
+    def _wait(self, job: Future[None]) -> None:
+        steps = -1
+        while steps != self._steps:
+            steps = self._steps
+            wait([job], self._write_s)
+            if job.done():
+                return job.result()
+        raise self._late()
+
     def _finish(self) -> None:
         for job in (*self._blocks, *self._jobs):  # every block has its job by now
             job.result()
         if self._digest is not None:
-            self._digest.finish(self._arrays["packs"])
+            self._digest.finish(self._arrays["packs"], self._step)
         for array in self._arrays.values():
-            array.finish()
+            array.finish(self._step)
         write_file(self._workspace.path / "zarr.json", manifests.GROUP)
-        data, self._checksum = self._draft.encode()
-        write_file(self._workspace.path / manifests.FILE, data)
+        write_file(self._workspace.path / manifests.FILE, self._draft.encode()[0])
 
     def _raise_failed(self) -> None:
         for job in (*self._blocks, *self._jobs):
@@ -232,10 +272,18 @@ class SegmentWriter:
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove everything that was not committed; may be called twice."""
+        """Remove everything that was not committed; may be called twice.
+
+        At a disk that does not answer, that goes on behind the caller's back.
+        """
         if self._closed:
             return
         self._closed = True
+        seconds = _MOMENT_S if self._stuck else self._write_s
+        with contextlib.suppress(StoreUnavailable):
+            self._patience.run("closing a writer", self._clean, seconds=seconds)
+
+    def _clean(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._disk.shutdown(wait=True)
         self._settler.shutdown(wait=True)
@@ -260,7 +308,8 @@ def draft_manifest(
     *,
     layout: Layout,
     fingerprint: Fingerprint,
-    salt: str,
+    tenant: str,
+    provenance: str,
     tokens: np.ndarray,
     start: bytes,
     parent: str | None,
@@ -272,7 +321,8 @@ def draft_manifest(
     return Manifest(
         layout=layout,
         fingerprint=fingerprint,
-        salt=salt,
+        tenant=tenant,
+        provenance=provenance,
         tokens=tokens,
         start=start,
         parent=parent,

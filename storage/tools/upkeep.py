@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.store import ChunkStore
 
 
@@ -16,15 +17,22 @@ class PruneReport:
     removed: int
 
 
-def prune_store(store: ChunkStore, max_bytes: int) -> PruneReport:
-    """Evict whole segments until at most `max_bytes` are used.
+def prune_store(
+    store: ChunkStore, max_bytes: int | None = None, *, expired: bool = False
+) -> PruneReport:
+    """Evict what has expired, if asked to, then whole segments until `max_bytes` are used at most.
 
     Pinned segments, and those that are being read, stay, so that more may remain.
     """
-    if max_bytes < 0:
+    if max_bytes is not None and max_bytes < 0:
         raise ValueError(f"max_bytes: got {max_bytes}, expected at least 0")
+    if max_bytes is None and not expired:
+        raise ValueError("max_bytes: got None, expected a bound, or expired=True")
     before, evicted = store.usage(), store.stats()["evicted"]
-    store.bounds.evict_to(max_bytes)
+    if expired:
+        store.evict_expired()
+    if max_bytes is not None:
+        store.evict_to(max_bytes)
     return PruneReport(before, store.usage(), store.stats()["evicted"] - evicted)
 
 
@@ -34,6 +42,23 @@ def pin_prefix(store: ChunkStore, prefix_id: str, pinned: bool = True) -> str:
     Raises:
       PrefixNotFound: there is no such prefix.
     """
-    found = store.prefix(prefix_id)
-    store.files.set_pin(found.id, pinned)
-    return found.id
+    return wish_for(store, prefix_id, pinned=pinned)
+
+
+def wish_for(
+    store: ChunkStore,
+    prefix_id: str,
+    *,
+    pinned: bool | None = None,
+    retain_s: float | None = None,
+    priority: int | None = None,
+) -> str:
+    """Change what is wanted of a prefix, see `Wish`; None leaves a part as it is.
+
+    Returns its whole id. Raises PrefixNotFound.
+    """
+    found = store.prefix(prefix_id).id
+    changes = {"pinned": pinned, "retain_s": retain_s, "priority": priority}
+    given = {name: value for name, value in changes.items() if value is not None}
+    wish = replace(store.wishes().get(found, Wish()), **given)  # type: ignore[arg-type]
+    return store.set_wish(found, wish)

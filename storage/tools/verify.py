@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged
+from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, SegmentForeign, StoreUnavailable
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.lookup import Loaded
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
 
@@ -42,7 +41,9 @@ class VerifyReport:
 
     Attributes:
       segments, packs, bytes: how much was checked.
-      damages: all that is damaged.
+      damages: all that is proven to be damaged.
+      unread: what could not be read in time, or at all just now; it may be whole.
+      foreign: segments of another version of the format; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.
       removed: segments that the repair removed, as no chunk of them could be served.
       quarantined: segments that the repair limited to their good chunks.
@@ -54,6 +55,8 @@ class VerifyReport:
     packs: int = 0
     bytes: int = 0
     damages: list[Damage] = field(default_factory=list)
+    unread: list[Damage] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
     unindexed: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
@@ -63,7 +66,7 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether everything is as it was written."""
-        return not self.damages and not self.unindexed
+        return not (self.damages or self.unindexed or self.unread)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -79,31 +82,43 @@ def verify_store(
 
     Args:
       store: an open store.
-      repair: remove what cannot be served, limit segments to their good chunks, lift marks from
-        whole ones, rebuild the index and sweep what killed writers left.
+      repair: remove what is proven to be of no use, limit segments to their good chunks, lift marks
+        from whole ones, rebuild the index and sweep what killed writers left. What could not be
+        read stays as it is.
       progress: called with (bytes checked, bytes in all).
+
+    Raises:
+      StoreUnavailable: the store cannot be listed.
     """
     report = VerifyReport()
     ids = sorted(store.files.segment_ids())
+    known: list[tuple[Manifest, str, int]] = []
+    for id_, manifest, checksum, size in store.index.manifests(ids):
+        if isinstance(manifest, Manifest):
+            known.append((manifest, checksum, size))
+        elif isinstance(manifest, SegmentForeign):
+            report.foreign.append(id_)
+        elif isinstance(manifest, SegmentDamaged):
+            report.damages.append(Damage(id_, 0, "the manifest is missing or damaged"))
+        else:
+            report.unread.append(Damage(id_, 0, str(manifest)))
+    # Of what the index lacks, only what could be in it counts.
     indexed = {e.id for e in store.index.catalog.entries()}
-    report.unindexed = sorted(indexed.symmetric_difference(ids))
-    known = list(store.index.describe(ids))
-    report.damages += [
-        Damage(id_, 0, "the manifest is missing or damaged")
-        for id_ in sorted(set(ids) - {manifest.segment_id for manifest, _, _ in known})
-    ]
+    lacking = {manifest.segment_id for manifest, _, _ in known} - indexed
+    report.unindexed = sorted(lacking | (indexed - set(ids)))
     total = sum(size for _, _, size in known)
     usable: dict[str, Loaded] = {}
     for manifest, checksum, size in known:
-        damages = _check(store, manifest, checksum, report)
+        damages, unread = _check(store, manifest, checksum, report)
         report.damages += damages
+        report.unread += unread
         report.segments += 1
         report.bytes += size
         chunks = min((d.chunk for d in damages), default=manifest.chunks)
         usable[manifest.segment_id] = Loaded(manifest, checksum, chunks)
         if progress is not None:
             progress(report.bytes, total)
-    orphans = _orphans(usable)
+    orphans = _orphans(usable, unknown={d.segment_id for d in report.unread})
     report.damages += [Damage(id_, 0, "what it continues is gone or damaged") for id_ in orphans]
     if repair:
         _repair(store, report, usable)
@@ -112,14 +127,17 @@ def verify_store(
 
 def _check(
     store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyReport
-) -> list[Damage]:
-    """Read all of one segment through a reader of its own, so that nothing is quarantined yet."""
+) -> tuple[list[Damage], list[Damage]]:
+    """Read all of one segment, marking nothing: (what is damaged, what could not be read)."""
     id_, layout, chunks = manifest.segment_id, manifest.layout, manifest.chunks
     damages: list[Damage] = []
+    unread: list[Damage] = []
     try:
         segment = store.open_segment(manifest, checksum)
     except SegmentDamaged as e:
-        return [Damage(id_, 0, str(e))]
+        return [Damage(id_, 0, str(e))], []
+    except StoreUnavailable as e:
+        return [], [Damage(id_, 0, str(e))]
     span = Span(
         segment_id=id_, first_chunk=0, num_chunks=chunks, segment_chunks=chunks, checksum=checksum
     )
@@ -131,21 +149,13 @@ def _check(
         fingerprint=manifest.fingerprint,
     )
 
-    def note(_: Segment | None, chunk: int, reason: str) -> None:
-        damages.append(Damage(id_, chunk, reason))
+    def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
+        (damages if proof else unread).append(Damage(id_, chunk, reason))
 
-    with PrefixReader(
-        whole,
-        [segment],
-        deadline_s=store.config.deadline_s,
-        gate=store.gate,
-        report=note,
-        release=lambda _: segment.close(),
-        digests=lambda _, load: load(),
-    ) as reader:
+    with store.segment_reader(whole, segment, note) as reader:
+        step = max(1, _PIECE_BYTES // layout.pack_bytes)
+        out = np.empty((min(step, chunks), *layout.pack_shape), layout.numpy_dtype)
         try:
-            step = max(1, _PIECE_BYTES // layout.pack_bytes)
-            out = np.empty((min(step, chunks), *layout.pack_shape), layout.numpy_dtype)
             for group in range(layout.groups):
                 for first in range(0, chunks, step):
                     ids = np.arange(first, min(first + step, chunks))
@@ -154,16 +164,24 @@ def _check(
             shape = (len(manifest.tokens), layout.probe_heads, layout.head_dim)
             for layer in layout.probe_layers:
                 reader.read_probe(layer, np.empty(shape, layout.numpy_dtype))
-            reader.read_digest()
-        except ReadTimeout as e:
-            damages.append(Damage(id_, 0, str(e)))
-    return damages
+        except ReadTimeout as e:  # its buffer is given up with it
+            unread.append(Damage(id_, 0, str(e)))
+        else:
+            found = reader.read_digest()
+            if found is None and layout.digest != "none" and not (damages or unread):
+                unread.append(Damage(id_, 0, "digest: not read"))
+    return damages, unread
 
 
-def _orphans(segments: dict[str, Loaded]) -> list[str]:
-    """Segments that continue something that cannot be served up to where they start."""
+def _orphans(segments: dict[str, Loaded], unknown: set[str]) -> list[str]:
+    """Segments that continue something that cannot be served up to where they start.
+
+    Not those whose line leads through something `unknown`.
+    """
     found = []
     for id_, loaded in segments.items():
+        if unknown & set(_line(loaded, segments)):
+            continue
         parent = segments.get(loaded.manifest.parent or "")
         try:
             lookup.resolve(loaded, loaded.manifest.chunks, segments.get)
@@ -179,18 +197,34 @@ def _orphans(segments: dict[str, Loaded]) -> list[str]:
     return found
 
 
+def _line(loaded: Loaded, segments: dict[str, Loaded]) -> Iterator[str]:
+    """Ids of what a segment continues, up to the first that is not there."""
+    seen: set[str] = set()
+    while (id_ := loaded.manifest.parent) is not None and id_ not in seen:
+        seen.add(id_)
+        yield id_
+        if id_ not in segments:
+            return
+        loaded = segments[id_]
+
+
 def _repair(store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded]) -> None:
     first: dict[str, Damage] = {}
     for damage in sorted(report.damages, key=lambda d: -d.chunk):
         first[damage.segment_id] = damage
     for id_, damage in first.items():
-        if damage.chunk == 0 and store.bounds.remove(id_):
+        if damage.chunk == 0 and store.bounds.remove(id_, f"repair: {damage.what}"):
             report.removed.append(id_)
         elif id_ in segments:
             store.index.quarantine(id_, segments[id_].checksum, damage.chunk, damage.what)
             report.quarantined.append(id_)
+    unread = {d.segment_id for d in report.unread}
     for id_, loaded in segments.items():
-        if id_ not in first and store.index.catalog.quarantined(id_, loaded.checksum):
+        if (
+            id_ not in first
+            and id_ not in unread
+            and store.index.catalog.quarantined(id_, loaded.checksum)
+        ):
             store.index.pardon(id_)
             report.pardoned.append(id_)
     report.swept = store.files.sweep()

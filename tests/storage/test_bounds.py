@@ -85,8 +85,10 @@ def test_pins_hold_and_survive_the_index(folder: Path) -> None:
         report = prune_store(store, 0)
         assert report.removed == 1 and report.bytes_after == store.usage() > 0
         assert stored(store, pinned) and not stored(store, other)
+        room = 3 * SIZE - report.bytes_after
+        length = next(n for n in range(64, 640, 16) if SMALL.segment_bytes(n) > room)
         with pytest.raises(StoreFull, match="pinned"):
-            ingest(store, some_tokens(600, seed=2))
+            ingest(store, some_tokens(length, seed=2))
         pin_prefix(store, pinned.id, pinned=False)
         assert prune_store(store, 0).bytes_after == 0
         with pytest.raises(ValueError, match="max_bytes"):
@@ -209,7 +211,9 @@ def test_closing_twice_and_using_what_is_closed(folder: Path) -> None:
         ("io_concurrency", 0),
         ("deadline_s", 0.0),
         ("eviction", "fifo"),
-        ("digest_bytes", -1),
+        ("tenant_bytes", -1),
+        ("wait_s", 0.0),
+        ("write_s", float("nan")),
     ],
 )
 def test_the_config_is_validated(field: str, value: object) -> None:

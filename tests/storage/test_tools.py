@@ -17,7 +17,6 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     PrefixNotFound,
-    StoreConfig,
     inspect_store,
     plot_importance,
     verify_store,
@@ -56,7 +55,6 @@ def test_digests_rank_as_the_keys_do_across_segments(
     with store.reader(prefix) as reader:
         digest = reader.read_digest()
         assert digest is not None and digest.kind == kind
-        assert reader.read_digest() is digest  # from the pool
     codes = digest.arrays["codes"]
     kv, rows = kv[list(layers)], len(layers)
     assert codes.shape[:3] == (rows, 512, 2) and codes.dtype == (
@@ -103,22 +101,6 @@ def test_digests_survive_numbers_that_are_none(store: ChunkStore) -> None:
     assert info is not None
     assert [s.nan for s in info.layers] == [64, 0, 0]
     assert [s.infinite for s in info.layers] == [0, 64, 0]
-
-
-def test_the_digest_pool_keeps_its_budget(folder: Path) -> None:
-    layout = Layout(**WIDE, digest="int8")
-    with ChunkStore.open(folder, config=StoreConfig(digest_bytes=50_000)) as store:
-        for seed in range(5):
-            prefix = write(store, layout, some_tokens(64, seed), real_keys(layout, 64, seed))
-            with store.reader(prefix) as reader:
-                digest = reader.read_digest()
-            assert digest is not None
-            assert 0 < store.stats()["digest_pool_bytes"] <= 50_000
-        store.config.__class__(digest_bytes=0)
-    with ChunkStore.open(folder, config=StoreConfig(digest_bytes=0)) as store:
-        with store.reader(store.prefixes()[0]) as reader:
-            assert reader.read_digest() is not None
-        assert store.stats()["digest_pool_bytes"] == 0
 
 
 def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:

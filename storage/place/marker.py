@@ -1,0 +1,95 @@
+"""What tells a folder that is ours from somebody else's: `store.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.layout import VERSION
+from ckv_jax.storage.segment import manifest as manifests
+
+FILE = "store.json"
+_FORMAT = {"format": "ckv-store", "version": VERSION}
+DATA = json.dumps(_FORMAT).encode()
+_LARGEST = 1000  # bytes
+_FIRST = frozenset((FILE, "segments", "pins", "tmp", "holds"))  # made before the marker is durable
+
+
+def check(root: Path) -> bool:
+    """Whether a folder is a store of this version; False: it is empty, and may become one.
+
+    Raises:
+      StoreError: it is something else, or another version's.
+      OSError: it cannot be looked at.
+    """
+    try:
+        with open(root / FILE, "rb", opener=_plain) as file:
+            data = file.read(_LARGEST)
+    except FileNotFoundError:
+        if _any(root):
+            raise StoreError(f"{root}: not a store, and not empty") from None
+        return False
+    try:
+        judge(str(root), data)
+    except ValueError:  # torn by the death of who made it, or hurt since
+        if _torn(data) and {e.name for e in os.scandir(root)} <= _FIRST:
+            return False
+        if not _segments(root):
+            raise StoreError(f"{root}: not a store") from None
+    return True
+
+
+def judge(place: str, data: bytes) -> None:
+    """Raises StoreError for another store's marker, ValueError for what is no marker at all."""
+    found = json.loads(data)
+    if not isinstance(found, dict) or found.get("format") != _FORMAT["format"]:
+        raise StoreError(f"{place}: not a store")
+    if found != _FORMAT:
+        raise StoreError(
+            f"{place}: a store of version {str(found.get('version'))[:20]}, expected {VERSION}: "
+            "name another folder and ingest again; nothing was changed"
+        )
+
+
+def write(root: Path) -> None:
+    """Make an empty folder ours; raises OSError.
+
+    The marker is the first thing that is made, so that whoever dies here leaves a folder that is
+    still empty, or known by the marker's beginning.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(root / FILE, flags, 0o600)
+    try:
+        os.write(fd, DATA)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _plain(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _torn(data: bytes) -> bool:
+    return DATA.startswith(data) or not data.strip(b"\0")
+
+
+def _any(root: Path) -> bool:
+    with os.scandir(root) as entries:
+        return next(entries, None) is not None
+
+
+def _segments(root: Path) -> bool:
+    """Whether any segment lies where ours do."""
+    try:
+        fans = os.listdir(root / "segments")
+        return any(manifests.is_id(n) for fan in fans for n in os.listdir(root / "segments" / fan))
+    except (FileNotFoundError, NotADirectoryError):
+        return False

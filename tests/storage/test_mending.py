@@ -1,0 +1,256 @@
+"""What is bad is written anew, and nothing else: packs, digests of what is stored again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fault_kinds.tally import LAYOUT, read_prefix
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    Prefix,
+    SegmentDamaged,
+    StoreError,
+    prune_store,
+    verify_store,
+    writing,
+)
+
+WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
+
+
+def segment_folder(folder: Path, prefix: Prefix, span: int = 0) -> Path:
+    id_ = prefix.spans[span].segment_id
+    return folder / "segments" / id_[:2] / id_
+
+
+def hurt(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def find(store: ChunkStore, tokens: np.ndarray, layout: Layout, **more: bool) -> Prefix:
+    return store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout, **more)
+
+
+def hurt_and_notice(folder: Path, store: ChunkStore, prefix: Prefix, chunks: list[int]) -> None:
+    shard = sorted(segment_folder(folder, prefix).glob("packs/c.1.*"))[0]
+    for chunk in chunks:
+        hurt(shard, chunk * prefix.layout.pack_bytes + 5)
+    assert read_all(store, prefix).refused == len(chunks)
+
+
+@pytest.mark.parametrize("layout", [SMALL, LAYOUT], ids=["buffered", "direct"])
+def test_one_bad_chunk_is_replaced_where_it_lies(folder: Path, layout: Layout) -> None:
+    tokens = some_tokens(16 * 40 + 5)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=layout)
+        other = ingest(store, some_tokens(64, 1), layout=layout)
+        hurt_and_notice(folder, store, prefix, [7, 40])
+        usage = store.usage()
+        assert find(store, tokens, layout).num_tokens == 7 * 16
+        marked = find(store, tokens, layout, marked=True)
+        assert marked.num_tokens == len(tokens)
+        assert store.marked_chunks(marked).tolist() == [7, 40]
+        kv = kv_of(layout, tokens)
+        changed = kv.copy()  # computed again, it differs in a bit
+        changed.view(layout.disk_dtype)[0, 0, 7 * 16, 0, 0] ^= 1
+        assert store.replace_packs(marked, 7, changed[:, :, 7 * 16 : 8 * 16]) == 1
+        assert find(store, tokens, layout).num_tokens == 40 * 16  # the other mark is still there
+        marked = find(store, tokens, layout, marked=True)
+        assert store.marked_chunks(marked).tolist() == [40]
+        assert store.replace_packs(marked, 40, kv[:, :, 40 * 16 :]) == 1
+        found = find(store, tokens, layout)
+        assert found.num_tokens == len(tokens) and len(found.spans) == 1
+        assert read_prefix(store, found).wrong == 0 and read_all(store, found).refused == 0
+        assert abs(store.usage() - usage) < 100 and verify_store(store).ok
+        assert read_all(store, other).refused == 0
+    with ChunkStore.open(folder) as store:
+        assert find(store, tokens, layout).num_tokens == len(tokens)
+
+
+def test_what_was_good_keeps_its_bits(folder: Path) -> None:
+    tokens = some_tokens(128)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        hurt_and_notice(folder, store, prefix, [3])
+        marked = find(store, tokens, SMALL, marked=True)
+        lies = np.zeros_like(kv_of(SMALL, tokens[48:64]))
+        assert store.replace_packs(marked, 3, lies) == 1  # of the two packs of the chunk
+        found = find(store, tokens, SMALL)
+        with store.reader(found) as reader:
+            out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
+            for group, blank in ((0, False), (1, True)):
+                assert reader.read_packs(group, np.array([3]), out).all()
+                assert (not out.view(np.uint16).any()) == blank
+        assert store.replace_packs(found, 2, lies) == 0  # nothing of it is bad
+
+
+def test_the_same_bits_need_no_new_manifest(folder: Path) -> None:
+    tokens = some_tokens(128)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        hurt_and_notice(folder, store, prefix, [3])
+        with store.reader(prefix) as reader:
+            assert store.replace_packs(prefix, 3, kv_of(SMALL, tokens)[:, :, 48:64]) == 1
+            out = np.empty((1, *SMALL.pack_shape), SMALL.numpy_dtype)
+            assert reader.read_packs(1, np.array([3]), out).all()  # for who reads already, too
+        assert find(store, tokens, SMALL) == prefix
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "longer", "probe"])
+def test_lost_shards_and_probes_are_made_anew(folder: Path, damage: str) -> None:
+    tokens = some_tokens(128)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=LAYOUT)
+    shard = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "probe":
+        for path in segment_folder(folder, prefix).glob("probe/c.*"):
+            hurt(path, 3)
+    else:
+        os.truncate(shard, 100 if damage == "cut" else shard.stat().st_size + 4096)
+    with ChunkStore.open(folder) as store:
+        marked = find(store, tokens, LAYOUT, marked=True)
+        assert store.replace_packs(marked, 0, kv_of(LAYOUT, tokens)) > 0
+        found = find(store, tokens, LAYOUT)
+        assert read_prefix(store, found).whole and verify_store(store).ok
+
+
+@pytest.mark.parametrize("name", ["pwrite", "fsync", "rename", "open", "ftruncate"])
+def test_a_mending_that_fails_anywhere_leaves_what_was_good(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tokens = some_tokens(128)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        hurt_and_notice(folder, store, prefix, [3, 5])
+        real = getattr(os, name)
+        for k in range(1, 60):
+            calls = 0
+
+            def call(*args: object, k: int = k, **named: object) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == k:
+                    raise OSError(errno.EIO, "Input/output error")
+                return real(*args, **named)
+
+            marked = find(store, tokens, SMALL, marked=True)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, call)
+                try:
+                    changed = kv_of(SMALL, tokens[48:64], 48).copy()
+                    changed.view(np.uint16)[...] ^= k
+                    store.replace_packs(marked, 3, changed)
+                except StoreError:
+                    pass
+            found = find(store, tokens, SMALL, marked=True)
+            with store.reader(found) as reader:
+                out = np.empty((8, *SMALL.pack_shape), SMALL.numpy_dtype)
+                for group in range(SMALL.groups):
+                    good = reader.read_packs(group, np.arange(8), out)
+                    assert good[[0, 1, 2, 4, 6, 7]].all(), (name, k)
+            assert not list((folder / "tmp").iterdir())
+            if calls < k:
+                break
+        assert verify_store(store, repair=True).unread == []
+
+
+def test_replaced_packs_are_checked_like_written_ones(store: ChunkStore) -> None:
+    tokens = some_tokens(64)
+    prefix = ingest(store, tokens)
+    kv = kv_of(SMALL, tokens)
+    for first, bad in ((0, kv[:2]), (4, kv), (1, kv), (0, kv[:, :, :20]), (-1, kv[:, :, :16])):
+        with pytest.raises(ValueError, match=r"kv|first_chunk"):
+            store.replace_packs(prefix, first, bad)
+    prune_store(store, 0)
+    with pytest.raises(SegmentDamaged):
+        store.replace_packs(prefix, 0, kv)
+
+
+def test_a_reordered_segment_that_is_gone_has_no_order(store: ChunkStore) -> None:
+    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, reordered=True)
+    order = np.random.default_rng(0).permutation(64)
+    prefix = ingest(store, some_tokens(64), layout=layout, order=order)
+    with store.reader(prefix) as reader:
+        np.testing.assert_array_equal(reader.order, order)
+    prune_store(store, 0)
+    with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="order"):
+        _ = reader.order
+
+
+# -- digests -----------------------------------------------------------------------------------
+
+
+def keys(layout: Layout, tokens: int) -> np.ndarray:
+    """KV with means that drift, so that the first block's says little of the next."""
+    rng = np.random.default_rng(0)
+    shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.head_dim)
+    drift = np.linspace(0, 3, tokens)[:, None, None]
+    return (rng.normal(size=shape) + drift).astype(layout.numpy_dtype)
+
+
+def write(store: ChunkStore, layout: Layout, tokens, kv, parent=None, block: int = 64) -> Prefix:
+    with store.writer(
+        fingerprint=FINGERPRINT, layout=layout, tokens=tokens, parent=parent
+    ) as writer:
+        for start in range(0, len(tokens), block):
+            writer.write(start, kv[:, :, start : start + block])
+        return writer.commit()
+
+
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("int4", 0.3), ("pq", 0.8)])
+@pytest.mark.parametrize("inherits", [True, False])
+def test_a_childs_digest_outlives_its_parents_return(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: float, inherits: bool
+) -> None:
+    layout = Layout(**WIDE, digest=kind)
+    tokens, kv = some_tokens(448), keys(layout, 448)
+    with ChunkStore.open(folder) as store:
+        parent = write(store, layout, tokens[:320], kv[:, :, :320], block=16)
+        child = write(store, layout, tokens[320:], kv[:, :, 320:], parent)
+        for shard in segment_folder(folder, parent).glob("packs/c.*"):
+            os.truncate(shard, 10)
+        assert read_all(store, parent).refused > 0
+        if not inherits:  # as where the children cannot be read
+            monkeypatch.setattr(writing, "inherit", lambda *_: None)
+        altered = kv[:, :, :320] + np.float32(1e-3)  # computed again, the bits differ
+        write(store, layout, tokens[:320], altered, block=320)
+        found = find(store, tokens, layout)
+        assert [s.segment_id for s in found.spans] == [s.segment_id for s in child.spans]
+        with store.reader(found) as reader:
+            digest = reader.read_digest()
+        assert digest is not None and digest.mixed != inherits
+        assert store.stats()["mixed_digests"] == (not inherits)
+        assert store.stats()["lost_digests"] == 0
+    lost = kv[:, 0] - digest.keys()
+    lost -= lost.mean(1, keepdims=True)  # a shift that all keys share does not count
+    spread = kv[:, 0] - kv[:, 0].mean(1, keepdims=True)
+    assert np.square(lost).mean() ** 0.5 < error * np.square(spread).mean() ** 0.5
+
+
+def test_a_late_digest_is_a_miss(folder: Path) -> None:
+    """The disk that does not answer is a FIFO that nobody writes."""
+    layout = Layout(**WIDE, digest="int8")
+    with ChunkStore.open(folder) as store:
+        prefix = write(store, layout, some_tokens(64), keys(layout, 64))
+        with store.reader(prefix, deadline_s=0.3) as reader:
+            (shard,) = segment_folder(folder, prefix).glob("digest/c.*")
+            away = shard.rename(folder / "away")
+            os.mkfifo(shard)
+            assert reader.read_digest() is None
+            os.close(os.open(shard, os.O_RDWR))  # lets the abandoned read go
+            shard.unlink()
+            away.rename(shard)
+            assert reader.read_digest(deadline_s=5.0) is not None
+        assert store.stats()["lost_digests"] == 1 and store.stats()["quarantined"] == 0
+        assert find(store, some_tokens(64), layout).num_tokens == 64

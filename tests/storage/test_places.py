@@ -1,0 +1,147 @@
+"""Whose a folder is: what is not ours is refused and untouched, and looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+
+from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, StoreError, inspect_store, prune_store, verify_store
+from ckv_jax.storage.place import marker
+
+
+def picture(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Every name below a folder, with its mode, time of change and content."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        stat = path.lstat()
+        data = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        found[str(path.relative_to(folder))] = (stat.st_mode, stat.st_mtime_ns, data)
+    return found
+
+
+@pytest.mark.parametrize("name", ["tmp/x", "tmpfile", "lost+found/x", "segments.old/x", "lock/x"])
+def test_a_strangers_folder_is_refused_and_untouched(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "disk" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    (tmp_path / "disk" / "tmp").mkdir(exist_ok=True)
+    before = picture(tmp_path)
+    for readonly in (False, True):
+        with pytest.raises(StoreError, match="not a store"):
+            ChunkStore.open(tmp_path / "disk", readonly=readonly)
+    assert picture(tmp_path) == before
+
+
+def test_the_command_line_leaves_a_scratch_disk_alone(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / ("ab" * 16)).write_text("precious")
+    before = picture(tmp_path)
+    for command in (["inspect"], ["verify", "--repair"], ["prune", "--max-bytes", "0"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ckv_jax.cli", command[0], str(tmp_path), *command[1:]],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1 and "not a store" in done.stderr
+    assert picture(tmp_path) == before
+
+
+def test_a_sweep_takes_only_what_we_made(folder: Path) -> None:
+    ChunkStore.open(folder).close()
+    ours = folder / "tmp" / ("ab" * 16)
+    ours.mkdir()
+    (ours / "packs").write_text("left by a killed writer")
+    theirs = [folder / "tmp" / name for name in ("notes.txt", "AB" * 16, "ab" * 15)]
+    for path in theirs:
+        path.write_text("precious")
+    (folder / "tmp" / ("cd" * 16)).symlink_to(tmp := folder.parent)
+    with ChunkStore.open(folder) as store:
+        assert store.stats()["swept"] == 1
+    assert not ours.exists() and all(p.read_text() == "precious" for p in theirs) and tmp.is_dir()
+
+
+def test_looking_changes_nothing(folder: Path) -> None:
+    tokens = some_tokens(100)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        store.save_scores(prefix.spans[0].segment_id, [[0.5] * 7] * 2, [[1] * 7] * 2)
+    (folder / "tmp" / ("ab" * 16)).mkdir()  # a killed writer's
+    before = picture(folder)
+    with ChunkStore.open(folder, readonly=True) as store:
+        assert inspect_store(store, prefix.id).segments[0].score == 0.5
+        assert read_all(store, prefix).right == SMALL.groups * 7
+        assert verify_store(store).ok
+        with pytest.raises(StoreError, match="look only"):
+            store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=some_tokens(5))
+    (folder / "catalog.sqlite").rename(folder.parent / "away")  # an index need not be there
+    before.pop("catalog.sqlite")
+    with ChunkStore.open(folder, readonly=True) as store:
+        assert len(store.prefixes()) == 1
+    assert picture(folder) == before
+
+
+def test_looking_beside_one_who_writes(folder: Path) -> None:
+    with ChunkStore.open(folder) as writer:
+        ingest(writer, some_tokens(100))
+        names = set(os.listdir(folder))
+        with ChunkStore.open(folder, readonly=True) as store:
+            assert len(store.prefixes()) == 1
+        assert set(os.listdir(folder)) == names
+
+
+@pytest.mark.parametrize("data", [b"", marker.DATA[:9], bytes(30)])
+def test_who_dies_while_making_a_store_leaves_one_that_opens(folder: Path, data: bytes) -> None:
+    folder.mkdir()
+    (folder / marker.FILE).write_bytes(data)
+    with ChunkStore.open(folder) as store:
+        ingest(store, some_tokens(20))
+    assert json.loads((folder / marker.FILE).read_bytes())["format"] == "ckv-store"
+
+
+def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:
+    """TensorStore's own file driver stands in for a bucket, behind the code of object stores."""
+    from ckv_jax.storage.place import objects
+
+    url = f"file://{tmp_path}/bucket/"
+    real = objects.kvstore_spec
+    objects.kvstore_spec = lambda _: ts.KvStore.Spec(url).to_json()
+    try:
+        place = objects.ObjectFiles(url, ts.Context(), 5.0)
+        assert not (tmp_path / "bucket").exists()  # looking made nothing
+        place.set_pin("ab" * 16, b"")
+        found = json.loads((tmp_path / "bucket" / marker.FILE).read_bytes())
+        assert found["format"] == "ckv-store"
+        (tmp_path / "bucket" / marker.FILE).write_text('{"format": "ckv-store", "version": 1}')
+        with pytest.raises(StoreError, match="version 1, expected 2"):
+            objects.ObjectFiles(url, ts.Context(), 5.0)
+        (tmp_path / "bucket" / marker.FILE).unlink()
+        objects.ObjectFiles(url, ts.Context(), 5.0)  # from before there were markers
+        (tmp_path / "bucket" / "thesis.txt").write_text("precious")
+        with pytest.raises(StoreError, match="not a store"):
+            objects.ObjectFiles(url, ts.Context(), 5.0)
+    finally:
+        objects.kvstore_spec = real
+
+
+def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
+    """A whole manifest of another version, in a store of ours, is neither served nor damaged."""
+    from bench.fault_kinds import disk
+
+    with ChunkStore.open(folder) as store:
+        ingest(store, some_tokens(64))
+        ingest(store, some_tokens(64, 1))
+    disk.forge(folder, lambda body: body["layout"].update(version=1))
+    with ChunkStore.open(folder) as store:
+        report = verify_store(store, repair=True)
+        assert len(report.foreign) == 1 and not report.damages and not report.removed
+        assert report.segments == 1
+        prune_store(store, 0)
+    assert len(list((folder / "segments").glob("*/*"))) == 1

@@ -1,0 +1,294 @@
+"""Making room: planned before anything goes, in one step between processes, as people wish."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Prefix,
+    StoreConfig,
+    StoreError,
+    StoreFull,
+    Wish,
+    pin_prefix,
+    prune_store,
+    wish_for,
+)
+from ckv_jax.storage.index.catalog import Catalog
+
+SIZE = SMALL.segment_bytes(64)
+ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
+
+
+def stored(store: ChunkStore, prefix: Prefix, salt: str = "") -> bool:
+    return store.longest_prefix(prefix.tokens, **ASKED, salt=salt).num_tokens == prefix.num_tokens
+
+
+def test_a_write_that_cannot_fit_evicts_nothing(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=4 * SIZE)) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        before = store.usage()
+        with pytest.raises(StoreFull, match="at all"):
+            ingest(store, some_tokens(6400, 9))
+        pin_prefix(store, prefixes[0].id)
+        room = 4 * SIZE - before * 2 // 3  # without the third
+        length = next(n for n in range(64, 640, 16) if SMALL.segment_bytes(n) > room)
+        with store.reader(prefixes[1]), pytest.raises(StoreFull, match="pinned"):
+            ingest(store, some_tokens(length, 9))
+        assert all(stored(store, p) for p in prefixes)
+        assert store.usage() == before and store.stats()["evicted"] == 0
+        assert not list((folder / "tmp").iterdir())
+
+
+_FILL = """
+import sys
+from bench.truth import ingest, some_tokens
+from ckv_jax.storage import ChunkStore, StoreConfig, StoreError
+folder, bound, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with ChunkStore.open(folder, config=StoreConfig(max_bytes=bound)) as store:
+    sys.stdin.readline()
+    for i in range(12):
+        try:
+            ingest(store, some_tokens(64, 1000 * seed + i))
+        except StoreError as e:
+            print(type(e).__name__, e, file=sys.stderr)
+        print(store.usage(), flush=True)
+"""
+
+
+def _run(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_two_processes_keep_one_bound(folder: Path) -> None:
+    bound = 4 * SIZE
+    ChunkStore.open(folder).close()
+    children = [_run(_FILL, folder, bound, seed) for seed in (1, 2)]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    for child in children:
+        found = [int(line) for line in child.communicate(timeout=100)[0].split()]
+        assert child.returncode == 0 and len(found) == 12 and max(found) <= bound
+
+
+def test_check_and_reservation_are_one_step(folder: Path) -> None:
+    """Two stores that both see room for one reserve at the same moment: one gets it."""
+    config = StoreConfig(max_bytes=SIZE)
+    with (
+        ChunkStore.open(folder, config=config) as one,
+        ChunkStore.open(folder, config=config) as two,
+    ):
+        barrier, got = threading.Barrier(2), []
+
+        def work(store: ChunkStore, name: str) -> None:
+            barrier.wait(20)
+            got.append(store.index.catalog.reserve(name, SIZE, "", {None: SIZE}))
+
+        for turn in range(20):
+            got.clear()
+            names = [f"{turn}a", f"{turn}b"]
+            threads = [
+                threading.Thread(target=work, args=a) for a in zip((one, two), names, strict=True)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(map(bool, got)) == [False, True]
+            for name in names:
+                one.index.catalog.release(name)
+
+
+_WRITE = """
+import sys, time
+from bench.truth import FINGERPRINT, SMALL, kv_of, some_tokens
+from ckv_jax.storage import ChunkStore
+store = ChunkStore.open(sys.argv[1])
+tokens = some_tokens(64)
+writer = store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens)
+writer.write(0, kv_of(SMALL, tokens)[:, :, :32])
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_killed_writers_reservation_stops_counting_at_once(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=SIZE)) as store:
+        child = _run(_WRITE, folder)
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        assert store.usage() == SIZE
+        with pytest.raises(StoreFull):
+            ingest(store, some_tokens(64, 1))
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+        assert store.usage() == 0
+        assert read_all(store, ingest(store, some_tokens(64, 1))).refused == 0
+
+
+def test_no_scores_stay_behind(folder: Path) -> None:
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as other:
+        prefix = ingest(store, some_tokens(64))
+        id_, scores = prefix.spans[0].segment_id, (np.ones((2, 4)), np.ones((2, 4)))
+        store.save_scores(id_, *scores)
+        prune_store(other, 0)
+        store.save_scores(id_, *scores)  # an engine that still has it in memory
+        assert _rows(store.index.catalog, "scores") == 0
+        ingest(store, some_tokens(64))
+        store.save_scores(id_, *scores)
+        store.index.catalog._db.write(lambda db: db.execute("DELETE FROM segments"))
+        other.refresh()
+        prune_store(other, 0)
+        store.refresh()
+        assert _rows(store.index.catalog, "scores") == 0
+
+
+def _rows(catalog: Catalog, table: str) -> int:
+    return int(catalog._db.read(f"SELECT count(*) FROM {table}", ())[0][0])
+
+
+# -- bounds that people set --------------------------------------------------------------------
+
+
+def test_expired_prefixes_go_first_and_on_demand(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=4 * SIZE)) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        for prefix, score in zip(prefixes, (9.0, 1.0, 5.0), strict=True):
+            shape = (SMALL.groups, 4)
+            store.save_scores(prefix.spans[0].segment_id, np.full(shape, score), np.ones(shape))
+        wish_for(store, prefixes[0].id[:8], retain_s=0.0)
+        wish_for(store, prefixes[2].id, retain_s=3600)
+        assert store.wishes()[prefixes[2].id] == Wish(retain_s=3600)
+        while store.stats()["evicted"] == 0:
+            prefixes.append(ingest(store, some_tokens(64, len(prefixes))))
+        assert [stored(store, p) for p in prefixes[:3]] == [False, True, True]  # not the least read
+        why = store.why_evicted(prefixes[0].id[:9])
+        assert why is not None and why.prefix_id == prefixes[0].id
+        assert "made room" in why.reason and "expired" in why.reason
+        wish_for(store, prefixes[1].id, retain_s=0.0)
+        assert prune_store(store, expired=True).removed == 1 and not stored(store, prefixes[1])
+        assert stored(store, prefixes[2]) and prune_store(store, expired=True).removed == 0
+    for file in folder.glob("catalog.sqlite*"):
+        file.unlink()
+    with ChunkStore.open(folder) as store:  # wishes outlive the index
+        assert store.wishes()[prefixes[2].id].retain_s == 3600
+
+
+def test_use_refreshes_what_is_retained(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        store.set_wish(prefix.id, Wish(retain_s=0.6))
+        for _ in range(4):
+            time.sleep(0.25)
+            store.reader(prefix).close()
+            assert prune_store(store, expired=True).removed == 0
+        time.sleep(0.7)
+        assert prune_store(store, expired=True).removed == 1
+
+
+def test_priority_comes_before_score(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
+        for prefix, score in zip(prefixes, (1.0, 9.0, 5.0), strict=True):
+            shape = (SMALL.groups, 4)
+            store.save_scores(prefix.spans[0].segment_id, np.full(shape, score), np.ones(shape))
+        wish_for(store, prefixes[0].id, priority=3)
+        wish_for(store, prefixes[1].id, priority=-1)
+        for gone in (1, 2, 0):
+            prune_store(store, store.usage() - 1)
+            assert not stored(store, prefixes[gone])
+        why = store.why_evicted(prefixes[1].id)
+        assert why is not None and "priority -1" in why.reason and "pruned" in why.reason
+
+
+def test_a_tenants_quota_costs_that_tenant(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(tenant_bytes=2 * SIZE)) as store:
+        other = [ingest(store, some_tokens(64, seed), salt="b") for seed in range(2)]
+        mine = [ingest(store, some_tokens(64, seed), salt="a") for seed in range(3)]
+        assert all(stored(store, p, "b") for p in other)
+        assert [stored(store, p, "a") for p in mine] == [False, True, True]
+        with pytest.raises(StoreFull, match="tenant_bytes"):
+            ingest(store, some_tokens(6400), salt="a")
+        why = store.why_evicted(mine[0].id, salt="a")
+        assert why is not None and "tenant_bytes" in why.reason
+        assert store.why_evicted(mine[0].id, salt="b") is None
+
+
+@pytest.mark.parametrize(
+    "bad", [{"retain_s": -1}, {"retain_s": "7d"}, {"priority": 1001}, {"priority": 0.5}]
+)
+def test_wishes_are_validated(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Wish(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"pinned": 3}', b"\xff" * 4096])
+def test_a_wish_that_cannot_be_read_is_a_pin(folder: Path, data: bytes) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        (folder / "pins" / prefix.id).write_bytes(data)
+        assert prune_store(store, 0).removed == 0
+        with pytest.raises(ValueError, match="max_bytes"):
+            prune_store(store)
+
+
+def test_pruning_and_asking_why_on_the_command_line(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        store.set_wish(prefix.id, Wish(retain_s=0.0))
+
+    def ckv(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ckv_jax.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert "say what to remove" in ckv("prune", str(folder)).stderr
+    done = json.loads(ckv("prune", str(folder), "--expired", "--json").stdout)
+    assert (done["removed"], done["bytes_after"]) == (1, 0)
+    asked = ckv("inspect", str(folder), prefix.id)
+    assert asked.returncode == 1 and "was evicted on" in asked.stderr and "expired" in asked.stderr
+
+
+def test_what_is_being_written_counts_for_its_tenant(folder: Path) -> None:
+    with ChunkStore.open(folder, config=StoreConfig(tenant_bytes=SIZE)) as store:
+        tokens = some_tokens(64)
+        with store.writer(**ASKED, tokens=tokens, salt="a") as writer:
+            with pytest.raises(StoreFull):
+                store.writer(**ASKED, tokens=some_tokens(64, 1), salt="a")
+            ingest(store, some_tokens(64, 1), salt="b")
+            writer.write(0, kv_of(SMALL, tokens))
+            assert read_all(store, writer.commit()).refused == 0
+
+
+def test_no_room_is_reserved_that_others_cannot_see(folder: Path) -> None:
+    """While the index is locked, a bounded store refuses to write, and evicts nothing."""
+    import sqlite3
+
+    config = StoreConfig(max_bytes=4 * SIZE, wait_s=0.3)
+    with ChunkStore.open(folder, config=config) as store:
+        ingest(store, some_tokens(64))
+        with sqlite3.connect(folder / "catalog.sqlite", isolation_level=None) as rival:
+            rival.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StoreError, match="no room can be reserved"):
+                ingest(store, some_tokens(64, 1))
+            rival.execute("ROLLBACK")
+        rival.close()
+        assert len(store.prefixes()) == 1

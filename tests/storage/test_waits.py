@@ -1,0 +1,351 @@
+"""Every wait has an end: stopped processes, locked indexes, disks that do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fault_kinds.tally import LAYOUT
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, ReadTimeout, StoreConfig, StoreError, StoreUnavailable, Wish
+from ckv_jax.storage.place.patience import Patience, progress
+from ckv_jax.storage.segment.packing import aligned
+
+QUICK = StoreConfig(wait_s=0.4, write_s=0.6, deadline_s=0.5)
+ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
+
+
+@contextmanager
+def hanging(
+    monkeypatch: pytest.MonkeyPatch, name: str, which: Callable[..., bool] = lambda *_: True
+) -> Iterator[None]:
+    """A call of the kernel that does not return; as long as the context lasts."""
+    real, answer = getattr(os, name), threading.Event()
+
+    def call(*args: object, **named: object) -> object:
+        if which(*args):
+            answer.wait(60)
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, call)
+        try:
+            yield
+        finally:
+            answer.set()
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+_HOLDER = """
+import fcntl, os, sys, time
+for name in ("lock", "catalog.sqlite.lock"):
+    fcntl.flock(os.open(os.path.join(sys.argv[1], name), os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_stopped_process_that_holds_every_lock_of_the_folder_stops_nobody(folder: Path) -> None:
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder) as store:
+        ingest(store, tokens)
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(folder)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        try:
+            (folder / "catalog.sqlite").unlink()
+            with at_most(10), ChunkStore.open(folder, config=QUICK) as store:
+                assert store.longest_prefix(tokens, **ASKED).num_tokens == 64
+                assert read_all(store, ingest(store, some_tokens(64, 1))).refused == 0
+                assert len(store.prefixes()) == 2
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+
+
+def test_what_is_published_is_seen_though_the_index_is_busy(folder: Path) -> None:
+    with ChunkStore.open(folder, config=QUICK) as store:
+        ingest(store, some_tokens(64))
+        rival = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
+        rival.execute("BEGIN IMMEDIATE")
+        with at_most(20):
+            prefix = ingest(store, some_tokens(64, 1))
+            assert store.longest_prefix(prefix.tokens, **ASKED) == prefix
+            assert store.prefix(prefix.id) == prefix and len(store.prefixes()) == 2
+            assert store.stats()["refused_writes"] > 0
+        rival.execute("ROLLBACK")
+        rival.close()
+        store.index.catalog._db._retry_at = 0.0  # rather than wait for it
+        assert len(store.prefixes()) == 2
+        rows = sqlite3.connect(folder / "catalog.sqlite").execute("SELECT count(*) FROM segments")
+        assert rows.fetchone() == (2,)  # the file has caught up
+
+
+def test_a_store_that_cannot_be_written_reads_its_manifests_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.index import database
+    from ckv_jax.storage.place.local import LocalFiles
+
+    with ChunkStore.open(folder) as store:
+        for seed in range(5):
+            ingest(store, some_tokens(64, seed))
+    reads: list[str] = []
+    real, connect = LocalFiles.manifest, sqlite3.connect
+
+    def manifest(self: LocalFiles, segment_id: str) -> bytes:
+        reads.append(segment_id)
+        return real(self, segment_id)
+
+    def refuse(path: object, *args: object, **named: object) -> sqlite3.Connection:
+        if path == folder / "catalog.sqlite":
+            error = sqlite3.OperationalError("attempt to write a readonly database")
+            error.sqlite_errorcode = sqlite3.SQLITE_READONLY
+            raise error
+        return connect(path, *args, **named)
+
+    monkeypatch.setattr(LocalFiles, "manifest", manifest)
+    monkeypatch.setattr(database.sqlite3, "connect", refuse)
+    with ChunkStore.open(folder) as store:
+        assert not reads  # the index is read where it cannot be written
+        for _ in range(4):
+            store.index.catalog._db._retry_at = 0.0
+            assert len(store.prefixes()) == 5
+        assert len(reads) == 5  # once each, when they were first used
+
+
+def wedged(store: ChunkStore, prefix: object) -> dict[str, Callable[[], object]]:
+    return {
+        "lookup": lambda: store.longest_prefix(some_tokens(64), **ASKED),
+        "reader": lambda: store.reader(prefix).close(),  # type: ignore[arg-type]
+        "prefixes": store.prefixes,
+        "writer": lambda: store.writer(**ASKED, tokens=some_tokens(64, 7)).close(),
+        "usage": store.usage,
+        "prune": lambda: store.evict_to(0),
+    }
+
+
+@pytest.mark.parametrize("name", ["lstat", "stat", "open", "listdir"])
+def test_a_disk_that_does_not_answer_wedges_no_caller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    inside = str(folder)
+    with ChunkStore.open(folder, config=QUICK) as store:
+        prefix = ingest(store, some_tokens(64))
+        for call in wedged(store, prefix).values():
+            with (
+                hanging(monkeypatch, name, lambda path, *_: str(path).startswith(inside)),
+                at_most(5),
+            ):
+                try:
+                    call()
+                except StoreUnavailable as e:
+                    assert "not answered" in str(e)
+            time.sleep(0.05)
+        if name != "listdir":  # a wedged prune goes on once the disk is back
+            return
+    with ChunkStore.open(folder) as store:
+        assert store.usage() >= 0
+
+
+def test_an_open_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ChunkStore.open(folder) as store:
+        ingest(store, some_tokens(64))
+    with hanging(monkeypatch, "open"), at_most(5), pytest.raises(StoreUnavailable, match="opening"):
+        ChunkStore.open(folder, config=QUICK)
+
+
+def test_an_fsync_that_hangs_is_given_up_and_cleaned_up_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(folder, config=QUICK) as store:
+        tokens = some_tokens(64)
+        writer = store.writer(**ASKED, tokens=tokens)
+        writer.write(0, kv_of(SMALL, tokens))
+        with hanging(monkeypatch, "fsync"), at_most(6):
+            with pytest.raises(StoreUnavailable, match="taken nothing"):
+                writer.commit()
+            assert store.longest_prefix(tokens, **ASKED).num_tokens == 0
+        end = time.monotonic() + 5
+        while (os.listdir(folder / "tmp") or store.usage()) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not os.listdir(folder / "tmp") and store.usage() == 0
+        assert read_all(store, ingest(store, tokens)).refused == 0
+
+
+def test_a_write_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ChunkStore.open(folder, config=QUICK) as store:
+        tokens = some_tokens(64)
+        with hanging(monkeypatch, "pwrite"), at_most(6), pytest.raises(StoreUnavailable):
+            ingest(store, tokens)
+        assert read_all(store, ingest(store, tokens)).refused == 0
+
+
+def test_a_read_that_cannot_even_start_is_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(folder, config=QUICK) as store:
+        prefix = ingest(store, some_tokens(64), layout=LAYOUT)
+        out = aligned(4 * LAYOUT.pack_bytes).view(LAYOUT.numpy_dtype)
+        out = out.reshape(4, *LAYOUT.pack_shape)
+        with store.reader(prefix) as reader:
+            with (
+                hanging(monkeypatch, "open", lambda path, *_: "packs" in str(path)),
+                at_most(5),
+                pytest.raises(ReadTimeout) as error,
+            ):
+                reader.read_packs(0, np.arange(4), out)
+            end = time.monotonic() + 5
+            while not error.value.settled() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert error.value.settled()
+            assert reader.read_packs(0, np.arange(4), out).all()
+
+
+def test_nothing_is_locked_while_gigabytes_are_deleted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.place import local
+
+    with ChunkStore.open(folder) as store, ChunkStore.open(folder) as rival:
+        for seed in range(3):
+            ingest(store, some_tokens(64, seed))
+        reached, go = threading.Event(), threading.Event()
+        real = local.delete
+
+        def slow(path: Path) -> None:
+            reached.set()
+            go.wait(20)
+            real(path)
+
+        monkeypatch.setattr(local, "delete", slow)
+        pruning = threading.Thread(target=store.evict_to, args=(0,))
+        pruning.start()
+        assert reached.wait(10)
+        with at_most(5):
+            for other in (store, rival):  # what was evicted is gone already, and room is there
+                assert other.longest_prefix(some_tokens(64), **ASKED).num_tokens == 0
+                with other.writer(**ASKED, tokens=some_tokens(64, 9)):
+                    pass
+        go.set()
+        pruning.join()
+        assert not os.listdir(folder / "tmp")
+
+
+def test_a_replacement_is_in_place_before_what_it_replaces_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.place import workspace
+
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        for shard in (folder / "segments").glob("*/*/packs/c.*"):
+            os.truncate(shard, 100)
+        read_all(store, prefix)
+        seen: list[int] = []
+        real = workspace.delete
+
+        def look(path: Path) -> None:
+            with ChunkStore.open(folder, readonly=True) as other:
+                seen.append(other.longest_prefix(tokens, **ASKED).num_tokens)
+            real(path)
+
+        monkeypatch.setattr(workspace, "delete", look)
+        again = ingest(store, tokens)
+        assert seen and set(seen) == {64}
+        assert read_all(store, again).refused == 0
+
+        def fail(*_: object) -> None:
+            raise OSError(22, "Invalid argument")
+
+        monkeypatch.setattr(workspace, "exchange", fail)  # a file system without it
+        for shard in (folder / "segments").glob("*/*/packs/c.*"):
+            os.truncate(shard, 100)
+        read_all(store, again)
+        assert read_all(store, ingest(store, tokens)).refused == 0
+        assert not os.listdir(folder / "tmp")
+
+
+def test_two_sweeps_and_a_writer_do_not_meet(folder: Path) -> None:
+    """Entries of tmp/ are locked by who makes them: sweeping all the time removes none in use."""
+    with ChunkStore.open(folder) as store:
+        stop = threading.Event()
+
+        def sweep() -> None:
+            while not stop.is_set():
+                store.files.sweep()
+
+        threads = [threading.Thread(target=sweep) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for seed in range(15):
+                prefix = ingest(store, some_tokens(40, seed))
+                store.bounds.wish(
+                    prefix.id, store.bounds.wishes().get(prefix.id) or Wish(pinned=True)
+                )
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert len(store.prefixes()) == 15 and len(store.wishes()) == 15
+        assert not os.listdir(folder / "tmp")
+
+
+def test_progress_prolongs_patience_and_late_results_are_given_back() -> None:
+    patience, late, go = Patience(0.2), [], threading.Event()
+
+    def steady() -> int:
+        for _ in range(6):
+            time.sleep(0.1)
+            progress()
+        return patience.run("within", lambda: 7)  # at once, in the same thread
+
+    assert patience.run("steady", steady) == 7
+    with pytest.raises(StoreUnavailable, match=r"stuck: the disk has not answered for 0.2 s"):
+        patience.run("stuck", lambda: go.wait(20), late=late.append)
+    go.set()
+    end = time.monotonic() + 5
+    while not late and time.monotonic() < end:
+        time.sleep(0.01)
+    assert late == [True]
+    with pytest.raises(ZeroDivisionError):
+        patience.run("wrong", lambda: 1 // 0)
+
+
+def test_threads_that_are_stuck_are_bounded() -> None:
+    patience, go = Patience(0.001), threading.Event()
+    for _ in range(32):
+        with pytest.raises(StoreUnavailable, match="not answered"):
+            patience.run("stuck", lambda: go.wait(30))
+    with pytest.raises(StoreUnavailable, match="none of 32"):
+        patience.run("one more", lambda: 1)
+    go.set()
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            assert patience.run("again", lambda: 1, seconds=5) == 1
+            break
+        except StoreError:
+            time.sleep(0.01)
+    else:
+        pytest.fail("the threads did not come back")
