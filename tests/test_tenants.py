@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_sharp import Sharp
 from engine_support import TIGHT, scale_error, tokens
-from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.storage.errors import PrefixNotFound
@@ -20,8 +19,8 @@ SUFFIX = [3, 1, 4]
 
 
 @pytest.fixture(scope="module")
-def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tiny_engine(tmp_path_factory.mktemp("store"), salt="a") as engine:
+def owner(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), salt="a") as engine:
         yield engine
 
 

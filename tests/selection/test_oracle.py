@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+from engine_sharp import MODEL, Sharp
+from engine_support import TIGHT, scale_error, tokens
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.identity import random_fingerprint
-from ckv_jax.model.weights import load_pretrained
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.store import ChunkStore
 
-MODEL = dataclasses.replace(
-    SMALL, hidden_size=32, intermediate_size=32, num_layers=6, tie_word_embeddings=False
-)
 CHUNK, WINDOW = 16, 4
 PERIODS = {0: (range(0, 5), [0, 1, 3]), 1: (range(5, 6), [5])}
 """Layers that share a selection, and those of them that score: at most three, spread evenly."""
@@ -110,20 +104,12 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Prefix, Oracle]]:
-    model = NumpyQwen(MODEL, seed=3)
-    folder = tmp_path_factory.mktemp("model")
-    model.save(folder)
-    shape = {"period": 5, "subperiod": 1, "pack_layers": 1}
-    with small_engine(
-        tmp_path_factory.mktemp("unused"), system="ckv", model=MODEL, overrides=shape
-    ) as unused:
-        config = unused.config
-    weights = load_pretrained(folder, dtype="float32")
-    store = ChunkStore.open(tmp_path_factory.mktemp("store"))
-    with Engine(weights, None, store, random_fingerprint(weights), config) as engine:
+def made(
+    sharp: Sharp, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Prefix, Oracle]]:
+    with sharp.fresh(tmp_path_factory.mktemp("store")) as engine:
         prefix = engine.ingest(tokens(LENGTH))
-        yield engine, prefix, Oracle(model, engine, prefix)
+        yield engine, prefix, Oracle(sharp.model, engine, prefix)
 
 
 def test_the_oracle_is_sharp_enough_to_tell(made: tuple[Engine, Prefix, Oracle]) -> None:
