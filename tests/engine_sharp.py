@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine_support import SMALL, small_engine
+from engine_support import MIB, SMALL, small_engine
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine
@@ -21,6 +21,11 @@ MODEL = dataclasses.replace(
 PERIOD = 5
 SHAPE = {"period": PERIOD, "subperiod": 1, "pack_layers": 1}
 """Two periods, of five layers and of one; one layer a call and a pack."""
+
+POOL_BYTES = 9 * MIB
+"""Device slots in all, cached and others: engines of one such sum share their programs."""
+COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0, "prefetch_device_bytes": POOL_BYTES}
+"""An engine without caches."""
 
 
 class Sharp:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_sharp import Sharp
+from engine_sharp import COLD, POOL_BYTES, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, Result
 from ckv_jax.storage.prefix import Prefix
 
 TEXTS = [tokens(64, 80), tokens(64, 81)]
-COLD = {"host_cache_bytes": 0}
 
 
 def ask(engine: Engine, prefix: Prefix) -> Result:
@@ -53,7 +52,8 @@ def test_what_was_hot_takes_the_cache_back(sharp: Sharp, tmp_path: Path, policy:
         for _ in range(6):
             ask(engine, hot)
     room = sharp.layout.groups * hot.num_chunks * sharp.layout.pack_bytes
-    with sharp.fresh(tmp_path, system=system, device_cache_bytes=room, **COLD) as engine:
+    small = COLD | {"device_cache_bytes": room, "prefetch_device_bytes": POOL_BYTES - room}
+    with sharp.fresh(tmp_path, system=system, **small) as engine:
         assert ask(engine, other).trace.bytes["ssd"] >= room
         assert ask(engine, hot).trace.bytes["device"] == 0
         again = ask(engine, hot)

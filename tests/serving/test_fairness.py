@@ -37,7 +37,7 @@ def prefixes(engine: Engine) -> list[Prefix]:
 
 
 class Held:
-    """An ingest that goes no further than its first block until `go`."""
+    """An ingest that does not come to its end until `go`."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.began, self.go = threading.Event(), threading.Event()
@@ -47,7 +47,7 @@ class Held:
             assert self.go.wait(SECONDS)
 
         self.thread = threading.Thread(
-            target=lambda: engine.ingest(tokens(300, seed), progress=progress), daemon=True
+            target=lambda: engine.ingest(tokens(200, seed), progress=progress), daemon=True
         )
         self.thread.start()
         assert self.began.wait(SECONDS)
