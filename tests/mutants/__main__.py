@@ -59,7 +59,9 @@ def main() -> int:
 def _line(trial: Trial) -> str:
     mutant = trial.mutant
     assert isinstance(mutant, Mutant)
-    return f"{trial.outcome:9} {trial.seconds:5.1f} s  {mutant.file}:{mutant.line} {mutant.operator}"
+    return (
+        f"{trial.outcome:9} {trial.seconds:5.1f} s  {mutant.file}:{mutant.line} {mutant.operator}"
+    )
 
 
 def _report(trials: list[Trial]) -> float:

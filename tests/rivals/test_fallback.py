@@ -62,8 +62,7 @@ def prefix(engine: Engine) -> Prefix:
 
 def test_one_row_falls_back(engine: Engine, prefix: Prefix) -> None:
     requests = [
-        Request(prefix=prefix, suffix=suffix, budget=BUDGET)
-        for suffix in ([5, 9, 2], [ODD])
+        Request(prefix=prefix, suffix=suffix, budget=BUDGET) for suffix in ([5, 9, 2], [ODD])
     ]
     alone = [engine.reprefill([request])[0] for request in requests]
     agreed = [result.trace.counters.get("layers_agreed", 0) for result in alone]

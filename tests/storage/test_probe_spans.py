@@ -73,6 +73,7 @@ def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, goo
         span = prefix.spans[1]
         quarantined = store.index.catalog.quarantined(span.segment_id, span.checksum)
         assert quarantined
-        assert store.longest_prefix(
-            TOKENS, fingerprint=FINGERPRINT, layout=LAYOUT
-        ).num_tokens == max(good, BEGIN) * LAYOUT.chunk_tokens
+        assert (
+            store.longest_prefix(TOKENS, fingerprint=FINGERPRINT, layout=LAYOUT).num_tokens
+            == max(good, BEGIN) * LAYOUT.chunk_tokens
+        )
