@@ -17,11 +17,11 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 # Many tests make the same small engine, in this process, in those that they start and in pytest's
 # other workers, which inherit this: what XLA has compiled for one serves the next. Whoever runs
 # tests again and again (`make mutants`) names a folder that outlives a run.
-compiled = os.environ.get("CKV_TESTS_COMPILED")
-if compiled is not None:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
-elif "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ckv-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("CKV_TESTS_COMPILED") or (
+    os.environ["JAX_COMPILATION_CACHE_DIR"]
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else tempfile.mkdtemp(prefix="ckv-tests-")
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -31,7 +31,7 @@ import pytest
 if TYPE_CHECKING:
     from engine_sharp import Sharp
 
-if compiled is None and "PYTEST_XDIST_WORKER" not in os.environ:
+if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
