@@ -1,4 +1,4 @@
-"""Qwen2.5 in numpy and float64, written from HF's weights: an opinion of its own on what is right."""
+"""Qwen2.5 in numpy and float64, written from HF's names alone: a second opinion."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/selection", "tests/rivals", "tests/pipeline/test_layerwise.py",
     ),
     "ckv_jax/pipeline": (
-        "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline", "tests/test_engine.py",
-        "tests/test_generate.py",
+        "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
+        "tests/test_engine.py", "tests/test_generate.py",
     ),
     "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (

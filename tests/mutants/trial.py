@@ -76,7 +76,7 @@ class Tree:
         return Trial(mutant, found.outcome, found.seconds, found.output, diff)
 
     def run(self, tests: list[str], *, timeout: int) -> Trial:
-        """Runs tests until the first that fails; a session of its own, ended whole if it is late."""
+        """Runs tests until the first that fails; in a session, ended whole if late."""
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
             f"--timeout={timeout}", *tests,
