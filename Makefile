@@ -2,6 +2,7 @@
 #   make demo        ask a question about a long stored text, at several budgets
 #   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_cli.py narrows it)
 #   make lint        style and types
+#   make mutants     small wrong changes, and whether the tests notice (hours; ARGS="--count 20")
 #   make docs        build/docs/index.html from the docstrings
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test lint types mutants docs clean
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
@@ -33,6 +34,9 @@ types: $(VENV)/.tested
 	@rm -rf build/types && mkdir -p build/types/ckv_jax
 	@ln -s $(CURDIR)/ckv_jax/* $(CURDIR)/storage $(CURDIR)/kernels_pallas build/types/ckv_jax/
 	cd build/types && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p ckv_jax
+
+mutants: $(VENV)/.mutable
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 docs: $(VENV)/.documented
 	@$(VENV)/bin/python docs/build.py build/docs
@@ -56,6 +60,10 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax with its test tools into $(VENV) (minutes, the first time)"
 	@$(PIP) install -qq -e '.[test]' $(TORCH)
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.mutable: $(VENV)/.tested
+	@$(PIP) install -qq -e '.[test,mutants]' $(TORCH)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.documented: pyproject.toml | $(VENV)/bin/python

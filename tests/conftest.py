@@ -6,6 +6,8 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,8 +15,9 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 # Many tests make the same small engine, in this process, in those that they start and in pytest's
-# other workers, which inherit this: what XLA has compiled for one serves the next.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = (
+# other workers, which inherit this: what XLA has compiled for one serves the next. Whoever runs
+# tests again and again (`make mutants`) names a folder that outlives a run.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get("CKV_TESTS_COMPILED") or (
     os.environ["JAX_COMPILATION_CACHE_DIR"]
     if "PYTEST_XDIST_WORKER" in os.environ
     else tempfile.mkdtemp(prefix="ckv-tests-")
@@ -23,8 +26,22 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
+import pytest
 
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if TYPE_CHECKING:
+    from engine_sharp import Sharp
+
+if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def sharp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharp]:
+    """A model that many tests share, and what is compiled for it."""
+    from engine_sharp import Sharp
+
+    made = Sharp(tmp_path_factory.mktemp("sharp"))
+    yield made
+    made.close()

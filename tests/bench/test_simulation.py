@@ -71,6 +71,30 @@ def test_token_systems_wait_for_what_they_choose() -> None:
     assert 10 * 0.017 <= ttft(script) <= 10 * 0.017 + 0.011
 
 
+def test_copies_over_a_finite_link_stand_in_the_way_of_the_calls_that_need_them() -> None:
+    """4 MB a stage at 1 GB/s are read in 4 ms; over a link of 0.5 GB/s they take 8 ms more."""
+    request = ours(demanded_bytes=4 * MB)
+    link = dataclasses.replace(HARDWARE, link_bandwidth=5e8)
+    # A period's two stages are read one after the other while the first is copied and computed:
+    # select 2, read 4, copy 8, compute 10, and the second stage's copy ends behind that call.
+    first = 0.001 + 2 * (0.002 + 0.004 + 0.008 + 2 * 0.01) + 0.003
+    assert ttft(request, link) == pytest.approx(first)
+    # A link so slow that copies are all that counts: four of them, one after the other.
+    slow = dataclasses.replace(HARDWARE, link_bandwidth=1e8)
+    copies = 0.001 + 2 * (0.002 + 0.004 + 2 * 0.04 + 0.01) + 0.003
+    assert ttft(request, slow) == pytest.approx(copies)
+
+
+def test_what_is_copied_early_need_not_be_waited_for() -> None:
+    """AttentionStore's copies run beside its calls; the link alone is the bound if it is slow."""
+    stage = Stage(compute_s=0.01, ahead_bytes=5 * MB)
+    script = Script(kind="all", stages=(stage,) * 10, pack_bytes=MB, embed_s=0.0, head_s=0.0)
+    fast = dataclasses.replace(HARDWARE, link_bandwidth=1e9)  # 5 ms a copy: all but one are hidden
+    assert ttft(script, fast) == pytest.approx(0.005 + 0.005 + 10 * 0.01)
+    slow = dataclasses.replace(HARDWARE, link_bandwidth=2e8)  # 25 ms a copy
+    assert ttft(script, slow) == pytest.approx(0.005 + 10 * 0.025 + 0.01)
+
+
 def test_readers_and_calls_share_cores() -> None:
     computing = ours(speculated_bytes=4 * MB)  # read while the period before computes
     free = dataclasses.replace(HARDWARE, cores=2, call_cores=1.0, read_cpu=0.5e-9)

@@ -1,0 +1,86 @@
+"""Small wrong changes, drawn at random, and whether the tests near them notice.
+
+    python -m tests.mutants [--count 200] [--seed 0] [--only storage ckv_jax/cache] [--json OUT]
+
+Changes are cosmic-ray's. Each is made in a copy of the checkout, whose tests for that folder
+(`near.py`) then run until the first fails; the checkout itself is never touched. Survivors are
+listed with their diff. Exit status 1 if fewer than `--least` of a hundred were killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants.draw import Mutant, drawn
+from tests.mutants.near import NEAR, tests_of
+from tests.mutants.trial import Trial, copied
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Draw, try, report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="how many mutants (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    parser.add_argument("--only", nargs="+", choices=sorted(NEAR), help="folders (all)")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds a mutant (300)")
+    parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="where the outcomes go")
+    options = parser.parse_args()
+    folders = options.only or sorted(NEAR)
+    mutants = drawn(ROOT, folders, count=options.count, seed=options.seed)
+    trials: list[Trial] = []
+    with tempfile.TemporaryDirectory(prefix="ckv-mutants-") as work:
+        tree = copied(ROOT, Path(work))
+        for folder in folders:
+            unchanged = tree.run(tests_of(ROOT, folder), timeout=2 * options.timeout)
+            if unchanged.outcome != "survived":
+                print(unchanged.output)
+                parser.error(f"the tests near {folder} fail, or run over time, as they are")
+            print(f"{folder}: its tests pass in {unchanged.seconds:.0f} s", flush=True)
+        for mutant in mutants:
+            trials.append(tree.tried(mutant, tests_of(ROOT, mutant.folder), options.timeout))
+            print(_line(trials[-1]), flush=True)
+    killed = _report(trials)
+    if options.json:
+        found = [dataclasses.asdict(t.mutant) | {"outcome": t.outcome, "seconds": t.seconds,
+                 "diff": t.diff} for t in trials]  # fmt: skip
+        options.json.write_text(json.dumps({"killed": killed, "mutants": found}, indent=1))
+    return int(killed < options.least)
+
+
+def _line(trial: Trial) -> str:
+    mutant = trial.mutant
+    assert isinstance(mutant, Mutant)
+    return (
+        f"{trial.outcome:9} {trial.seconds:5.1f} s  {mutant.file}:{mutant.line} {mutant.operator}"
+    )
+
+
+def _report(trials: list[Trial]) -> float:
+    """Prints survivors and shares; the percentage that was killed."""
+    by_folder: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for trial in trials:
+        assert isinstance(trial.mutant, Mutant)
+        by_folder[trial.mutant.folder][trial.outcome] += 1
+        if trial.outcome == "survived":
+            print(f"\nsurvived: {trial.mutant.file}:{trial.mutant.line}\n{trial.diff}")
+    print()
+    for folder, counts in sorted(by_folder.items()):
+        print(f"{folder:20} {counts.total() - counts['survived']} of {counts.total()} killed")
+    killed = sum(trial.outcome != "survived" for trial in trials)
+    share = 100 * killed / max(1, len(trials))
+    seconds = sum(trial.seconds for trial in trials) / max(1, len(trials))
+    print(f"{'all':20} {killed} of {len(trials)} killed ({share:.1f}%), {seconds:.1f} s a mutant")
+    return share
+
+
+if __name__ == "__main__":
+    sys.exit(main())

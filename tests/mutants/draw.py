@@ -1,0 +1,101 @@
+"""Drawing mutants: every place of every file of some folders, and a few of them at random."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.plugins import get_operator, operator_names
+
+from tests.mutants.near import folder_of
+
+LEFT_OUT = ("core/RemoveDecorator", "core/VariableReplacer", "core/VariableInserter")
+"""Operators that need arguments, or whose mutants mostly cannot be imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One small change: occurrence `index` of what `operator` changes in `file`."""
+
+    folder: str
+    file: str
+    """From the checkout's root."""
+    operator: str
+    index: int
+    line: int
+
+
+def drawn(root: Path, folders: list[str], *, count: int, seed: int) -> list[Mutant]:
+    """`count` mutants of the Python files below `folders`, the same for the same seed and files.
+
+    First a place is drawn, then one of the changes that can be made there: an arithmetic sign,
+    for which there are ten others, counts no more than a comparison.
+    """
+    chance = random.Random(seed)
+    places: dict[tuple[str, int, int], list[Mutant]] = {}
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            file = str(path.relative_to(root))
+            if folder_of(file) != folder:
+                continue
+            for column, mutant in _all(folder, file, path.read_text()):
+                places.setdefault((file, mutant.line, column), []).append(mutant)
+    chosen = chance.sample(sorted(places), min(count, len(places)))
+    return [chance.choice(places[place]) for place in chosen]
+
+
+def _all(folder: str, file: str, source: str) -> Iterator[tuple[int, Mutant]]:
+    """(column, mutant) of every change to one file but those that no test could see."""
+    tree, unseen = get_ast(source), _unseen(source)
+    nodes = list(ast_nodes(tree))
+    for name, operator in _operators().items():
+        index = 0
+        for node in nodes:
+            for (line, column), _ in operator.mutation_positions(node):
+                if not any(start <= (line, column) < end for start, end in unseen):
+                    yield column, Mutant(folder, file, name, index, line)
+                index += 1
+
+
+@cache
+def _operators() -> dict[str, Any]:
+    names = [n for n in operator_names() if not n.startswith(LEFT_OUT)]
+    return {name: get_operator(name)() for name in sorted(names)}
+
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _unseen(source: str) -> list[Span]:
+    """Where nothing happens when the program runs: annotations, aliases, messages."""
+    spans: list[Span] = []
+
+    def leave_out(node: ast.AST | None) -> None:
+        if isinstance(node, ast.expr):
+            end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+            spans.append(((node.lineno, node.col_offset), end))
+
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.arg():
+                leave_out(node.annotation)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                leave_out(node.returns)
+            case ast.AnnAssign():
+                leave_out(node.annotation)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                leave_out(node.test)
+            case ast.Raise():
+                leave_out(node.exc)
+            case ast.Assign(targets=[ast.Name(id=name)]) if name[:1].isupper() and any(
+                isinstance(part, ast.Name) and part.id in ("Callable", "None", "Any")
+                for part in ast.walk(node.value)
+            ):
+                leave_out(node.value)
+    return spans

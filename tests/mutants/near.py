@@ -1,0 +1,57 @@
+"""Which tests lie near a folder: those that a change in it should be noticed by, fastest first.
+
+A file belongs to the longest of the folders that it lies in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NEAR: dict[str, tuple[str, ...]] = {
+    "storage": ("tests/storage", "tests/bench/test_judge.py"),
+    "storage/digest": (
+        "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
+        "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
+    ),
+    "storage/index": (
+        "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
+        "tests/storage/test_probe_spans.py", "tests/storage/test_bounds.py",
+        "tests/storage/test_tools.py", "tests/storage/test_faults.py",
+    ),
+    "ckv_jax/cache": ("tests/cache", "tests/pipeline/test_source.py"),
+    "ckv_jax/memory": (
+        "tests/memory", "tests/pipeline/test_device_pool.py", "tests/reads", "tests/test_engine.py",
+        "tests/pipeline/test_same_answers.py",
+    ),
+    "ckv_jax/reads": (
+        "tests/reads", "tests/pipeline/test_prefetcher.py", "tests/test_engine.py",
+        "tests/pipeline/test_same_answers.py",
+    ),
+    "ckv_jax/selection": (
+        "tests/selection", "tests/rivals", "tests/pipeline/test_layerwise.py",
+    ),
+    "ckv_jax/pipeline": (
+        "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
+        "tests/test_engine.py", "tests/test_generate.py",
+    ),
+    "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
+    "ckv_jax/serving": (
+        "tests/serving", "tests/test_scheduler.py", "tests/test_tenants.py", "tests/test_batch.py",
+        "tests/test_generate.py", "tests/test_engine.py",
+    ),
+}  # fmt: skip
+"""Folder -> test files and folders. Those that are not there are left out."""
+
+
+def folder_of(file: str) -> str | None:
+    """The folder of `NEAR` that a file, named from the checkout's root, belongs to."""
+    holding = [folder for folder in NEAR if file.startswith(f"{folder}/")]
+    return max(holding, key=len, default=None)
+
+
+def tests_of(root: Path, folder: str) -> list[str]:
+    """The tests near `folder` that exist; `ValueError` if none does."""
+    found = [path for path in NEAR[folder] if (root / path).exists()]
+    if not found:
+        raise ValueError(f"got no tests near {folder}, expected some of {', '.join(NEAR[folder])}")
+    return found

@@ -1,0 +1,109 @@
+"""Trying mutants: a copy of the checkout, a change in it, and a run of some tests."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+
+from tests.mutants.draw import Mutant
+
+Outcome = Literal["killed", "timeout", "survived"]
+_FAILED = (1, 2)  # pytest's: tests failed, or could not even be collected
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of one run."""
+
+    mutant: Mutant | None
+    outcome: Outcome
+    seconds: float
+    output: str
+    diff: str = ""
+
+
+def copied(root: Path, work: Path) -> Tree:
+    """A copy of what the tests need, in which the package is one folder.
+
+    An installed checkout maps `ckv_jax.storage` to its own `storage/`; a link in the copy's
+    package is found before that.
+    """
+    tree = work / "tree"
+    names = ("ckv_jax", "storage", "kernels_pallas", "bench", "tests", "pyproject.toml")
+    unwanted = shutil.ignore_patterns("__pycache__", "results")
+    for name in names:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, tree / name, ignore=unwanted)
+        else:
+            shutil.copy(root / name, tree / name)
+    for name in ("storage", "kernels_pallas"):
+        (tree / "ckv_jax" / name).symlink_to(tree / name)
+    return Tree(tree, work / "compiled")
+
+
+class Tree:
+    """The copy. Runs of its tests share what XLA has compiled."""
+
+    def __init__(self, root: Path, compiled: Path) -> None:
+        self._root = root
+        self._compiled = compiled
+
+    def tried(self, mutant: Mutant, tests: list[str], timeout: int) -> Trial:
+        """Runs `tests` with the mutant in place, then puts the file back."""
+        path = self._root / mutant.file
+        before = path.read_text()
+        after = mutate_code(before, get_operator(mutant.operator)(), mutant.index)
+        if after is None or after == before:
+            raise ValueError(f"got no change for {mutant}, expected one")
+        lines = (text.splitlines(keepends=True) for text in (before, after))
+        diff = "".join(difflib.unified_diff(*lines, "as it is", "mutant", n=1))
+        path.write_text(after)
+        try:
+            found = self.run(tests, timeout=timeout)
+        finally:
+            path.write_text(before)
+        return Trial(mutant, found.outcome, found.seconds, found.output, diff)
+
+    def run(self, tests: list[str], *, timeout: int) -> Trial:
+        """Runs tests until the first that fails; in a session, ended whole if late."""
+        command = [
+            sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
+            f"--timeout={timeout}", *tests,
+        ]  # fmt: skip
+        environment = os.environ | {
+            "CKV_TESTS_COMPILED": str(self._compiled),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        begun = time.monotonic()
+        with subprocess.Popen(
+            command,
+            cwd=self._root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, _ = process.communicate()
+                return Trial(None, "timeout", time.monotonic() - begun, output)
+        seconds = time.monotonic() - begun
+        if process.returncode == 0:
+            return Trial(None, "survived", seconds, output)
+        if process.returncode in _FAILED or process.returncode < 0:  # or the process died
+            return Trial(None, "killed", seconds, output)
+        raise RuntimeError(f"got status {process.returncode} from pytest:\n{output[-2000:]}")

@@ -1,0 +1,74 @@
+"""A reordered prefix that cannot be read is computed again, each token where it was stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+
+from ckv_jax import Engine, Request, Result
+from ckv_jax.storage.prefix import Prefix
+
+MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
+LENGTH = 250
+COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+
+
+def ask(engine: Engine, prefix: Prefix, budget: float) -> Result:
+    request = Request(prefix=prefix, suffix=tokens(9, 1), budget=budget)
+    (result,) = engine.reprefill([request])
+    result.raise_for_error()
+    return result
+
+
+def reordered_segments(engine: Engine, folder: Path) -> list[Path]:
+    """Folders of the segments that hold a mapping list."""
+    layout = dataclasses.replace(engine.layout, reordered=True)
+    stored = engine.store.longest_prefix(
+        tokens(LENGTH), fingerprint=engine.fingerprint, layout=layout
+    )
+    assert stored.num_tokens == LENGTH
+    with engine.store.reader(stored) as reader:
+        assert not np.array_equal(reader.order, np.arange(LENGTH))
+    ids = [span.segment_id for span in stored.spans]
+    return [folder / "segments" / id_[:2] / id_ for id_ in ids]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Engine, Prefix]]:
+    """An engine that serves the prefix from its reordered segments."""
+    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        for _ in range(6):
+            ask(engine, prefix, 0.1)
+        engine.settle()
+        ask(engine, prefix, 0.1)
+        yield engine, prefix
+
+
+@pytest.mark.parametrize("lost", [("packs",), ("packs", "probe")], ids=" and ".join)
+def test_reads_that_all_fail(
+    served: tuple[Engine, Prefix], tmp_path: Path, lost: tuple[str, ...]
+) -> None:
+    engine, prefix = served
+    sparse = ask(engine, prefix, 0.1)
+    assert not sparse.trace.counters.get("recomputed_packs")
+    shards = [
+        shard
+        for home in reordered_segments(engine, tmp_path)
+        for array in lost
+        for shard in home.glob(f"{array}/c.*")
+    ]
+    assert shards
+    for shard in shards:  # the manifest, and with it the order, is still there
+        os.truncate(shard, 0)
+    again = ask(engine, prefix, 0.1)
+    assert again.trace.counters["recomputed_packs"] > 0
+    assert scale_error(again.logits, sparse.logits) < TIGHT
+    full = ask(engine, prefix, 1.0)
+    assert scale_error(full.logits, engine.recompute(full.request).logits) < TIGHT

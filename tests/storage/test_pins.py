@@ -1,0 +1,64 @@
+"""A pin holds what it names and all that stands under it, whatever else goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.truth import SMALL, ingest, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, StoreConfig, StoreFull, pin_prefix, prune_store
+
+TOKENS = some_tokens(192)
+
+
+@pytest.mark.parametrize("policy", ["attention", "lru"])
+def test_a_pinned_parent_stays_when_its_child_goes(folder: Path, policy: str) -> None:
+    """With the child gone the parent is a leaf like any other, but for its pin."""
+    with ChunkStore.open(folder, config=StoreConfig(eviction=policy)) as store:
+        parent = ingest(store, TOKENS[:64])
+        child = ingest(store, TOKENS[:128])
+        grandchild = ingest(store, TOKENS)
+        other = ingest(store, some_tokens(64, 1))
+        assert len(grandchild.spans) == 3
+        pin_prefix(store, parent.id)
+        kept = parent.spans[0].segment_id
+        assert prune_store(store, 0).removed == 3
+        assert store.files.segment_ids() == {kept}
+        assert read_all(store, parent).right == SMALL.groups * parent.num_chunks
+        assert read_all(store, other).right == 0
+        assert read_all(store, child).right == SMALL.groups * parent.num_chunks
+        again = ingest(store, TOKENS)  # goes on from what was kept
+        assert again.spans[0] == parent.spans[0] and len(again.spans) == 2
+        pin_prefix(store, parent.id, pinned=False)
+        assert prune_store(store, 0).removed == 2
+        assert store.files.segment_ids() == set()
+
+
+def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        ingest(store, TOKENS[:64])
+        middle = ingest(store, TOKENS[:128])
+        leaf = ingest(store, TOKENS)
+        pin_prefix(store, middle.id)
+    with ChunkStore.open(folder) as store:  # by another process
+        assert prune_store(store, 0).removed == 1
+        assert read_all(store, middle).right == SMALL.groups * middle.num_chunks
+        assert store.files.segment_ids() == {span.segment_id for span in middle.spans}
+        assert leaf.spans[:2] == middle.spans
+
+
+def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:
+    room = SMALL.segment_bytes(64)
+    with ChunkStore.open(folder) as store:
+        parent, child = ingest(store, TOKENS[:64]), ingest(store, TOKENS[:128])
+        pin_prefix(store, parent.id)
+        usage = store.usage()
+    with ChunkStore.open(folder, config=StoreConfig(max_bytes=usage + room - 1)) as store:
+        new = ingest(store, some_tokens(64, 1))  # a byte too much: the child goes
+        assert read_all(store, child).refused == SMALL.groups * 4
+        assert read_all(store, parent).right == SMALL.groups * 4
+        assert read_all(store, new).right == SMALL.groups * 4
+        with pytest.raises(StoreFull, match="pinned"):
+            ingest(store, some_tokens(400, 2))
+        assert read_all(store, parent).right == SMALL.groups * 4

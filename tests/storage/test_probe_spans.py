@@ -1,0 +1,79 @@
+"""Reading a prefix whose span begins in the middle of a segment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fault_kinds.tally import LAYOUT, Served, read_prefix
+from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, Prefix, verify_store
+
+TOKENS = some_tokens(200)
+BEGIN = 8
+"""Chunk from which on the second segment serves; it starts at chunk 5."""
+
+
+def two_segments(store: ChunkStore, folder: Path) -> Prefix:
+    """Chunks 0 to 7 and chunks 5 to 12: what was bad was stored again, and then turned out good."""
+    first = ingest(store, TOKENS[:128], layout=LAYOUT)
+    id_, checksum = first.spans[0].segment_id, first.spans[0].checksum
+    store.index.quarantine(id_, checksum, 5, "looked bad")
+    second = ingest(store, TOKENS, layout=LAYOUT)
+    assert [span.num_chunks for span in second.spans] == [5, 8]
+    assert verify_store(store, repair=True).pardoned == [id_]
+    found = store.longest_prefix(TOKENS, fingerprint=FINGERPRINT, layout=LAYOUT)
+    assert [(s.first_chunk, s.num_chunks) for s in found.spans] == [(0, BEGIN), (3, 5)]
+    assert found.num_tokens == len(TOKENS) and found.id == second.id
+    return found
+
+
+def damage(folder: Path, prefix: Prefix, chunk: int, layer: int = 0) -> None:
+    """Flips a bit of a chunk's keys in the probe of the second segment, where it is chunk - 5."""
+    id_ = prefix.spans[1].segment_id
+    (path,) = (folder / "segments" / id_[:2] / id_).glob("probe/c.*")
+    row = LAYOUT.probe_heads * LAYOUT.head_dim * LAYOUT.disk_dtype.itemsize
+    data = bytearray(path.read_bytes())
+    padded = (len(data) - 4 - 16 * len(LAYOUT.probe_layers)) // len(LAYOUT.probe_layers) // row
+    at = LAYOUT.probe_layers.index(layer) * padded + (chunk - 5) * LAYOUT.chunk_tokens
+    data[at * row] ^= 1
+    path.write_bytes(data)
+
+
+def test_packs_probes_and_digest_of_such_a_prefix_are_right(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = two_segments(store, folder)
+        assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
+        assert read_prefix(store, prefix) == Served(True, 0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "good"), [(12, 12), (BEGIN, BEGIN), (BEGIN - 1, BEGIN), (5, BEGIN)]
+)
+def test_a_probe_is_good_up_to_the_first_bad_chunk(folder: Path, chunk: int, good: int) -> None:
+    """A span's probe is checked from where its segment starts, and never claims less than the
+    span before it."""
+    layer = LAYOUT.probe_layers[-1]
+    with ChunkStore.open(folder) as store:
+        prefix = two_segments(store, folder)
+        damage(folder, prefix, chunk, layer)
+        keys = kv_of(LAYOUT, TOKENS)[:, 0]
+        out = np.ones((len(TOKENS), LAYOUT.probe_heads, LAYOUT.head_dim), LAYOUT.numpy_dtype)
+        with store.reader(prefix) as reader:
+            assert reader.read_probe(layer, out) == good * LAYOUT.chunk_tokens
+            right = good * LAYOUT.chunk_tokens
+            np.testing.assert_array_equal(
+                out[:right].view(np.uint16), np.ascontiguousarray(keys[layer, :right]).view("u2")
+            )
+            assert not out[right:].view(np.uint16).any()
+            for other in LAYOUT.probe_layers[:-1]:
+                assert reader.read_probe(other, out) == len(TOKENS)
+        span = prefix.spans[1]
+        quarantined = store.index.catalog.quarantined(span.segment_id, span.checksum)
+        assert quarantined
+        assert (
+            store.longest_prefix(TOKENS, fingerprint=FINGERPRINT, layout=LAYOUT).num_tokens
+            == max(good, BEGIN) * LAYOUT.chunk_tokens
+        )

@@ -1,0 +1,80 @@
+"""One tenant's prefixes do not exist for another, by whatever name they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from engine_sharp import Sharp
+from engine_support import TIGHT, scale_error, tokens
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.prefix import Prefix
+
+TEXT = tokens(100)
+SUFFIX = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def owner(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), salt="a") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prefix(owner: Engine) -> Prefix:
+    return owner.ingest(TEXT)
+
+
+@pytest.fixture(params=["", "b", "A", "a "])
+def stranger(owner: Engine, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Same model, same store, another salt."""
+    with owner.variant(dataclasses.replace(owner.config, salt=request.param)) as engine:
+        yield engine
+
+
+def test_its_owner_is_served(owner: Engine, prefix: Prefix) -> None:
+    for name in (prefix, prefix.id, prefix.id[:12]):
+        (result,) = owner.reprefill([Request(prefix=name, suffix=SUFFIX, budget=1.0)])
+        result.raise_for_error()
+        assert result.trace.chunks["total"] > 0
+
+
+def test_a_handle_and_an_id_open_nothing_for_another(stranger: Engine, prefix: Prefix) -> None:
+    for name in (prefix, prefix.id, prefix.id[:12]):
+        request = Request(prefix=name, suffix=SUFFIX, budget=1.0)
+        (result,) = stranger.reprefill([request])
+        assert isinstance(result.error, PrefixNotFound)
+        with pytest.raises(PrefixNotFound):
+            _ = result.logits
+        (generation,) = stranger.generate(request, SamplingParams(max_tokens=2)).results()
+        assert isinstance(generation.error, PrefixNotFound)
+        with pytest.raises(PrefixNotFound):
+            stranger.recompute(request)
+    with pytest.raises(PrefixNotFound):
+        stranger.check_prefix(prefix)
+
+
+def test_the_same_tokens_are_computed_and_not_read(stranger: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=TEXT.tolist(), suffix=SUFFIX, budget=1.0)
+    (result,) = stranger.reprefill([request])
+    assert result.trace.bytes["ssd"] == result.trace.bytes["device"] == 0
+    assert result.trace.bytes["host"] == 0 and result.trace.chunks["total"] == 0
+    assert scale_error(result.logits, stranger.recompute(request).logits) < TIGHT
+
+
+def test_each_tenant_stores_its_own(owner: Engine, prefix: Prefix) -> None:
+    with owner.variant(dataclasses.replace(owner.config, salt="c")) as other:
+        mine = other.ingest(TEXT)
+        assert mine.id != prefix.id
+        mine_segments = {span.segment_id for span in mine.spans}
+        assert mine_segments.isdisjoint(span.segment_id for span in prefix.spans)
+        (result,) = other.reprefill([Request(prefix=mine, suffix=SUFFIX, budget=1.0)])
+        assert result.trace.bytes["ssd"] > 0
+    (refused,) = owner.reprefill([Request(prefix=mine.id, suffix=SUFFIX)])
+    assert isinstance(refused.error, PrefixNotFound)
+    (same,) = owner.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=1.0)])
+    np.testing.assert_array_equal(result.logits, same.logits)
