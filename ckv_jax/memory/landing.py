@@ -54,43 +54,81 @@ class Landing(Protocol):
 def landing_for(memory: Memory, layout: Layout, *, host_bytes: int) -> Landing:
     """The landing that suits the pool of `memory`."""
     if isinstance(memory.pool, MappedPool):
-        return InPool(memory, memory.pool)
+        return InPool(memory, memory.pool, host_bytes)
     return HostBlocks(memory, memory.pool, layout, host_bytes)
 
 
 class InPool:
-    """Rows are device slots: a read lands where attention finds it."""
+    """Rows are device slots: a read lands where attention finds it.
 
-    def __init__(self, memory: Memory, pool: MappedPool) -> None:
+    A disk that does not answer keeps the slots of its reads. So that it cannot keep them all, reads
+    go to host memory of their own, and are copied from there, while any are lost to it and where
+    more than three slots in four would be in flight.
+    """
+
+    def __init__(self, memory: Memory, pool: MappedPool, host_bytes: int) -> None:
         self._packs = pool.packs
         self._memory = memory
+        self._flying = 0  # slots
+        self._most = 3 * pool.slots // 4
+        self._host = host_bytes  # left for buffers
+        self._unsettled: list[tuple[Settled, int]] = []
 
     def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
         """See `Landing`."""
         self._memory.reclaim()
         if not demand and self._memory.free_slots < n + spare:
             return None
-        try:
-            return self.force(n)
-        except PoolExhausted:
-            return None
+        if not self._memory.abandoned and self._flying + n <= self._most:
+            try:
+                room = Room(self._packs, self._memory.take(n))
+            except PoolExhausted:
+                return None
+            self._flying += n
+            return room
+        self._reclaim()
+        return self.force(n) if self._host >= n * self._packs[0].nbytes else None
 
     def force(self, n: int) -> Room:
         """See `Landing`."""
-        return Room(self._packs, self._memory.take(n))
+        size = n * self._packs[0].nbytes
+        self._host -= size
+        memory: Any = aligned_bytes(size).view(self._packs.dtype)
+        return Room(memory.reshape(n, *self._packs.shape[1:]), np.arange(n, dtype=np.int32))
 
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
         """See `Landing`."""
-        self._memory.tiers.release(np.delete(room.rows, good))
-        slots: np.ndarray = room.rows[good]
+        slots: np.ndarray
+        if room.array is self._packs:
+            slots = room.rows[good]
+            self._flying -= len(room.rows)
+            self._memory.tiers.release(np.delete(room.rows, good))
+        else:
+            slots = self._memory.take(len(good))
+            self._packs[slots] = room.array[room.rows[good]]
+            self._host += room.array.nbytes
         return slots
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""
-        if settled is not None and not settled():
-            self._memory.abandon(room.rows, settled)
-        else:
+        quiet = settled is None or settled()
+        if room.array is not self._packs:
+            if quiet or settled is None:
+                self._host += room.array.nbytes
+            else:
+                self._unsettled.append((settled, room.array.nbytes))
+            return
+        self._flying -= len(room.rows)
+        if quiet or settled is None:
             self._memory.tiers.release(room.rows)
+        else:
+            self._memory.abandon(room.rows, settled)
+
+    def _reclaim(self) -> None:
+        ended = [entry for entry in self._unsettled if entry[0]()]
+        for entry in ended:
+            self._unsettled.remove(entry)
+            self._host += entry[1]
 
 
 class HostBlocks:

@@ -48,10 +48,14 @@ class Memory:
         return self.tiers.free_slots
 
     @property
+    def abandoned(self) -> int:
+        """Device slots that reads may still write which were given up."""
+        return sum(len(slots) for _, slots in self._abandoned)
+
+    @property
     def step_slots(self) -> int:
         """Device slots that one step of one batch can have, now that no other is computing."""
-        lost = sum(len(slots) for _, slots in self._abandoned)
-        return self.tiers.slots - self.tiers.pinned_slots - lost
+        return self.tiers.slots - self.tiers.pinned_slots - self.abandoned
 
     @property
     def hold_slots(self) -> int:

@@ -246,7 +246,8 @@ class Packs:
                     return
                 self._make_room(len(part), wait=True)
                 self._take_back(len(part), (which, group))
-                self._read(which, group, state, part, demand=True, force=True)
+                if not self._read(which, group, state, part, demand=True):
+                    self._read(which, group, state, part, demand=True, force=True)
             force = False
             del state.waiting[0]
 

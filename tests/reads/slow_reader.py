@@ -34,18 +34,20 @@ class SlowReader:
         self.calls: list[tuple[int, list[int]]] = []
         self.started = threading.Semaphore(0)
 
-    def read_packs(self, group: int, chunks: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def read_packs(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, *, rows: np.ndarray | None = None
+    ) -> np.ndarray:
         self.calls.append((group, chunks.tolist()))
         self.started.release()
         time.sleep(self.delay())
         if not self.gate.wait(30):
             raise TimeoutError("the test never opened the gate")
         if group in self.broken:
-            out[...] = np.nan
             raise OSError(f"group {group} is broken")
         ok = ~np.isin(chunks, list(self.bad))
-        for row, chunk in enumerate(chunks.tolist()):
-            out[row] = content(group, chunk) if ok[row] else 0
+        places = np.arange(len(chunks)) if rows is None else rows
+        for row, chunk, good in zip(places, chunks.tolist(), ok, strict=True):
+            out[row] = content(group, chunk) if good else 0
         return ok
 
 

@@ -47,9 +47,6 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
             call.ended = ended
             packs.demand(0, 1, chunks)  # into the slots only if nothing can still be reading them
             assert not call.waited
-            reading = worker.prefetcher.stats
-            started = reading.queued + reading.running + reading.packs > WORK
-            assert started == ended
             if not ended:
                 now = worker.memory.pool.pages[first]
                 np.testing.assert_array_equal(np.asarray(now), np.asarray(before))

@@ -1,0 +1,63 @@
+"""A real store whose reads take random times and may fail."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.store import ChunkStore
+
+
+class UnsteadyReader:
+    """A real reader whose reads take random times, so that they end in any order, and may fail."""
+
+    def __init__(self, reader: PrefixReader, seed: int, failing: float) -> None:
+        self._reader = reader
+        self._random = random.Random(seed)
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def __enter__(self) -> UnsteadyReader:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+    def read_packs(
+        self, group: int, chunks: np.ndarray, out: np.ndarray, *, rows: np.ndarray | None = None
+    ) -> np.ndarray:
+        time.sleep(self._random.choice([0.0, 0.0, 0.001, 0.004]))
+        ok = self._reader.read_packs(group, chunks, out, rows=rows)
+        lost = np.array([self._random.random() < self._failing for _ in chunks])
+        out[np.flatnonzero(lost) if rows is None else rows[lost]] = 0
+        return ok & ~lost
+
+    def read_probe(self, layer: int, out: np.ndarray) -> int:
+        if self._random.random() < self._failing:
+            return 0
+        return self._reader.read_probe(layer, out)
+
+
+class UnsteadyStore:
+    """A real store with unsteady readers."""
+
+    def __init__(self, store: ChunkStore, failing: float = 0.0) -> None:
+        self._store = store
+        self._failing = failing
+        self._seed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def reader(self, prefix: Prefix, *, deadline_s: float) -> UnsteadyReader:
+        self._seed += 1
+        reader = self._store.reader(prefix, deadline_s=deadline_s)
+        return UnsteadyReader(reader, self._seed, self._failing)

@@ -1,0 +1,339 @@
+"""Who runs when: the queue by itself, with a worker that only takes notes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import threading
+import time
+from collections.abc import Generator
+from collections.abc import Sequence as Several
+
+import pytest
+
+from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.request import Request, Result
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.storage.errors import StoreError
+from ckv_jax.trace import Trace
+
+SECONDS = 20.0
+
+
+class Notes:
+    """Writes down what it is asked for. A request's id is its prefix's letter and a number.
+
+    Batches are of one letter. Requests named in `steps` run on for so many tokens.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.gate = threading.Event()
+        self.faults: dict[str, Exception] = {}
+        self.steps: dict[str, int] = {}
+        self.room = 100
+        self.going: dict[str, tuple[int, list[Sequence]]] = {}
+        self.scheduler: Scheduler | None = None
+
+    @property
+    def running(self) -> int:
+        return sum(len(sequences) for _, sequences in self.going.values())
+
+    def together(self, sequence: Sequence) -> object:
+        prefix = str(sequence.request.prefix)
+        return None if prefix == "d" else prefix
+
+    def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
+        return self.running + len(batch) + job_bytes <= self.room
+
+    def shorten(self, sequence: Sequence) -> bool:
+        self.faults.pop(str(sequence.request.id), None)
+        return sequence.request.prefix != "gone"
+
+    def first_tokens(self, batch: Several[Sequence]) -> None:
+        assert self.gate.wait(SECONDS)
+        ids = [str(sequence.request.id) for sequence in batch]
+        self.done.append(" ".join(ids))
+        for name in ids:
+            if name in self.faults:
+                raise self.faults[name]
+        if ids[0] in self.steps:
+            self.going[ids[0]] = (self.steps[ids[0]], list(batch))
+            return
+        for sequence in batch:
+            answer(sequence)
+
+    def step(self) -> list[Job]:
+        for name, (left, sequences) in list(self.going.items()):
+            self.done.append(f"{name}+")
+            self.going[name] = (left - 1, sequences)
+            if left == 1:
+                del self.going[name]
+                for sequence in sequences:
+                    answer(sequence)
+        return []
+
+    def job_for(self, sequence: Sequence) -> Job:
+        return Job(self.blocks(str(sequence.request.id), 3, sequence), num_bytes=1)
+
+    def recovery(self, needed: RecoveryNeeded) -> Job:
+        return Job(self.blocks("recover", 2))
+
+    def end(self, error: CkvError) -> None:
+        for _, sequences in self.going.values():
+            for sequence in sequences:
+                sequence.fail(error)
+        self.going.clear()
+
+    def blocks(
+        self, name: str, count: int, sequence: Sequence | None = None
+    ) -> Generator[None, None, str]:
+        for block in range(count):
+            self.done.append(f"{name}:{block}")
+            if block + 1 < count:
+                yield
+        if sequence is not None:
+            answer(sequence)
+        return name
+
+
+def answer(sequence: Sequence) -> None:
+    sequence.finish(Result(request=sequence.request, trace=Trace()))
+    sequence.settle()
+
+
+class Desk:
+    """A scheduler whose thread is held up in a first batch until `run`."""
+
+    def __init__(self, *, max_batch: int = 8, max_bytes: int = 100, room: int = 100) -> None:
+        self.notes = Notes()
+        self.notes.room = room
+        self.scheduler = Scheduler(self.notes, max_batch=max_batch, max_bytes=max_bytes)
+        self.sequences: dict[str, Sequence] = {}
+        self.ask("-")
+        while self.scheduler.waiting:
+            time.sleep(0.001)
+
+    def ask(self, names: str, *, deadline_s: float | None = None) -> None:
+        new = [
+            Sequence(Request(prefix=name[0], suffix=[0], id=name, deadline_s=deadline_s))
+            for name in names.split()
+        ]
+        self.sequences |= {str(sequence.request.id): sequence for sequence in new}
+        self.scheduler.submit(new)
+
+    def run(self) -> list[str]:
+        """Lets the thread go; what it did, once every request has its outcome."""
+        self.notes.gate.set()
+        for sequence in self.sequences.values():
+            sequence.result(SECONDS)
+        self.scheduler.close()
+        return self.notes.done[1:]
+
+    def error(self, name: str) -> Exception | None:
+        return self.sequences[name].result(SECONDS).error
+
+
+def test_what_goes_together_runs_together_first_come_first_served() -> None:
+    desk = Desk()
+    desk.ask("a1 b1 a2")
+    desk.ask("c1 b2 a3")
+    assert desk.run() == ["a1 a2 a3", "b1 b2", "c1"]
+
+
+def test_a_popular_prefix_starves_nobody() -> None:
+    desk = Desk(max_batch=2)
+    desk.ask("a1 a2 a3 b1 a4 a5 a6")
+    assert desk.run() == ["a1 a2", "a3 a4", "b1", "a5 a6"]
+
+
+def test_room_bounds_a_batch() -> None:
+    desk = Desk(room=3)
+    desk.ask("a1 a2 a3 a4 a5")
+    assert desk.run() == ["a1 a2 a3", "a4 a5"]
+
+
+def test_what_never_fits_runs_alone() -> None:
+    desk = Desk(room=0)
+    desk.ask("a1 a2")
+    assert desk.run() == ["a1", "a2"]
+
+
+def test_what_does_not_fit_waits_for_what_runs_and_is_not_overtaken() -> None:
+    desk = Desk(room=2)
+    desk.notes.steps = {"a1": 3}
+    desk.ask("a1 a2")
+    desk.ask("b1 b2 c1")
+    assert desk.run() == ["a1 a2", "a1+", "a1+", "a1+", "b1 b2", "c1"]
+
+
+def test_each_round_has_a_batch_a_token_and_a_block() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 4}
+    jobs = [Job(desk.notes.blocks(name, 2)) for name in ("x", "y")]
+    for job in jobs:
+        desk.scheduler.add(job)
+    desk.ask("a1 b1 c1")
+    done = desk.run()
+    assert [job.future.result(SECONDS) for job in jobs] == ["x", "y"]
+    assert done == "a1 a1+ x:0 b1 a1+ y:0 c1 a1+ x:1 a1+ y:1".split()
+
+
+def test_a_prompt_that_is_not_stored_is_a_job_between_others() -> None:
+    desk = Desk()
+    desk.ask("d1 a1 b1")
+    assert desk.run() == "a1 d1:0 b1 d1:1 d1:2".split()
+
+
+def test_jobs_wait_for_room() -> None:
+    desk = Desk(max_bytes=5)
+    jobs = [Job(desk.notes.blocks(name, 2), num_bytes=size) for name, size in (("x", 9), ("y", 1))]
+    for job in jobs:
+        desk.scheduler.add(job)
+    desk.notes.gate.set()
+    assert [job.future.result(SECONDS) for job in jobs] == ["x", "y"]
+    assert desk.run() == "x:0 x:1 y:0 y:1".split()
+
+
+def test_a_job_that_is_not_ready_holds_nobody_up() -> None:
+    desk = Desk()
+    ready = threading.Event()
+    late = desk.scheduler.add(Job(desk.notes.blocks("late", 1), ready=ready.is_set))
+    desk.ask("a1")
+    desk.notes.gate.set()
+    desk.sequences["a1"].result(SECONDS)
+    assert not late.future.done()
+    ready.set()
+    desk.scheduler.wake()
+    assert late.future.result(SECONDS) == "late"
+    assert desk.run() == ["a1", "late:0"]
+
+
+def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
+    desk = Desk()
+
+    def broken() -> Generator[None, None, None]:
+        yield
+        raise StoreError("full")
+
+    failing, given_up = Job(broken()), Job(desk.notes.blocks("never", 9))
+    given_up.cancel()
+    for job in (failing, given_up):
+        desk.scheduler.add(job)
+    desk.ask("a1")
+    assert desk.run() == ["a1"]
+    assert isinstance(failing.future.exception(SECONDS), StoreError)
+    assert given_up.future.cancelled() and desk.scheduler.jobs == 0
+
+
+def test_one_failing_request_fails_alone() -> None:
+    desk = Desk()
+    desk.notes.faults = {"a2": ValueError("bad")}
+    desk.ask("a1 a2 a3")
+    assert desk.run() == ["a1 a2 a3", "a1", "a2", "a3"]
+    assert isinstance(desk.error("a2"), ValueError)
+    assert desk.error("a1") is None and desk.error("a3") is None
+
+
+def test_full_pools_are_waited_for_and_else_fail_one_alone() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 2}
+    desk.notes.faults = {"b1": PoolExhausted("full")}
+    desk.ask("a1 b1")
+    assert desk.run() == ["a1", "a1+", "b1", "a1+", "b1"]
+    assert isinstance(desk.error("b1"), PoolExhausted)
+
+
+def test_a_prefix_that_went_away_is_looked_up_again() -> None:
+    desk = Desk()
+    desk.notes.faults = {"a2": StoreError("gone")}
+    desk.ask("a1 a2")
+    assert desk.run() == ["a1 a2", "a1 a2"]
+    assert desk.error("a2") is None
+
+
+def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
+    desk = Desk()
+
+    class Once(RecoveryNeeded):
+        def __init__(self) -> None:
+            Exception.__init__(self)
+
+    first = desk.notes.first_tokens
+
+    def first_tokens(batch: Several[Sequence]) -> None:
+        try:
+            first(batch)
+        except RecoveryNeeded:
+            del desk.notes.faults["a1"]
+            raise
+
+    desk.notes.first_tokens = first_tokens  # type: ignore[method-assign]
+    desk.notes.faults = {"a1": Once()}
+    desk.ask("a1 a2 b1")
+    assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
+
+
+def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:
+    desk = Desk()
+    desk.notes.faults = {"a1": RuntimeError("broken")}
+    desk.ask("a1")
+    with pytest.raises(RuntimeError, match="broken"):
+        desk.run()
+    desk.ask("b1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()
+
+
+def test_cancelled_and_late_requests_never_start() -> None:
+    desk = Desk()
+    desk.ask("a1 a3")
+    desk.ask("a2", deadline_s=0.01)
+    desk.sequences["a1"].cancel()
+    time.sleep(0.05)
+    assert desk.run() == ["a3"]
+    assert isinstance(desk.error("a1"), Cancelled)
+    assert isinstance(desk.error("a2"), DeadlineExceeded)
+
+
+def test_close_fails_what_waits_and_stops_the_thread() -> None:
+    before = threading.active_count()
+    desk = Desk()
+    desk.notes.steps = {"a1": 10**9}
+    job = desk.scheduler.add(Job(desk.notes.blocks("long", 10**9)))
+    desk.ask("a1")
+    desk.notes.gate.set()
+    while not desk.notes.going:
+        time.sleep(0.001)
+    desk.scheduler.close()
+    desk.scheduler.close()
+    assert isinstance(desk.error("a1"), EngineClosed)
+    assert isinstance(job.future.exception(SECONDS), EngineClosed)
+    assert threading.active_count() == before
+    with pytest.raises(EngineClosed):
+        desk.ask("a2")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that forks beside threads are risky
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_forked_process_is_told_that_the_engine_is_not_its_own() -> None:
+    desk = Desk()
+
+    def child(out: multiprocessing.connection.Connection) -> None:
+        try:
+            desk.scheduler.submit([])
+        except EngineClosed as error:
+            out.send(str(error))
+        desk.scheduler.close()
+
+    parent, end = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(end,))
+    process.start()
+    assert parent.poll(SECONDS) and "forked" in parent.recv()
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    desk.run()
