@@ -70,6 +70,10 @@ def ask(
             "--trace", metavar="FILE", help="Write the timeline here; ui.perfetto.dev opens it."
         ),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Also show the engine's counters: hits, reads, room."),
+    ] = False,
     dtype: Dtype = "bfloat16",
     salt: Salt = "",
     max_bytes: MaxBytes = None,
@@ -127,6 +131,8 @@ def ask(
                 _answer(engine, request, min(2, max_tokens))
         outcome = _answer(engine, request, max_tokens, None if json else terminal)
         answer = answer_json(outcome, engine, stored, model=checkpoint.name)
+        if verbose:
+            answer["engine"] = engine.stats().to_json()
     if trace is not None:
         from ckv_jax.trace import write_perfetto
 
@@ -137,6 +143,8 @@ def ask(
         terminal.out.print("\n")
         outcome.trace.breakdown_bar(terminal.out)
         _say_what_was_read(terminal, answer)
+        for name, value in answer.get("engine", {}).items():
+            terminal.say(f"{name.replace('_', ' '):<14} {value:,}")
 
 
 def _answer(
