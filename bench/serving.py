@@ -158,10 +158,10 @@ def beside_ingest(setting: Serving, folder: Path) -> Json:
     """The row of short questions while a long text is ingested."""
     with random_engine(
         setting.beside, folder, seed=setting.seed, budget=setting.budget,
-        prefill_block=setting.prefill_block,
+        prefill_block=setting.prefill_block, max_batch=setting.sequences,
     ) as engine:  # fmt: skip
         [prefix] = _prefixes(engine, setting, 1)
-        engine.warmup(prefix, max_batch=4, max_suffix=setting.suffix_tokens)
+        engine.warmup(prefix, max_batch=setting.sequences, max_suffix=setting.suffix_tokens)
         blocks = block_times(engine, random_tokens(engine, setting.ingest_tokens, seed=1))
         print("beside-ingest: ingested once alone", flush=True)
         other = random_tokens(engine, setting.ingest_tokens, seed=2)

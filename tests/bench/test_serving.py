@@ -14,7 +14,7 @@ from tests.engine_support import SMALL
 MODEL = dataclasses.replace(SMALL, num_layers=4)
 TINY = Serving(
     model=MODEL, beside=MODEL, budget=0.1, prefix_tokens=100, suffix_tokens=5, new_tokens=6,
-    sequences=2, repeats=2, ingest_tokens=400, every_s=1e-3, prefill_block=16,
+    sequences=2, repeats=2, ingest_tokens=256, every_s=5e-3, prefill_block=16,
 )  # fmt: skip
 
 
