@@ -23,7 +23,7 @@ def test_programs_and_mappings_are_noted_after_every_few_requests(tmp_path: Path
         rows = ask(engine, TRAFFIC)
         assert rows[-1]["programs"] == engine.stats().programs > rows[0]["programs"] > 0
     assert sum(batches) == 12 == rows[-1]["requests"] and set(batches) > {1}
-    assert len(rows) == 3 and 100 < rows[-1]["mappings"]
+    assert len(rows) == 3 and rows[-1]["mappings"] > 100
     assert len({prefix.num_tokens for prefix in stored}) == 3
 
 
