@@ -127,7 +127,7 @@ def structured(setting: Setting, budgets: Sequence[float], questions: int) -> li
                         [
                             tuple(np.asarray(result[i])[0] for i in (0, 1, 3))
                             for call, result in zip(calls.calls, calls.results, strict=True)
-                            if call.name == "_select"
+                            if call.name == "select"
                         ]
                     )
                 found[budget].append(asked)

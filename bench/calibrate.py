@@ -23,17 +23,20 @@ from bench.floor import REPLAYS, Recording
 from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax import Engine
 from ckv_jax.memory.device import DevicePool
-from ckv_jax.memory.mapped import MappedPool
-from ckv_jax.memory.memory import job_packs
+from ckv_jax.memory.landing import landing_for
+from ckv_jax.memory.mapped import in_host_memory
+from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.reads.packs import PackSource
-from ckv_jax.reads.read_job import State
+from ckv_jax.pipeline.read_ahead import READ
+from ckv_jax.reads.packs import Packs, Source
+from ckv_jax.reads.prefetcher import Prefetcher
+from ckv_jax.reads.residents import Residents
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 LOOP_S = 0.15
-_SCORING = ("_select", "_project", "_by_keys", "_by_probe")
-_LAYERS = ("_run", "_attend_tokens", "_attend_all")
+_SCORING = ("select", "project", "_by_keys", "_by_probe")
+_LAYERS = ("run",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class Reads:
             job_overhead=statistics.median(self._work),
             call_overhead=0.0,  # part of the engine's own time, in `sync_overhead`
             sync_overhead=0.0,
-            cores=len(os.sched_getaffinity(0)) if _in_host_memory(engine) else math.inf,
+            cores=len(os.sched_getaffinity(0)) if in_host_memory() else math.inf,
             call_cores=_cores(recording),
             read_cpu=statistics.median(x[1] for x in self._found["together"]),
         )
@@ -274,30 +277,36 @@ class _Probes:
 def _work_for_reads(engine: Engine, reader: PrefixReader) -> float:
     """The engine thread's seconds for each read: to ask for it, and to take it once it is there.
 
-    `engine` must be idle and keep nothing.
+    Done here with pools and threads of the sizes that `engine` has, and nothing in them.
     """
-    parts, prefix = engine._parts, reader.prefix
+    layout, config = reader.prefix.layout, engine.config
+    memory = Memory(layout, config, engine.system)
+    resident = Residents(engine.store, memory.tiers, digest_bytes=0).open(reader.prefix)
+    landing = landing_for(memory, layout, host_bytes=config.prefetch_host_bytes)
+    chunks = np.arange(min(resident.num_chunks, 4 * job_packs(layout)))
+    groups = range(min(4, layout.groups))
     trace, spent = Trace(), 0.0
     with (
-        parts.views.using(prefix) as view,
-        PackSource(
-            view=view, reader=reader, memory=parts.memory, prefetcher=parts.prefetcher,
-            recompute=_never, trace=trace,
-        ) as source,
+        Prefetcher(config.io_threads) as prefetcher,
+        Packs(
+            [Source(resident, reader, _Nothing())],
+            memory=memory, landing=landing, prefetcher=prefetcher, trace=trace,
+        ) as packs,
     ):  # fmt: skip
-        chunks = np.arange(min(view.num_chunks, 4 * job_packs(prefix.layout)))
-        for group in range(min(4, prefix.layout.groups)):
-            spent += timed(lambda group=group: source.demand(group, chunks))
-        jobs = [job for group in source._groups.values() for job in group.jobs]
-        while any(job.state in (State.WAITING, State.QUEUED, State.RUNNING) for job in jobs):
+        for group in groups:
+            spent += timed(lambda group=group: packs.demand(0, group, chunks))
+        while prefetcher.stats.queued or prefetcher.stats.running:
             time.sleep(1e-3)
-        for group in source._groups:
-            spent += timed(lambda group=group: source.collect(group, chunks))
-    return spent / len(jobs)
+        for group in groups:
+            spent += timed(lambda group=group: packs.collect(0, group, chunks))
+    return spent / sum(span.name == READ for span in trace.spans)
 
 
-def _never(group: int, chunks: np.ndarray) -> np.ndarray:
-    raise RuntimeError(f"got unreadable packs {chunks} of group {group}")
+class _Nothing:
+    """In place of recovery: everything has to be readable."""
+
+    def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        raise RuntimeError(f"got unreadable packs {chunks} of group {group}")
 
 
 def _one_pack(reader: PrefixReader) -> None:
@@ -305,13 +314,9 @@ def _one_pack(reader: PrefixReader) -> None:
     reader.read_packs(0, np.array([0]), np.empty((1, *layout.pack_shape), layout.numpy_dtype))
 
 
-def _in_host_memory(engine: Engine) -> bool:
-    return isinstance(engine._parts.memory.pool, MappedPool)
-
-
 def _link(engine: Engine) -> float:
     """Bytes a second from a host buffer into the pool; as good as endless if they are one."""
-    if _in_host_memory(engine):
+    if in_host_memory():
         return 1e15
     layout = engine.layout
     packs = job_packs(layout)

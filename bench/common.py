@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -204,7 +204,15 @@ def machine() -> Json:
     }
 
 
-def finish(args: argparse.Namespace, setting: Setting, body: Json) -> Json:
+class Described(Protocol):
+    """A setting that says what it is."""
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        ...
+
+
+def finish(args: argparse.Namespace, setting: Described, body: Json) -> Json:
     """Adds where and how it was measured, writes `--json`, and returns the whole."""
     command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
     result = {"command": command, "setting": setting.to_json(), "machine": machine(), **body}

@@ -67,20 +67,18 @@ class Recording:
         self._results: list[list[Any]] = []  # kept, so that ids stay unique
         self._made: dict[int, tuple[int, int]] = {}  # id of an array -> (call, leaf)
 
-    def note(self, name: str, program: Callable[..., Any]) -> Callable[..., Any]:
-        """`program`, with its calls written down."""
-
-        def noted(*args: Any, **static: Any) -> Any:
-            call = Call(name, program, tuple(map(self._argument, args)), static)
-            out = program(*args, **static)
-            leaves = jax.tree.leaves(out)
-            for index, leaf in enumerate(leaves):
-                self._made[id(leaf)] = (len(self.calls), index)
-            self.calls.append(call)
-            self._results.append(leaves)
-            return out
-
-        return noted
+    def call(
+        self, name: str, program: Callable[..., Any], args: tuple[Any, ...], static: dict[str, Any]
+    ) -> Any:
+        """Makes a call and writes it down; see `pipeline.programs.Watcher`."""
+        call = Call(name, program, tuple(map(self._argument, args)), static)
+        out = program(*args, **static)
+        leaves = jax.tree.leaves(out)
+        for index, leaf in enumerate(leaves):
+            self._made[id(leaf)] = (len(self.calls), index)
+        self.calls.append(call)
+        self._results.append(leaves)
+        return out
 
     def replay(self) -> list[list[Any]]:
         """Runs all calls again; the leaves of every result, computed."""
@@ -125,22 +123,9 @@ class Recording:
 @contextmanager
 def recording(engine: Engine) -> Iterator[Recording]:
     """Notes the calls that `engine`'s model makes meanwhile, of every system's kind."""
-    compute = engine._parts.compute
-    weights = [compute.layer_state(layer) for layer in range(compute.num_layers)]
-    found = Recording((weights, compute._rest, engine._parts.memory.pool.pages))
-    owners: list[tuple[Any, str, Any]] = [
-        (owner, name, program)
-        for owner in (compute, compute.layerwise)
-        for name, program in vars(owner).items()
-        if hasattr(program, "_cache_size")
-    ]
-    try:
-        for owner, name, program in owners:
-            setattr(owner, name, found.note(name, program))
+    found = Recording((engine.layers.weights, engine.pages))
+    with engine.layers.programs.watch(found.call):
         yield found
-    finally:
-        for owner, name, program in owners:
-            setattr(owner, name, program)
 
 
 def record(lab: Lab, engine: Engine, budget: float, *, question: int = 0) -> Recording:

@@ -23,8 +23,6 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.pipeline.layers import Compute
-from ckv_jax.pipeline.prefill import DensePrefill
 from ckv_jax.rivals.reorder import REORDER_AFTER
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -61,11 +59,9 @@ class Lab:
             config = EngineConfig(
                 system=BASE, dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
             )
-            self._recover = DensePrefill(Compute(model), block=config.prefill_block)
             self.base = Engine(model, None, self.store, fingerprint, config)
         else:
             self.work = _synthetic(setting)
-            self._recover = like._recover
             self.base = like.base.variant(like.base.config, store=self.store)
         self._stack.callback(self.base.close)
         self.config: ModelConfig = self.base.model_config
@@ -120,7 +116,7 @@ class Lab:
             start = time.perf_counter()
             self._prefixes[base] = self.base.ingest(tokens)
             self.prefill_s.append(time.perf_counter() - start)
-        kv = read_kv(self.store, self._prefixes[base], self._recover)
+        kv = read_kv(self.store, self._prefixes[base])
         for layout in missing:
             if (index, layout.hex) not in self._prefixes:
                 with self.store.writer(

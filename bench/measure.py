@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
+
+import jax
 
 from bench.common import Json, summary
 from bench.disk import Disk
@@ -14,6 +17,28 @@ from ckv_jax.storage.layout import Layout
 
 PROBE_BLOCK = 1 << 20
 """Block size at which the disk is asked for its bandwidth on sequential probe reads."""
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """How many programs JAX compiles from here on, those that came from a cache on disk included.
+
+    A context manager.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_: object) -> None:
+        self.count += event == _COMPILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

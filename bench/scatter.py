@@ -49,7 +49,7 @@ def chosen(lab: Lab, engine: Engine, question: int, budget: float) -> Chosen:
     agreement = np.ones(layers)
     layer = 0
     for call, result in zip(found.calls, found.results, strict=True):
-        if call.name == "_attend_tokens":
+        if call.name == "run":
             layer += 1
         if call.name not in ("_by_probe", "_by_keys"):
             continue

@@ -51,11 +51,13 @@ class Measured:
     hardware: Hardware
 
 
-def measure(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Measured:
-    """Requests of `cold`, which reads everything, and of `warm`, which reads nothing."""
+def measure(lab: Lab, cold: Engine, warm: Engine, guessing: Engine, budget: float) -> Measured:
+    """Requests of `cold`, which reads everything, and of `warm`, which reads nothing.
+
+    `guessing` is as `warm`, and looks ahead even so.
+    """
     lab.ask(cold, 0, 11_001, budget)  # what speculation starts from
-    with warm._parts.pace.always():  # else nothing is guessed where nothing has to be read
-        recording = record(lab, warm, budget)
+    recording = record(lab, guessing, budget)
     recording.replay()
     read, resident, replays = [], [], []
     with lab.store.reader(lab.prefix(0, warm)) as reader:
@@ -73,22 +75,26 @@ def measure(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Measured:
 def validate(lab: Lab, names: Sequence[str]) -> list[Json]:
     """Simulated against measured median time to first token, of prefix 0."""
     rows = []
+    room = 2 * lab.kv_bytes + (64 << 20)
     for name in names:
         system = system_named(name)
+        always = dataclasses.replace(system, speculate_always=True)
         budgets = budgets_of(system, lab.setting.budgets)
         lab.ingest(0, [system])
-        with lab.engine(system) as cold:
+        with (
+            lab.engine(system) as cold,
+            lab.engine(system, device_bytes=room) as warm,
+            lab.engine(always, device_bytes=room) as guessing,
+        ):
             lab.warm(cold, 0, budgets)
-            with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as warm:
-                for budget in budgets:
-                    rows.append(_row(lab, cold, warm, budget))
-                    print(f"{name} at {budget:.0%}: {rows[-1]['error']:+.0%}", flush=True)
+            for budget in budgets:
+                rows.append(_row(lab, measure(lab, cold, warm, guessing, budget), cold, budget))
+                print(f"{name} at {budget:.0%}: {rows[-1]['error']:+.0%}", flush=True)
     return rows
 
 
-def _row(lab: Lab, cold: Engine, warm: Engine, budget: float) -> Json:
+def _row(lab: Lab, found: Measured, cold: Engine, budget: float) -> Json:
     system = cold.system
-    found = measure(lab, cold, warm, budget)
     read, resident = (
         row_of(system.name, budget, kind, samples, cold.layout)
         | {"tokens_in_prefix": lab.work.prefix_tokens}

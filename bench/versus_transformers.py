@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import budget_share, result_file
+from bench.measure import Compilations
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import PUBLISHED, ModelConfig
@@ -110,28 +111,27 @@ def measure(args: argparse.Namespace, folder: Path, store: Path) -> dict[str, An
     theirs = {dtype: Transformers(folder, prefix_tokens, dtype=dtype) for dtype in DTYPES}
     with our_engine(folder, store, args.system) as engine:
         prefix = engine.ingest(prefix_tokens)
-        for budget in args.budgets:  # two requests warm every bucket of shapes
-            for suffix in suffixes[:2]:
-                engine.reprefill([Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)])
+        engine.warmup(prefix, max_suffix=args.suffix_tokens, budgets=args.budgets)
+        for budget in args.budgets:
+            engine.reprefill([Request(prefix=prefix, suffix=suffixes[0].tolist(), budget=budget)])
         for hf in theirs.values():
             hf.suffix(suffixes[0])
-        warm = engine.executables()
         gc.collect()
-        for turn, suffix in enumerate(suffixes):
-            for budget in args.budgets:
-                request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
-                start = time.perf_counter()
-                [result] = engine.reprefill([request])
-                times[f"{budget:g}"].append((time.perf_counter() - start) * 1e3)
-                ssd[f"{budget:g}"].append(result.trace.bytes["ssd"])
-            for dtype, hf in theirs.items():
-                spent, token = hf.suffix(suffix)
-                times[f"suffix {dtype}"].append(spent)
-                if turn < args.recomputes:
-                    times[f"recompute {dtype}"].append(hf.recompute(suffix)[0])
-                if budget == 1.0 and dtype == "bfloat16":
-                    agree.append(token == result.token_id)
-        compiled = engine.executables() - warm
+        with Compilations() as compiled:
+            for turn, suffix in enumerate(suffixes):
+                for budget in args.budgets:
+                    request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
+                    start = time.perf_counter()
+                    [result] = engine.reprefill([request])
+                    times[f"{budget:g}"].append((time.perf_counter() - start) * 1e3)
+                    ssd[f"{budget:g}"].append(result.trace.bytes["ssd"])
+                for dtype, hf in theirs.items():
+                    spent, token = hf.suffix(suffix)
+                    times[f"suffix {dtype}"].append(spent)
+                    if turn < args.recomputes:
+                        times[f"recompute {dtype}"].append(hf.recompute(suffix)[0])
+                    if budget == 1.0 and dtype == "bfloat16":
+                        agree.append(token == result.token_id)
     budgets = [f"{budget:g}" for budget in args.budgets]
     median = {name: statistics.median(values) for name, values in times.items()}
     return {
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace, folder: Path, store: Path) -> dict[str, An
         **against(median, budgets),
         "ssd_bytes": {budget: statistics.median(ssd[budget]) for budget in budgets},
         "top1_agrees_at_full_budget": statistics.mean(agree) if agree else None,
-        "recompilations": compiled,
+        "recompilations": compiled.count,
         "samples_ms": dict(times),
     }
 

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 import numpy as np
+from jax import Array
 
 from ckv_jax import compilation_cache
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
@@ -431,6 +432,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """What is going on and what has happened so far."""
         return stats_of(self._worker, self._scheduler, self.store)
+
+    @property
+    def layers(self) -> Layers:
+        """The jitted calls over the model, for measurements; engines of one model share them."""
+        return self._worker.layers
+
+    @property
+    def pages(self) -> Array:
+        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K, D]."""
+        return self._worker.memory.pool.pages
 
     @property
     def periods(self) -> int:

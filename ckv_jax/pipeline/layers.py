@@ -58,7 +58,7 @@ class Layers:
 
         self.layer_of = layer_of
         jit = self.programs.jit
-        self._embed = jit(lambda rest, tokens: rest_of(rest).embed(tokens))
+        self._embed = jit(_embed_of(rest_of))
         self._head = jit(_head_of(rest_of))
         self._select = jit(_select_of(layer_of), static=("n", "window", "chunk_tokens", "score"))
         self._run = jit(_run_of(layer_of))
@@ -185,6 +185,13 @@ class Layers:
 
 def _dtypes(probe: Probe) -> tuple[object, ...]:
     return tuple(leaf.dtype for leaf in jax.tree.leaves(probe))
+
+
+def _embed_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., Array]:
+    def embed(rest: LayerState, tokens: Array) -> Array:
+        return rest_of(rest).embed(tokens)
+
+    return embed
 
 
 def _head_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., tuple[Array, Array]]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 MOST_PROGRAMS = 1024
 """At about 25 mappings each, a third of what a process may have."""
+
+Watcher = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given a function's name, the jitted function and its arguments, calls it and returns its result."""
 
 
 class Programs:
@@ -31,6 +35,7 @@ class Programs:
         self._most = most
         self._known: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
         self._lock = threading.Lock()
+        self._watcher: Watcher | None = None
 
     def __len__(self) -> int:
         """Programs held now."""
@@ -45,6 +50,26 @@ class Programs:
     ) -> Program:
         """`function` jitted, with these arguments static or donated, by name."""
         return Program(self, function, tuple(static), tuple(donate))
+
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Every call is made by `watcher` meanwhile, for measurements; one at a time."""
+        if self._watcher is not None:
+            raise ValueError("got a second watcher, expected one at a time")
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def call(
+        self, program: Program, key: Hashable, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """The result of a program."""
+        jitted, watcher = self.get(program, key), self._watcher
+        if watcher is None:
+            return jitted(*args, **named)
+        return watcher(program.function.__name__, jitted, args, named)
 
     def get(self, program: Program, key: Hashable) -> Callable[..., Any]:
         """The jitted function for one key."""
@@ -78,7 +103,7 @@ class Program:
         self._donate = donate
 
     def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
-        return self._owner.get(self, key)(*args, **named)
+        return self._owner.call(self, key, args, named)
 
     def compiled(self, key: Hashable) -> bool:
         """Whether a call with this key compiles nothing."""

@@ -32,7 +32,7 @@ def test_a_replay_gives_every_result_again(lab: Lab, name: str) -> None:
         found = record(lab, engine, 0.1)
         again = found.replay()
     names = [call.name for call in found.calls]
-    assert names[0] == "_embed" and names[-1] == "_head"
+    assert names[0] == "embed" and names[-1] == "head"
     assert any(isinstance(arg, Made) for arg in found.calls[-1].args)  # chained, not cut up
     for before, after in zip(found.results, again, strict=True):
         for a, b in zip(before, after, strict=True):
@@ -44,8 +44,8 @@ def test_calls_are_those_of_the_plan(lab: Lab) -> None:
     plan = Plan.of(lab.config.num_layers, system)
     with lab.engine(system, device_bytes=2 * lab.kv_bytes + (64 << 20)) as engine:
         names = [call.name for call in record(lab, engine, 0.1).calls]
-    assert names.count("_run") == len(plan.steps)
-    assert names.count("_select") == plan.periods
+    assert names.count("run") == len(plan.steps)
+    assert names.count("select") == plan.periods
 
 
 def test_reads_are_refused(lab: Lab) -> None:
@@ -53,13 +53,15 @@ def test_reads_are_refused(lab: Lab) -> None:
         record(lab, engine, 0.1)
 
 
-def test_recording_leaves_no_trace(lab: Lab) -> None:
+def test_only_calls_within_are_recorded(lab: Lab) -> None:
     with lab.engine("ckv") as engine:
-        compute = engine._parts.compute
-        before = dict(vars(compute))
-        with recording(engine):
-            assert vars(compute) != before
-        assert vars(compute) == before
+        with recording(engine) as found:
+            lab.ask(engine, 0, 0, 0.1)
+            with pytest.raises(ValueError, match="second watcher"), recording(engine):
+                pass
+        calls = len(found.calls)
+        lab.ask(engine, 0, 1, 0.1)
+        assert len(found.calls) == calls > 0
 
 
 def test_floors_by_budget(lab: Lab) -> None:

@@ -19,9 +19,6 @@ def test_reading_ahead_is_tried_until_both_are_known() -> None:
     assert pace.ahead_pays(0)
     pace.read([read(0, 1, 1000)])
     assert not pace.ahead_pays(0)
-    with pace.always():
-        assert pace.ahead_pays(0)
-    assert not pace.ahead_pays(0)
 
 
 def test_it_pays_where_a_period_takes_longer_to_read_than_to_choose() -> None:

@@ -1,0 +1,127 @@
+"""Memory of an ingest by its length: the peak must not grow with the text.
+
+    python -m bench.memory --json OUT
+
+Each length is ingested in a process of its own, by a small model whose keys and values weigh more
+than its layers (4 KiB a token): those of 64,000 tokens are 262 MB. `before_mb` is what the process
+holds with model and engine made, `peak_mb` the most during the ingest (Linux's VmHWM, set back when
+it begins), `ingest_mb` the difference: buffers, compiled programs and blocks on their way to disk.
+
+Bar: `ingest_mb` of the longest at most 10% above that of the shortest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.common import Json, finish, result_file, table
+from bench.random_engine import SMALL, random_engine, random_tokens
+
+MORE = 0.10
+MODEL = dataclasses.replace(
+    SMALL, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=64, max_position_embeddings=131072
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """What is ingested."""
+
+    tokens: tuple[int, ...] = (8_000, 64_000)
+    seed: int = 0
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def status_mb(name: str) -> float:
+    """A figure of /proc/self/status in MB: VmRSS is held now, VmHWM was the most."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise RuntimeError(f"got no {name} in /proc/self/status, expected one: is this Linux?")
+
+
+def ingest(tokens: int, store: Path, seed: int) -> Json:
+    """Memory of one ingest. For a process of its own."""
+    with random_engine(MODEL, store, seed=seed) as engine:
+        text = random_tokens(engine, tokens, seed=seed)
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        before, start = status_mb("VmRSS"), time.perf_counter()
+        prefix = engine.ingest(text)
+        seconds, peak = time.perf_counter() - start, status_mb("VmHWM")
+        if prefix.num_tokens != tokens:
+            raise RuntimeError(f"got {prefix.num_tokens} tokens stored, expected {tokens}")
+        kv = tokens * engine.layout.num_layers * engine.layout.num_kv_heads
+        kv_mb = 2 * kv * engine.layout.head_dim * engine.layout.numpy_dtype.itemsize / 1e6
+    return {
+        "tokens": tokens,
+        "kv_mb": kv_mb,
+        "before_mb": before,
+        "peak_mb": peak,
+        "ingest_mb": peak - before,
+        "seconds": seconds,
+    }
+
+
+def rows_of(lengths: Lengths, folder: Path) -> list[Json]:
+    """A row for each length, each from a process of its own."""
+    rows = []
+    for tokens in lengths.tokens:
+        command = [
+            sys.executable, "-m", "bench.memory", "--seed", str(lengths.seed),
+            "--ingest", str(tokens), str(folder / str(tokens)),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(f"{tokens} tokens: {rows[-1]['ingest_mb']:.0f} MB", flush=True)
+    return rows
+
+
+def bar_of(rows: Sequence[Json]) -> Json:
+    """The longest against the shortest."""
+    ordered = sorted(rows, key=lambda row: row["tokens"])
+    more = ordered[-1]["ingest_mb"] / ordered[0]["ingest_mb"] - 1
+    return {"more": more, "bar": MORE, "met": more <= MORE}
+
+
+def main() -> None:
+    """The command."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument("--folder", type=Path, help="folder for the stores")
+    p.add_argument("--tokens", type=int, nargs="+", default=Lengths().tokens)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--ingest", nargs=2, metavar=("TOKENS", "STORE"), help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.ingest:
+        tokens, store = args.ingest
+        print(json.dumps(ingest(int(tokens), Path(store), args.seed)))
+        return
+    lengths = Lengths(tokens=tuple(args.tokens), seed=args.seed)
+    with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
+        rows = rows_of(lengths, Path(folder))
+    held = bar_of(rows)
+    names = list(rows[0])
+    print(table([[row[name] for name in names] for row in rows], names))
+    said = "met" if held["met"] else "missed"
+    print(f"longest over shortest: {held['more']:+.1%} (bar {MORE:+.0%}: {said})")
+    finish(args, lengths, {"rows": rows, "bar": held})
+
+
+if __name__ == "__main__":
+    main()

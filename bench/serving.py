@@ -1,0 +1,289 @@
+"""Many texts at once: tokens a second on one prefix and on many, and waits beside an ingest.
+
+    python -m bench.serving --quick --json OUT
+
+`one-prefix`: one text, and several, decoded over one stored prefix; `distinct-prefixes`: as many,
+each over a prefix of its own. Random weights of a published shape in bfloat16, prefixes of random
+KV. Everything is warmed by `Engine.warmup` and one call of each load; then loads take turns, each
+time with other questions. `tokens_s` is the median over calls of all tokens over the wall clock of
+the whole call, first tokens included; `decode_tokens_s` counts from when every text has its first
+token. Time to first token is from the call to each text's first token.
+
+`beside-ingest`: questions of a small 16-layer model are submitted at even times from a thread of
+their own, whether or not those before are answered, while a long text is ingested. `p99_wait_ms` is
+of their time in the queue. `block_ms` is the median time between two blocks of an ingest of the
+same length that has the machine for itself.
+
+Bars: many texts on distinct prefixes at least 2.5 times the tokens/s of one, and 0.85 times those
+of as many on one prefix; beside an ingest p99_wait_ms at most 3 times block_ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import Json, budget_share, finish, result_file, table
+from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.storage.prefix import Prefix
+
+BARS = {"distinct_over_one": 2.5, "distinct_over_shared": 0.85, "wait_over_block": 3.0}
+COLUMNS = (
+    "load", "sequences", "tokens_s", "decode_tokens_s", "p50_ttft_ms", "p99_ttft_ms",
+    "p99_wait_ms", "block_ms",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What is measured."""
+
+    model: ModelConfig = PUBLISHED["0.5B"]
+    beside: ModelConfig = SMALL
+    """The model that ingests."""
+    budget: float = 0.05
+    prefix_tokens: int = 3000
+    suffix_tokens: int = 16
+    new_tokens: int = 64
+    sequences: int = 8
+    repeats: int = 7
+    ingest_tokens: int = 16_000
+    every_s: float = 0.2
+    """Between two questions beside the ingest."""
+    prefill_block: int = 512
+    seed: int = 0
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+QUICK = Serving(repeats=3)
+FULL = Serving()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `Engine.generate`."""
+
+    tokens: list[int]
+    """Of each text."""
+    first_s: list[float]
+    """From the call to each text's first token."""
+    end_s: float
+    waits_ms: list[float]
+
+
+def generate(engine: Engine, requests: Sequence[Request], new_tokens: int) -> Call:
+    """Texts of `new_tokens` tokens each, all submitted at once."""
+    counts, first = [0] * len(requests), [0.0] * len(requests)
+    start = time.perf_counter()
+    with engine.generate(list(requests), SamplingParams(max_tokens=new_tokens)) as stream:
+        for event in stream:
+            if event.token_id is not None:
+                if not counts[event.index]:
+                    first[event.index] = time.perf_counter() - start
+                counts[event.index] += 1
+        end = time.perf_counter() - start
+        done = stream.results()
+    for generation in done:
+        generation.raise_for_error()
+    waits = [generation.queued_ms for generation in done]
+    return Call(tokens=counts, first_s=first, end_s=end, waits_ms=waits)
+
+
+def row_of(load: str, calls: Sequence[Call]) -> Json:
+    """One row of the result."""
+    ttft = [1e3 * s for call in calls for s in call.first_s]
+    decoding = [
+        (sum(call.tokens) - len(call.tokens)) / (call.end_s - max(call.first_s)) for call in calls
+    ]
+    return {
+        "load": load,
+        "sequences": len(calls[0].tokens),
+        "tokens": [call.tokens for call in calls],
+        "tokens_s": statistics.median(sum(call.tokens) / call.end_s for call in calls),
+        "decode_tokens_s": statistics.median(decoding),
+        "p50_ttft_ms": float(np.percentile(ttft, 50)),
+        "p99_ttft_ms": float(np.percentile(ttft, 99)),
+        "p99_wait_ms": float(np.percentile([ms for call in calls for ms in call.waits_ms], 99)),
+        "block_ms": None,
+    }
+
+
+def texts(setting: Serving, folder: Path) -> list[Json]:
+    """The rows of one text, of many on one prefix, and of many on as many prefixes."""
+    many = setting.sequences
+    with random_engine(setting.model, folder, seed=setting.seed, budget=setting.budget) as engine:
+        prefixes = _prefixes(engine, setting, many)
+        questions = (
+            random_tokens(engine, setting.suffix_tokens, seed=seed).tolist()
+            for seed in itertools.count(1000)
+        )
+        loads = {
+            ("one-prefix", 1): prefixes[:1],
+            ("one-prefix", many): prefixes[:1] * many,
+            ("distinct-prefixes", many): prefixes,
+        }
+        engine.warmup(
+            prefixes[0],
+            max_batch=many,
+            max_suffix=setting.suffix_tokens,
+            max_tokens=setting.new_tokens,
+        )
+        calls: dict[tuple[str, int], list[Call]] = {key: [] for key in loads}
+        for turn in range(setting.repeats + 1):
+            for key, over in loads.items():
+                requests = [Request(prefix=prefix, suffix=next(questions)) for prefix in over]
+                call = generate(engine, requests, setting.new_tokens)
+                if turn:  # the first one warms
+                    calls[key].append(call)
+            print(f"texts: turn {turn} of {setting.repeats}", flush=True)
+    return [row_of(load, found) for (load, _), found in calls.items()]
+
+
+def beside_ingest(setting: Serving, folder: Path) -> Json:
+    """The row of short questions while a long text is ingested."""
+    with random_engine(
+        setting.beside, folder, seed=setting.seed, budget=setting.budget,
+        prefill_block=setting.prefill_block, max_batch=setting.sequences,
+    ) as engine:  # fmt: skip
+        [prefix] = _prefixes(engine, setting, 1)
+        engine.warmup(prefix, max_batch=setting.sequences, max_suffix=setting.suffix_tokens)
+        blocks = block_times(engine, random_tokens(engine, setting.ingest_tokens, seed=1))
+        print("beside-ingest: ingested once alone", flush=True)
+        other = random_tokens(engine, setting.ingest_tokens, seed=2)
+        suffixes = (
+            random_tokens(engine, setting.suffix_tokens, seed=seed).tolist()
+            for seed in itertools.count(1000)
+        )
+        asked = (Request(prefix=prefix, suffix=suffix) for suffix in suffixes)
+        start = time.perf_counter()
+        waits, ttft = _ask_during(engine, other, asked, setting.every_s)
+        seconds = time.perf_counter() - start
+    return {
+        "load": "beside-ingest",
+        "sequences": len(waits),
+        "tokens_s": len(waits) / seconds,
+        "decode_tokens_s": None,
+        "p50_ttft_ms": float(np.percentile(ttft, 50)),
+        "p99_ttft_ms": float(np.percentile(ttft, 99)),
+        "p50_wait_ms": float(np.percentile(waits, 50)),
+        "p99_wait_ms": float(np.percentile(waits, 99)),
+        "block_ms": 1e3 * statistics.median(blocks),
+        "longest_block_ms": 1e3 * max(blocks),
+        "ingest_s": seconds,
+        "ingest_alone_s": sum(blocks),
+    }
+
+
+def block_times(engine: Engine, tokens: np.ndarray) -> list[float]:
+    """Seconds from each block of an ingest to the next; those of new shapes compile."""
+    at = [time.perf_counter()]
+    engine.ingest(tokens, progress=lambda done, total: at.append(time.perf_counter()))
+    return [after - before for before, after in itertools.pairwise(at)]
+
+
+def _ask_during(
+    engine: Engine, tokens: np.ndarray, questions: Iterator[Request], every_s: float
+) -> tuple[list[float], list[float]]:
+    """ms in the queue and to the first token of questions submitted while `tokens` is ingested."""
+    ended = threading.Event()
+    asked = []
+
+    def ask() -> None:
+        while not ended.wait(every_s):
+            asked.append(engine.submit(next(questions)))
+
+    thread = threading.Thread(target=ask, name="questions")
+    thread.start()
+    try:
+        engine.ingest(tokens)
+    finally:
+        ended.set()
+        thread.join()
+    results = [sequence.result() for sequence in asked]
+    for result in results:
+        result.raise_for_error()
+    if not results:
+        raise RuntimeError(f"got an ingest of less than {every_s} s, expected a longer one")
+    waits = [result.queued_ms for result in results]
+    return waits, [result.queued_ms + result.trace.ttft_ms for result in results]
+
+
+def _prefixes(engine: Engine, setting: Serving, count: int) -> list[Prefix]:
+    return [
+        random_prefix(
+            engine, random_tokens(engine, setting.prefix_tokens, seed=100 + index), seed=index
+        )
+        for index in range(count)
+    ]
+
+
+def bars(rows: Sequence[Json], many: int) -> Json:
+    """The three ratios, what they are held to, and whether they are met."""
+    by = {(row["load"], row["sequences"]): row["tokens_s"] for row in rows}
+    distinct = by["distinct-prefixes", many]
+    [beside] = [row for row in rows if row["load"] == "beside-ingest"]
+    got = {
+        "distinct_over_one": distinct / by["one-prefix", 1],
+        "distinct_over_shared": distinct / by["one-prefix", many],
+        "wait_over_block": beside["p99_wait_ms"] / beside["block_ms"],
+    }
+    return {
+        name: {
+            "got": got[name],
+            "bar": bar,
+            "met": got[name] <= bar if name == "wait_over_block" else got[name] >= bar,
+        }
+        for name, bar in BARS.items()
+    }
+
+
+def run(setting: Serving, folder: Path) -> list[Json]:
+    """All rows; `folder` holds the stores."""
+    return [*texts(setting, folder / "texts"), beside_ingest(setting, folder / "ingest")]
+
+
+def main() -> None:
+    """The command."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--quick", action="store_true", help="fewer calls")
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument("--folder", type=Path, help="folder for the stores, on the disk to be measured")
+    p.add_argument("--model", choices=PUBLISHED, help="published shape (default 0.5B)")
+    p.add_argument("--budget", type=budget_share)
+    for name in ("prefix-tokens", "new-tokens", "sequences", "repeats", "ingest-tokens", "seed"):
+        p.add_argument(f"--{name}", type=int)
+    args = p.parse_args()
+    base = QUICK if args.quick else FULL
+    said = {name: getattr(args, name, None) for name in Serving.__slots__}
+    said["model"] = PUBLISHED[args.model] if args.model else None
+    setting = dataclasses.replace(base, **{k: v for k, v in said.items() if v is not None})
+    with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
+        rows = run(setting, Path(folder))
+    held = bars(rows, setting.sequences)
+    cells = [["" if row[name] is None else row[name] for name in COLUMNS] for row in rows]
+    print(table(cells, COLUMNS))
+    for name, one in held.items():
+        said_so = "met" if one["met"] else "missed"
+        print(f"{name.replace('_', ' ')}: {one['got']:.2f} (bar {one['bar']}: {said_so})")
+    finish(args, setting, {"rows": rows, "bars": held})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Varied traffic on a small model: every request is asked and noted; levelling off by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.random_engine import random_engine
+from bench.shapes import Traffic, ask, calls, levelled, mappings, prefixes
+from tests.engine_support import SMALL
+
+TRAFFIC = Traffic(
+    requests=12, every=4, prefixes=3, longest_prefix=80, longest_suffix=9, most_batch=3,
+    most_tokens=3,
+)  # fmt: skip
+
+
+def test_programs_and_mappings_are_noted_after_every_few_requests(tmp_path: Path) -> None:
+    with random_engine(SMALL, tmp_path, dtype="float32") as engine:
+        stored = prefixes(engine, TRAFFIC)
+        batches = [len(batch) for batch in calls(engine, stored, TRAFFIC)]
+        rows = ask(engine, TRAFFIC)
+        assert rows[-1]["programs"] == engine.stats().programs > rows[0]["programs"] > 0
+    assert sum(batches) == 12 == rows[-1]["requests"] and set(batches) > {1}
+    assert len(rows) == 3 and rows[-1]["mappings"] > 100
+    assert len({prefix.num_tokens for prefix in stored}) == 3
+
+
+def test_levelling_off_is_of_the_last_quarter() -> None:
+    rows = [
+        {"requests": n, "programs": programs, "mappings": mapped}
+        for n, programs, mapped in ((50, 60, 100), (75, 90, 180), (90, 95, 190), (100, 100, 201))
+    ]
+    found = levelled(rows)
+    assert found["programs"] == {"last": 100, "added": 0.1, "met": True}
+    assert found["mappings"]["added"] == pytest.approx(21 / 201) and not found["mappings"]["met"]
+
+
+def test_mappings_grow_with_what_is_mapped(tmp_path: Path) -> None:
+    import mmap
+
+    before = mappings()
+    held = []
+    for index in range(20):  # files of their own, so that none are merged
+        file = tmp_path / str(index)
+        file.write_bytes(b"x" * 4096)
+        with file.open("r+b") as opened:
+            held.append(mmap.mmap(opened.fileno(), 4096))
+    assert mappings() >= before + 20
+    for one in held:
+        one.close()
