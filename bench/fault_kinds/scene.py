@@ -272,7 +272,7 @@ def _judge(
     config = dataclasses.replace(CONFIG, direct_io=False)
     with ChunkStore.open(folder, config=config) as store:
         verdict.leaks += [f"tmp/{p.name[:4]}" for p in (folder / "tmp").iterdir()]
-        verdict.leaks += _rows(folder / "catalog.sqlite")
+        verdict.leaks += index_rows(folder / "catalog.sqlite")
         pins = store.files.pins()
         for doc in sorted(set(STORED) | due):
             tokens = DOCS[doc]
@@ -301,7 +301,7 @@ def _judge(
     verdict.leaks += open_files(folder)
 
 
-def _rows(path: Path) -> list[str]:
+def index_rows(path: Path) -> list[str]:
     """Reservations, and scores and marks of segments that are gone, in an idle store's index."""
     queries = {
         "reservations": "SELECT count(*) FROM reservations",
