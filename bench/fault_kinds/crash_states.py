@@ -101,7 +101,9 @@ class Recorder:
 
     def _on_write(self, args: Any, kwargs: Any, done: int) -> None:
         if (node := self._open.get(args[0])) is not None:  # files are written from their start
-            at = sum(len(e.data or b"") for e in self.events if e.kind == "data" and node in e.nodes)
+            at = sum(
+                len(e.data or b"") for e in self.events if e.kind == "data" and node in e.nodes
+            )
             self.events.append(Event("data", (node,), at=at, data=bytes(args[1])[:done]))
 
     def _on_ftruncate(self, args: Any, kwargs: Any, _: Any) -> None:
@@ -296,7 +298,9 @@ def _build(
             _apply(names, event.changes)
         elif event.kind == "data":
             node = event.nodes[0]
-            file = files.setdefault(node, bytearray(node.source.read_bytes() if node.source else b""))
+            file = files.setdefault(
+                node, bytearray(node.source.read_bytes() if node.source else b"")
+            )
             _write(file, event, data if i in loose else "kept")
     tree: Tree = dict(index)
 

@@ -1,4 +1,4 @@
-"""Fuzzing: what is read from a disk, changed by Hypothesis, and by atheris where it is installed."""
+"""Fuzzing: what is read from a disk, changed by Hypothesis, and by atheris where it installs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,24 @@ _LEAVES = st.one_of(
 )
 VALUES = st.recursive(
     _LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 _TABLES = {
-    "segments": ("id", "checksum", "start", "first", "end", "parent", "links", "bytes", "used", "score"),
+    "segments": (
+        "id",
+        "checksum",
+        "start",
+        "first",
+        "end",
+        "parent",
+        "links",
+        "bytes",
+        "used",
+        "score",
+    ),
     "quarantine": ("id", "checksum", "chunk", "reason"),
     "scores": ("id", "rows", "importance", "frequency"),
     "reservations": ("name", "bytes"),

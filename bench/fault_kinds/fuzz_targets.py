@@ -1,4 +1,4 @@
-"""What is fuzzed: everything that is read from a disk, as a function of the bytes that are there."""
+"""What is fuzzed: everything that is read from a disk, as a function of the bytes there."""
 
 from __future__ import annotations
 
@@ -181,7 +181,9 @@ def _copy(folder: Path) -> Iterator[Path]:
 def _served(folder: Path) -> bool:
     """Serve all documents; whether they were there. Wrong ones are an error."""
     whole = True
-    with ChunkStore.open(folder, config=dataclasses.replace(scene.CONFIG, direct_io=False)) as store:
+    with ChunkStore.open(
+        folder, config=dataclasses.replace(scene.CONFIG, direct_io=False)
+    ) as store:
         for name in scene.STORED:
             tokens = scene.DOCS[name]
             found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=scene.LAYOUT)
@@ -212,7 +214,9 @@ def _rows(data: bytes, folder: Path) -> bool:
         with contextlib.closing(sqlite3.connect(store / "catalog.sqlite")) as db:
             try:
                 with db:
-                    kept = value if isinstance(value, int | float | str | None) else json.dumps(value)
+                    kept = (
+                        value if isinstance(value, int | float | str | None) else json.dumps(value)
+                    )
                     db.execute(f"UPDATE {table} SET {column} = ?", (kept,))
             except (sqlite3.Error, OverflowError, UnicodeError):
                 return False
@@ -236,7 +240,9 @@ def _digest(data: bytes, folder: Path, *, fit: bool) -> bool:
         path.write_bytes(data)
         if fit:
             _fit(path, store)
-        with ChunkStore.open(store, config=dataclasses.replace(scene.CONFIG, direct_io=False)) as opened:
+        with ChunkStore.open(
+            store, config=dataclasses.replace(scene.CONFIG, direct_io=False)
+        ) as opened:
             for prefix in opened.prefixes():
                 with opened.reader(prefix) as reader:
                     found = reader.read_digest()

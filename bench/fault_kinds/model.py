@@ -187,7 +187,9 @@ class TwoStores(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(sorted(names)))
             prefix = names[name]
             self.pinned.pop(name, None)
-            found = self.act(f"pin {name}", lambda: pin_prefix(self.stores[which], prefix.id, wanted))
+            found = self.act(
+                f"pin {name}", lambda: pin_prefix(self.stores[which], prefix.id, wanted)
+            )
             if wanted and not isinstance(found, Exception):
                 self.pinned[name] = prefix
 

@@ -45,7 +45,9 @@ def power_losses(
     shares = [[Share(name, i, _SPLIT, step)] for name in operations for i in range(_SPLIT)]
     tallies: dict[tuple[str, str], Tally] = {}
     limit = HANG_S * 10  # for a share, which has reports of its own in between
-    for share, result in farm.run(partial(judge_share, pristine), shares, jobs=jobs, timeout_s=limit):
+    for share, result in farm.run(
+        partial(judge_share, pristine), shares, jobs=jobs, timeout_s=limit
+    ):
         tally = result if isinstance(result, Tally) else tally_of(share, result)
         key = (share.kind, share.operation)
         tallies[key] = tallies.get(key, Tally()) + tally
@@ -64,7 +66,9 @@ def judge_share(pristine: Path, shares: list[Share], report: Callable[[int, Any]
             if number % share.of != share.first or number // share.of % share.step:
                 continue
             report(i, None)
-            tally += judge_state(pristine, folder, share, tree, done if end == events else Done(), what)
+            tally += judge_state(
+                pristine, folder, share, tree, done if end == events else Done(), what
+            )
         shutil.rmtree(folder)
         report(i, tally)
 

@@ -189,7 +189,9 @@ def prepare(folder: Path) -> None:
     data[100] ^= 8  # of its first chunk: nothing of it can be served
     shard.write_bytes(data)
     with ChunkStore.open(folder / "hurt", config=CONFIG) as store:  # so that it is marked as bad
-        read_prefix(store, store.longest_prefix(DOCS["hurt"], fingerprint=FINGERPRINT, layout=LAYOUT))
+        read_prefix(
+            store, store.longest_prefix(DOCS["hurt"], fingerprint=FINGERPRINT, layout=LAYOUT)
+        )
 
 
 def lay_out(pristine: Path, operation: Operation, folder: Path) -> None:
@@ -282,12 +284,12 @@ def _judge(
             served = read_prefix(store, found)
             verdict.wrong += served.wrong
             if doc in due and (found.num_tokens < len(tokens) or not served.whole):
-                there = (verdict.pins if doc == "pinned" else verdict.lost)
+                there = verdict.pins if doc == "pinned" else verdict.lost
                 there.append(f"{doc}: {found.num_tokens} of {len(tokens)} tokens")
             wanted = True if doc == "pinned" and not operation.fresh else done.pins.get(doc)
-            if wanted is not None and found.num_tokens == len(tokens):
-                if (found.id in pins) != wanted:
-                    verdict.pins.append(f"{doc}: pinned is {not wanted}, expected {wanted}")
+            known = wanted is not None and found.num_tokens == len(tokens)
+            if known and (found.id in pins) != wanted:
+                verdict.pins.append(f"{doc}: pinned is {not wanted}, expected {wanted}")
         for doc in operation.stores:  # full service
             again = ingest(store, DOCS[doc], layout=LAYOUT)
             served = read_prefix(store, again)
@@ -329,7 +331,10 @@ def open_files(folder: Path) -> list[str]:
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{fd}")
-                if target.startswith(f"{folder}/") or target in (str(folder), f"{folder} (deleted)"):
+                if target.startswith(f"{folder}/") or target in (
+                    str(folder),
+                    f"{folder} (deleted)",
+                ):
                     found.append(f"an open {'/'.join(Path(target).relative_to(folder).parts[:1])}")
         if not found or time.monotonic() > end:
             return found

@@ -24,6 +24,7 @@ LASTING = ("EIO", "EMFILE")
 MAX_FREE = 24
 """Descriptors that are free at most where they run out."""
 _BATCH = 40
+_NOTHING = Plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class State:
     """One fault of one operation: of a call that Python makes, or too few free descriptors."""
 
     operation: str
-    plan: Plan = Plan()
+    plan: Plan = _NOTHING
     free: int | None = None
 
     @property
@@ -138,7 +139,9 @@ def run_states(pristine: Path, todo: list[State], report: Callable[[int, Any], N
         for i, (state, folder) in enumerate(zip(todo, folders, strict=True)):
             report(i, None)
             if state.plan.at and state.plan.code is None:
-                result = Result(Done(refused="died"), judge(pristine, folder, state.operation, Done()))
+                result = Result(
+                    Done(refused="died"), judge(pristine, folder, state.operation, Done())
+                )
             else:
                 result = _fail(pristine, state, folder, calls)
             shutil.rmtree(folder, ignore_errors=True)

@@ -37,7 +37,17 @@ CALLS = (
     "io_getevents",
 )  # fmt: skip
 """Calls that fail. Not close: strace would leave the descriptor open, as no kernel does."""
-DEATHS = ("openat", "pwrite64", "fsync", "fdatasync", "rename", "mkdir", "unlink", "unlinkat", "io_submit")
+DEATHS = (
+    "openat",
+    "pwrite64",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "mkdir",
+    "unlink",
+    "unlinkat",
+    "io_submit",
+)
 """Calls at which the process is killed."""
 OPERATIONS_TRACED = (
     "open", "create", "write", "append", "evict", "read", "read directly", "pin", "verify",
@@ -76,7 +86,9 @@ class Traced:
         return "traced death" if self.code is None else "traced call"
 
 
-def states(made: dict[str, Counter[str]], step: int) -> Iterator[tuple[tuple[str, int, Any], list[str]]]:
+def states(
+    made: dict[str, Counter[str]], step: int
+) -> Iterator[tuple[tuple[str, int, Any], list[str]]]:
     """(call, at, code) of each fault, and the operations that make so many such calls."""
     number = 0
     for call in CALLS:
@@ -99,7 +111,7 @@ def trace(
     made = count_calls(pristine, operations)
     todo = list(states(made, step))
     tallies: dict[tuple[str, str], Tally] = {}
-    shares = [todo[i :: jobs * 8] for i in range(jobs * 8)]
+    shares = [todo[i :: jobs * 3] for i in range(jobs * 3)]
     run = partial(run_faults, pristine)
     batches = [[share] for share in shares if share]
     for share, result in farm.run(run, batches, jobs=jobs, timeout_s=HANG_S * 10):
@@ -224,7 +236,9 @@ def count_calls(pristine: Path, operations: tuple[str, ...]) -> dict[str, Counte
         if not isinstance(done, Done) or done.refused or done.crash:
             raise RuntimeError(f"{name} fails without a fault: {done}")
         shutil.rmtree(folder)
-        calls = [line.split("(")[0].split() for line in lines if "(" in line and "resumed" not in line]
+        calls = [
+            line.split("(")[0].split() for line in lines if "(" in line and "resumed" not in line
+        ]
         each = Counter((words[0], words[1]) for words in calls if len(words) == 2)
         made[name] = Counter()
         for (_, call), count in each.items():
