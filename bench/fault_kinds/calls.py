@@ -97,6 +97,8 @@ class Calls:
             return _File(self, real_open(*args, **kwargs))
 
         def connect(*args: Any, **kwargs: Any) -> Any:
+            if args[0] == ":memory:":  # no call of the system's
+                return real_connect(*args, **kwargs)
             self.call("sqlite3.connect", database=True)
             return real_connect(*args, factory=kind, **kwargs)
 

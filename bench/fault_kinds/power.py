@@ -42,7 +42,8 @@ def power_losses(
     pristine: Path, *, jobs: int, step: int = 1, operations: tuple[str, ...] = WRITING
 ) -> dict[tuple[str, str], Tally]:
     """Judge the states of all operations; a tally for each (kind, operation)."""
-    shares = [[Share(name, i, _SPLIT, step)] for name in operations for i in range(_SPLIT)]
+    split = 1 if step > 1 else _SPLIT
+    shares = [[Share(name, i, split, step)] for name in operations for i in range(split)]
     tallies: dict[tuple[str, str], Tally] = {}
     limit = HANG_S * 10  # for a share, which has reports of its own in between
     for share, result in farm.run(
