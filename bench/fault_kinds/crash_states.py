@@ -140,6 +140,12 @@ class Recorder:
 
     _on_replace = _on_rename
 
+    def _on_exchange(self, args: Any, kwargs: Any, _: Any) -> None:
+        one, other = (self._place(path, None) for path in args[:2])
+        if one is not None and other is not None:
+            first, second = (self._now[folder].get(name) for folder, name in (one, other))
+            self._name((*one, second), (*other, first))
+
     def _on_link(self, args: Any, kwargs: Any, _: Any) -> None:
         old, new = (self._place(path, None) for path in args[:2])
         if old is not None and new is not None:

@@ -38,7 +38,7 @@ from ckv_jax.storage import (
 
 SEGMENT = LAYOUT.segment_bytes(48) + 8192
 """Bytes of a segment of the longest text, and more than its small files need."""
-CONFIG = StoreConfig(deadline_s=1.0, direct_io=False)
+CONFIG = StoreConfig(deadline_s=1.0, wait_s=1.0, direct_io=False)
 WAIT_S = 8.0
 """What an operation may take while somebody else stands still with the folder's lock."""
 _TEXTS = 4
@@ -363,6 +363,7 @@ class TwoStores(RuleBasedStateMachine):
             return
         left = open_files(self.folder)
         self.stores = [ChunkStore.open(self.folder, config=CONFIG)]
+        self.stores[0].usage()  # as in `scene.judge`
         left += [f"tmp/{p.name[:4]}" for p in (self.folder / "tmp").iterdir()]
         left += index_rows(self.folder / "catalog.sqlite")
         if left:
