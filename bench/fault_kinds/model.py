@@ -81,6 +81,7 @@ class TwoStores(RuleBasedStateMachine):
         self.readers: list[tuple[Name, Prefix, Any]] = []
         self.bad: set[str] = set()  # segments that somebody damaged
         self.calls = Calls().__enter__()
+        self.plan: Plan | None = None  # what happens to the calls of the next operation
         self.real_time = time.time
 
     @initialize(segments=st.sampled_from((None, None, 3, 5)))
@@ -105,7 +106,10 @@ class TwoStores(RuleBasedStateMachine):
         """Do something to a store; its result, or the typed error that it raised."""
         self.tally.states += 1
         bad = self.tally.bad
+        plan, self.plan = self.plan, None
         try:
+            if plan is not None:
+                self.calls.arm(plan)
             found = work()
         except CkvError as e:
             found = e
@@ -239,8 +243,11 @@ class TwoStores(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def reopen(self, which: int) -> None:
-        self.stores[which].close()
-        found = self.act("reopen", self._open)
+        def again() -> ChunkStore:
+            self.stores[which].close()
+            return self._open()
+
+        found = self.act("reopen", again)
         self.stores[which] = found if isinstance(found, ChunkStore) else self._open()
 
     # -- what befalls them -------------------------------------------------------------------------
@@ -261,7 +268,7 @@ class TwoStores(RuleBasedStateMachine):
     @rule(which=WHICH, at=st.integers(1, 150), code=st.sampled_from(CODES), name=TEXT,
           what=st.sampled_from(("ingest", "read", "evict", "reopen")))  # fmt: skip
     def fault(self, which: int, at: int, code: str, name: Name, what: str) -> None:
-        self.calls.arm(Plan(at, code))
+        self.plan = Plan(at, code)
         if what == "ingest":
             self.store_text(which, name, f"ingest, {code} at call {at}")
         elif what == "read":
@@ -272,7 +279,6 @@ class TwoStores(RuleBasedStateMachine):
             self.may_evict()
         else:
             self.reopen(which)
-        self.calls.disarm()
 
     @rule(name=TEXT, at=st.integers(1, 150))
     def crash(self, name: Name, at: int) -> None:
@@ -297,7 +303,7 @@ class TwoStores(RuleBasedStateMachine):
     @rule(which=WHICH, name=TEXT)
     def slow_disk(self, which: int, name: Name) -> None:
         self.calls.delay_s = 0.001
-        self.calls.arm(Plan())
+        self.plan = Plan()
         self.store_text(which, name, "ingest on a slow disk")
         self.calls.delay_s = 0.0
 
