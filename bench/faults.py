@@ -43,7 +43,7 @@ class Effort:
 
     calls: int = 1
     losses: int = 1
-    traced: int = 4
+    traced: int = 6
     inputs: int = 2000
     guided: int = 5000
     examples: int = 60
@@ -52,7 +52,7 @@ class Effort:
 
 
 QUICK = Effort(
-    calls=160, losses=60, traced=400, inputs=60, guided=200, examples=2, steps=20, random=40
+    calls=160, losses=60, traced=900, inputs=60, guided=200, examples=4, steps=20, random=40
 )
 RANDOM = {
     "kill -9": 200,
