@@ -192,7 +192,8 @@ def make_many(folder: Path) -> None:
             manifest = draft_manifest(
                 layout=layout,
                 fingerprint=FINGERPRINT,
-                salt="",
+                tenant="",
+                provenance=chain.EXACT,
                 tokens=chain.as_tokens(tokens[part * PART : (part + 1) * PART]),
                 start=start,
                 parent=parent,

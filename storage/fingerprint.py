@@ -75,15 +75,16 @@ def hash_files(paths: Iterable[str | os.PathLike[str]], cache: Path | None = Non
     changed = False
     for path in sorted((Path(p).resolve() for p in paths), key=lambda p: p.name):
         with path.open("rb") as file:
-            key = _identity(path, file) if cache is not None else ""
-            digest = known.get(key)
+            key = "" if cache is None else _identity(path, file)
+            digest = known.get(key) if key else None
             if digest is None:
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 for stale in [k for k in known if k.startswith(f"{path}|")]:
                     del known[stale]
                 # A file that changed just now may change again within the same tick of the clock.
-                if time.time() - os.fstat(file.fileno()).st_ctime > _SETTLED_S:
+                settled = time.time() - os.fstat(file.fileno()).st_ctime > _SETTLED_S
+                if key and settled:
                     known[key] = digest
                     changed = True
         total.update(f"{path.name}\0{digest}\0".encode())

@@ -21,6 +21,8 @@ HANG_S = 20.0
 LAYOUT = dataclasses.replace(SMALL, head_dim=16, digest="int8")
 """Packs of a page: small, and yet read directly, as large ones are."""
 CONFIG = StoreConfig(deadline_s=5.0)
+BAD = ("wrong_tokens", "lost_healthy", "evicted_pins", "crashes", "hangs", "leaks")
+"""Counts of a tally that must be 0."""
 
 
 @dataclass
@@ -28,37 +30,52 @@ class Tally:
     """What became of a kind of fault.
 
     Attributes:
-      injected: faults made.
-      caught: less was served than was stored, and nothing wrong.
+      states: faults made; each is one state of the store, or of what it reads.
+      caught: less was served than was stored, or a typed error raised, and nothing wrong.
       harmless: everything was served, and right.
       wrong_tokens: tokens whose KV, probe or digest was served wrong. Must be 0.
-      crashes: errors where a miss was due. Must be 0.
+      lost_healthy: healthy or held segments that are gone, or not served any more. Must be 0.
+      evicted_pins: pinned prefixes that are gone, pins that are not what was said. Must be 0.
+      crashes: errors of no type of ours, and processes that ended. Must be 0.
       hangs: faults that took longer than HANG_S. Must be 0.
+      leaks: states that left descriptors, entries in tmp/, reservations or rows. Must be 0.
       notes: the first few faults that were not handled.
     """
 
-    injected: int = 0
+    states: int = 0
     caught: int = 0
     harmless: int = 0
     wrong_tokens: int = 0
+    lost_healthy: int = 0
+    evicted_pins: int = 0
     crashes: int = 0
     hangs: int = 0
+    leaks: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        pairs = [(getattr(self, n), getattr(other, n)) for n in self.__dataclass_fields__]
         return Tally(*(a + b for a, b in pairs))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Everything but the notes."""
+        return {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "notes"}
+
+    @property
+    def bad(self) -> int:
+        """All outcomes that must not be."""
+        return sum(getattr(self, name) for name in BAD)
 
     @property
     def ok(self) -> bool:
         """Whether no fault got through, and every one is accounted for."""
-        clean = not (self.wrong_tokens or self.crashes or self.hangs)
-        return clean and self.caught + self.harmless == self.injected
+        return not self.bad and self.caught + self.harmless == self.states
 
     @contextlib.contextmanager
     def fault(self, what: str) -> Iterator[None]:
         """Count one fault; errors that leave the block are crashes."""
-        self.injected += 1
+        self.states += 1
         start = time.monotonic()
         try:
             yield

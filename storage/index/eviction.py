@@ -59,7 +59,11 @@ class Plan:
         freed = 0
         while heap and freed < excess:
             entry = self._known[heapq.heappop(heap)[-1]]
-            claim = self._claim(entry.id)
+            try:
+                claim = self._claim(entry.id)
+            except BaseException:
+                self.drop()  # nobody will remove what was claimed so far
+                raise
             if claim is None:
                 continue
             self.victims.append((entry, claim, self._why(entry)))

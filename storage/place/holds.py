@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -152,8 +153,9 @@ class _File:
 
     def _close_unused(self) -> None:
         if self._retired and not self._users and self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):  # closed all the same
+                os.close(fd)
 
 
 def _current(path: Path, flags: int, file: _File | None) -> _File:

@@ -298,5 +298,6 @@ class KernelRead:
 
     def _land(self) -> None:
         self._done = True
-        os.close(self._fd)
+        with contextlib.suppress(OSError):  # closed all the same, and what was read is there
+            os.close(self._fd)
         self._queues.landed(self, self._queue)

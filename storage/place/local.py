@@ -143,13 +143,12 @@ class LocalFiles:
         at = os.open(self.root, FOLDER & ~os.O_NOFOLLOW)
         try:
             for name in ("segments", segment_id[:2], self._folder(segment_id).name):
-                below = os.open(name, FOLDER, dir_fd=at)
-                os.close(at)
-                at = below
+                above, at = at, os.open(name, FOLDER, dir_fd=at)
+                _close(above)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             return _open_plain(manifests.FILE, flags, at)
         finally:
-            os.close(at)
+            _close(at)
 
     def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
         for id_ in ids:
@@ -359,6 +358,12 @@ def _names(folder: Path) -> list[str]:
         return []
     progress()
     return found
+
+
+def _close(fd: int) -> None:
+    """Close what was only read: it is closed whatever the disk answers."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:

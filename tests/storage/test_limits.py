@@ -118,9 +118,9 @@ def test_a_hostile_header_costs_no_more_than_its_length(tmp_path: Path) -> None:
     entry = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     names = b",".join(b'"%d":%s' % (i, entry) for i in range(150_000))
     path = header(tmp_path / "many", b"{" + names + b"}")
-    start = time.monotonic()
+    start = time.process_time()
     assert len(SafetensorsFile(path).shapes) == 150_000
-    assert time.monotonic() - start < 10  # quadratic: hours
+    assert time.process_time() - start < 10  # quadratic: hours
     path = header(tmp_path / "twice", b"{" + names + b',"7":' + entry + b"}")
     with pytest.raises(CheckpointError, match="duplicate tensor '7'"):
         SafetensorsFile(path)

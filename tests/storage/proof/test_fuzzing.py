@@ -1,0 +1,49 @@
+"""What is read from a disk may hold anything: a typed error or a right answer, in bounds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.fault_kinds import fuzz
+from bench.fault_kinds.fuzz_targets import Target, bounded, feed
+from bench.fault_kinds.tally import Tally
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_anything_is_refused_or_read_right(tmp_path: Path, name: str) -> None:
+    tallies = fuzz.fuzz(tmp_path, 60, jobs=1, names=(name,))
+    total = sum(tallies.values(), Tally())
+    assert total.ok, total.notes[:5]
+    assert total.states >= 8
+
+
+def test_inputs_that_are_slow_large_or_wrong_are_told() -> None:
+    def read(data: bytes) -> bool:
+        value = json.loads(data)
+        if value == "slow":
+            end = time.process_time() + 0.8
+            while time.process_time() < end:
+                pass
+        if value == "large":
+            return bool(bytearray(4 << 30))
+        assert value != "wrong"
+        return value != "less"
+
+    target = Target((), read, (ValueError,))
+    with bounded():
+        found = {
+            v: feed(target, json.dumps(v).encode()) for v in ("slow", "large", "wrong", "less", 1)
+        }
+        assert feed(target, b"{") == "caught"
+    assert found.pop("slow").startswith("slow: 0.")
+    assert found.pop("large").startswith("MemoryError")
+    assert found.pop("wrong").startswith("AssertionError")
+    assert found == {"less": "caught", 1: "answer"}
+    tally = Tally()
+    for what in ("answer", "caught", "slow: 9 s", "hang", "AssertionError: ", "KeyError: 'a'"):
+        fuzz.count(tally, what, "")
+    assert list(tally.counts.values()) == [6, 1, 1, 1, 0, 0, 1, 2, 0]
