@@ -51,8 +51,9 @@ class Detokenizer:
         """The text of the first `at` ids that wait; the others wait in a new stream."""
         first, rest = self._waiting[:at], self._waiting[at:]
         text = self._after_context(first)
-        self._context, self._waiting = first, []
-        self._stream = DecodeStream(ids=first)
+        # A stream gives out again what ends inside a character: it begins without such ids.
+        self._context, self._waiting = [] if text.endswith("\ufffd") else first, []
+        self._stream = DecodeStream(ids=self._context)
         return text + "".join(map(self.push, rest))
 
     def _seam(self) -> int:

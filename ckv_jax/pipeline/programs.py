@@ -19,7 +19,7 @@ MOST_PROGRAMS = 1024
 """At about 25 mappings each, a third of what a process may have."""
 
 Watcher = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Given a function's name, the jitted function and its arguments, calls it and returns its result."""
+"""Given a function's name, the jitted function and its arguments, calls it; returns its result."""
 
 
 class Programs:

@@ -63,7 +63,8 @@ def test_verify_finds_a_flipped_bit_in_any_part_of_a_digest(
         assert verify_store(store).ok
         with flipped(folder, prefix, row, PARTS.index(part)):
             (damage,) = verify_store(store).damages
-            assert damage.segment_id == prefix.spans[0].segment_id and damage.what == "digest"
+            assert damage.segment_id == prefix.spans[0].segment_id
+            assert damage.what.startswith("digest")
             with store.reader(prefix) as reader:
                 assert reader.read_digest() is None
             assert store.stats()["quarantined"] == 1
@@ -93,14 +94,14 @@ def test_damaged_parameters_are_not_inherited(folder: Path, kind: str) -> None:
             np.testing.assert_allclose(own, mean_keys(layout, TOKENS[96:], 96), rtol=1e-5)
             served = read_prefix(store, child)
             assert not served.whole and not served.wrong
-        # Whole again, but made around two means: one softmax may not span them.
+        # Whole again, but made around two means, which reading takes into account.
         verify_store(store, repair=True)
         assert verify_store(store).ok
-        with store.reader(child) as reader:
-            assert reader.read_digest() is None
-        assert read_prefix(store, child).wrong == 0
-        with store.reader(root) as reader:
-            assert reader.read_digest() is not None
+        served = read_prefix(store, child)
+        assert served.whole and not served.wrong
+        for prefix in (root, child):
+            with store.reader(prefix) as reader:
+                assert reader.read_digest() is not None
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

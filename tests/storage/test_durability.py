@@ -68,31 +68,11 @@ def test_a_pin_is_durable_before_it_is_promised(folder: Path, events: list[Event
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(32))
         events.clear()
-        store.files.set_pin(prefix.id, True)
+        store.files.set_pin(prefix.id, b"")
         renamed = events.index(("rename", str(folder / "pins" / prefix.id)))
         kinds = [kind for kind, _ in events[:renamed]]
         assert kinds.count("fsync") == 1  # the file, still under another name
         assert ("fsync", str(folder / "pins")) in events[renamed + 1 :]
         events.clear()
-        store.files.set_pin(prefix.id, False)
+        store.files.set_pin(prefix.id, None)
         assert ("fsync", str(folder / "pins")) in events
-
-
-def test_a_replaced_segment_leaves_before_the_new_one_has_its_name(
-    folder: Path, events: list[Event]
-) -> None:
-    """Between the two renames there is none, which is a miss; there is never half of one."""
-    tokens = some_tokens(64)
-    with ChunkStore.open(folder) as store:
-        id_ = ingest(store, tokens).spans[0].segment_id
-        home = folder / "segments" / id_[:2] / id_
-        (home / "manifest.json").write_text("{}")
-    with ChunkStore.open(folder) as store:
-        events.clear()
-        again = ingest(store, tokens)
-        assert again.spans[0].segment_id == id_
-        moves = [path for kind, path in events if kind == "rename" and "/pins/" not in path]
-        assert moves.count(str(home)) == 1
-        published = events.index(("rename", str(home)))
-        manifest = [p for _, p in events[:published] if p.endswith("/manifest.json")]
-        assert len(manifest) == 1 and manifest[0].startswith(str(folder / "tmp"))

@@ -60,5 +60,5 @@ def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:
         assert read_all(store, parent).right == SMALL.groups * 4
         assert read_all(store, new).right == SMALL.groups * 4
         with pytest.raises(StoreFull, match="pinned"):
-            ingest(store, some_tokens(400, 2))
+            ingest(store, some_tokens(160, 2))
         assert read_all(store, parent).right == SMALL.groups * 4
