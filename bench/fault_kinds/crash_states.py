@@ -241,13 +241,14 @@ Tree = dict[str, bytes | Path | None]
 
 
 def crash_states(recorder: Recorder) -> Iterator[tuple[int, str, Tree]]:
-    """(events before the crash, what was lost, what is left), each tree once."""
+    """(events before the crash, what was lost, what is left), each tree once before the end."""
     seen: set[int] = set()
     for end in range(1, len(recorder.events) + 1):
         if recorder.events[end - 1].kind == "sync" and end < len(recorder.events):
             continue  # it takes possibilities away, and adds none
         for what, tree in _trees(recorder, end):
-            key = hash(tuple(sorted((k, hash(v)) for k, v in tree.items())))
+            over = end == len(recorder.events)  # by then, what was said must be so
+            key = hash((over, *sorted((k, hash(v)) for k, v in tree.items())))
             if key not in seen:
                 seen.add(key)
                 yield end, what, tree
