@@ -211,7 +211,10 @@ class Layout:
         fields = {n: value[n] for n in names}
         if isinstance(fields["digest_layers"], list):  # JSON has no tuples
             fields["digest_layers"] = tuple(fields["digest_layers"])
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except TypeError as error:  # a list or an object where a number or a name belongs
+            raise ValueError(f"layout: got {str(value)[:80]}: {error}") from error
 
     @cached_property
     def hex(self) -> str:

@@ -161,7 +161,7 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
         digest = reader.read_digest()
         if digest is not None:
             # What the digest lost is the same shift for all keys, and half a step of rounding.
-            lost = keys.astype(np.float32) - digest.keys()
+            lost = keys[list(layout.digest_layers)].astype(np.float32) - digest.keys()
             lost -= lost.mean(1, keepdims=True)
             step = digest.arrays["scale"].max(1)[:, None, :, None]
             total += Served(True, int((np.abs(lost) > 1.5 * step + 1e-6).any((0, 2, 3)).sum()))
