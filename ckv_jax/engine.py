@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -28,6 +27,7 @@ from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
+from ckv_jax.serving.intake import Intake, Way, sampled, several
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.scheduler import Scheduler
@@ -113,6 +113,7 @@ class Engine:
             layout=self.layout,
             salt=config.salt,
         )
+        self._intake = Intake(self._placement, self._scheduler)
         self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
         self._owns_store = True
         self._closed = False
@@ -243,11 +244,11 @@ class Engine:
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
-        return self._intake([request], [{"sampling": sampling}])[0]
+        return self._intake.submit([request], [Way(sampling=sampling)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
         """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
-        sequences = self._intake(_some(requests))
+        sequences = self._intake.submit(several(requests))
         try:
             return [result_of(sequence, settled=True) for sequence in sequences]
         except BaseException:
@@ -259,7 +260,7 @@ class Engine:
         """First tokens in order of completion. `requests` may be endless: it is read as room
         comes free. Closing the iterator cancels what is on its way. An id may come again once its
         request is done."""
-        return results(requests, self._intake_of_one_call(), window=self._window)
+        return results(requests, self._intake.one_call(), window=self._window)
 
     def generate(
         self,
@@ -280,19 +281,19 @@ class Engine:
                 latest ones; 0: never.
             keep_kv: keep keys and values in host memory for `append`.
         """
-        requests, how = _sampled(requests, sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling, reselect_every, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
-        return TokenStream(self._intake(requests, how, listener=items.put), items)
+        return TokenStream(self._intake.submit(asked, ways, listener=items.put), items)
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
-        sequences = await asyncio.to_thread(self._intake, _some(requests))
+        sequences = await asyncio.to_thread(self._intake.submit, several(requests))
         await outcomes(sequences)
         return [result_of(sequence) for sequence in sequences]
 
     def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
         """`stream` in an event loop."""
-        return results_async(requests, self._intake_of_one_call(), window=self._window)
+        return results_async(requests, self._intake.one_call(), window=self._window)
 
     def agenerate(
         self,
@@ -303,10 +304,10 @@ class Engine:
         keep_kv: bool = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        several, how = _sampled(requests, sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling, reselect_every, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
-            return self._intake(several, how, listener=listener)
+            return self._intake.submit(asked, ways, listener=listener)
 
         return AsyncTokenStream(submit)
 
@@ -324,48 +325,6 @@ class Engine:
         sequence.place(nothing, sequence.tokens, 1.0)
         self._scheduler.add(self._worker.dense_job(sequence))
         return result_of(sequence)
-
-    def _intake_of_one_call(self) -> Callable[[Several[Request]], list[Sequence]]:
-        """Queues more and more requests of one call; ids are unique among those under way."""
-        ids: set[str] = set()
-        count = iter(range(2**63))
-        return lambda requests: self._intake(requests, ids=ids, count=count)
-
-    def _intake(
-        self,
-        requests: Several[Request],
-        how: Iterable[dict[str, Any]] | None = None,
-        *,
-        listener: Callable[[TokenEvent], None] | None = None,
-        ids: set[str] | None = None,
-        count: Iterator[int] | None = None,
-    ) -> list[Sequence]:
-        """One sequence a request, queued together; a bad one fails alone, at once.
-
-        Raises `TypeError` for what is no request and `EngineClosed`.
-        """
-        ids = set() if ids is None else ids
-        count = iter(range(len(requests))) if count is None else count
-        sequences = []
-        for request, more in zip(requests, how or repeat({})):  # noqa: B905 - endless
-            if not isinstance(request, Request):
-                raise TypeError(f"got {type(request).__name__}, expected a Request")
-            sequence = Sequence(request, index=next(count), listener=listener, **more)
-            try:
-                if request.id is not None and request.id in ids:
-                    raise ValueError(
-                        f"got id {request.id!r} twice, expected one request of each id"
-                    )
-                self._placement.place(sequence)
-            except (CkvError, ValueError) as error:
-                sequence.fail(error)
-            if request.id is not None and request.id not in ids:
-                ids.add(request.id)
-                if not sequence.done():
-                    sequence.on_done(lambda done: ids.discard(str(done.request.id)))
-            sequences.append(sequence)
-        self._scheduler.submit([sequence for sequence in sequences if not sequence.done()])
-        return sequences
 
     def _store_prompt(self, sequence: Sequence) -> None:
         """Ingests a prompt too long to be computed in one piece of memory, then answers it."""
@@ -456,32 +415,6 @@ class Engine:
             yield
 
         return self._scheduler.add(Job(steps())).future.result()
-
-
-def _some(requests: Several[Request]) -> list[Request]:
-    if not isinstance(requests, Several):
-        raise TypeError(f"got {type(requests).__name__}, expected a list of Requests")
-    if len(requests) == 0:
-        raise ValueError("got an empty batch, expected at least one request")
-    return list(requests)
-
-
-def _sampled(
-    requests: Request | Several[Request],
-    sampling: SamplingParams | Several[SamplingParams] | None,
-    reselect_every: int,
-    keep_kv: bool,
-) -> tuple[list[Request], list[dict[str, Any]]]:
-    """Each request with how it goes on."""
-    several = [requests] if isinstance(requests, Request) else _some(requests)
-    if sampling is None or isinstance(sampling, SamplingParams):
-        sampling = [sampling or SamplingParams()] * len(several)
-    if len(sampling) != len(several):
-        raise ValueError(f"got {len(sampling)} samplings, expected {len(several)}, one a request")
-    return several, [
-        {"sampling": params, "reselect_every": reselect_every, "keep_kv": keep_kv}
-        for params in sampling
-    ]
 
 
 def _system(config: EngineConfig) -> SystemConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
 
@@ -30,6 +30,7 @@ from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.prefill_jobs import dense_job, recovery_job
 from ckv_jax.serving.running import Going, Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.text import Text
@@ -322,68 +323,31 @@ class Worker:
 
     def dense_job(self, sequence: Sequence) -> Job:
         """A dense prefill of all tokens of a sequence, whose KV stays on the device."""
-        tokens = len(sequence.tokens)
-        job = Job(self._dense(sequence), num_bytes=tokens * self._token_bytes())
+        size = len(sequence.tokens) * self._token_bytes()
+        return dense_job(sequence, self.prefills, size, self._dense_done)
 
-        def failed(_: object) -> None:
-            error = None if job.future.cancelled() else job.future.exception()
-            if isinstance(error, (CkvError, ValueError)):
-                sequence.fail(error)
-            elif error is not None:
-                sequence.crash(error)
-
-        job.future.add_done_callback(failed)
-        return job
-
-    def _dense(self, sequence: Sequence) -> Generator[None, None, None]:
-        """A sequence with nothing from the store: a dense prefill of all its tokens."""
-        if _lapsed(sequence):
-            return
-        sequence.begin()
-        trace = Trace()
-        prefill = self.prefills.begin(sequence.tokens, bounded=False)
-        while not prefill.done:
-            if _lapsed(sequence):
-                return
-            with trace.span("compute", lane="compute"):
-                block = prefill.advance()
-                block.hidden.block_until_ready()
-            if not prefill.done:
-                yield
-        with trace.span("compute", lane="compute"):
-            last = np.array([block.length - 1], np.int32)
-            found = self.layers.head(block.hidden, last)
-            logits, token = np.asarray(found[0]), np.asarray(found[1])
-        trace.end()
+    def _dense_done(
+        self, sequence: Sequence, logits: np.ndarray, token: int, kv: LayerKv, trace: Trace
+    ) -> None:
         if sequence.sampling is None:
-            self._finish(sequence, int(token[0]), logits[0].copy(), trace)
+            self._finish(sequence, token, logits[0].copy(), trace)
             sequence.settle()
             return
         self._begin_text(sequence, trace)
-        going = Going(sequence=sequence, row=Row(start=0, length=prefill.total, window=None))
-        self._running.start(logits, self._by_step(prefill.kv), [(0, going)])
-
-    def _by_step(self, kv: LayerKv) -> list[LayerKv]:
-        return [tuple(kv[layer] for layer in step.layers) for step in self.plan.steps]
+        going = Going(sequence=sequence, row=Row(start=0, length=len(sequence.tokens), window=None))
+        by_step = [tuple(kv[layer] for layer in step.layers) for step in self.plan.steps]
+        self._running.start(logits, by_step, [(0, going)])
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
         """See `scheduler.Worker`. Who asks for more than a job under way computes asks again."""
-        recovered = needed.recovered
-        job, tokens = self._recovering.get(id(recovered), (None, 0))
-        if job is not None and not job.future.done() and tokens >= needed.tokens:
-            return job
-
-        def steps() -> Generator[None, None, None]:
-            while recovered.tokens < needed.tokens:
-                recovered.advance()
-                yield
-            recovered.pause()
-
-        job = Job(steps(), num_bytes=self.prefill_bytes(needed.tokens))
+        known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
+        if known is not None and not known.future.done() and tokens >= needed.tokens:
+            return known
+        job = recovery_job(needed, self.prefill_bytes(needed.tokens))
         self._recovering = {
             key: entry for key, entry in self._recovering.items() if not entry[0].future.done()
         }
-        self._recovering[id(recovered)] = (job, needed.tokens)
+        self._recovering[id(needed.recovered)] = (job, needed.tokens)
         return job
 
     def shorten(self, sequence: Sequence) -> bool:
@@ -402,14 +366,6 @@ class Worker:
             self.reorderer.close()
         self.prefetcher.close()
         self.leases.close()
-
-
-def _lapsed(sequence: Sequence) -> bool:
-    """Whether nobody waits for it any more; then it has failed."""
-    error = sequence.lapsed()
-    if error is not None:
-        sequence.fail(error)
-    return error is not None
 
 
 def _shares(trace: Trace, first: FirstToken, units: list[int]) -> list[Trace]:

@@ -1,0 +1,79 @@
+"""Dense prefills as jobs: a prompt that is not stored, and KV that the store has lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import numpy as np
+
+from ckv_jax.errors import CkvError
+from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.trace import Trace
+
+Done = Callable[[Sequence, np.ndarray, int, LayerKv, Trace], None]
+"""(sequence, logits float32 [1, V], their argmax, each layer's (K, V), trace)."""
+
+
+def dense_job(sequence: Sequence, prefills: Prefills, num_bytes: int, done: Done) -> Job:
+    """Computes all tokens of a sequence, whose KV stays on the device; `done` gets what came out.
+
+    What goes wrong is the sequence's own outcome.
+    """
+    job = Job(_dense(sequence, prefills, done), num_bytes=num_bytes)
+
+    def ended(_: object) -> None:
+        error = None if job.future.cancelled() else job.future.exception()
+        if isinstance(error, (CkvError, ValueError)):
+            sequence.fail(error)
+        elif error is not None:
+            sequence.crash(error)
+
+    job.future.add_done_callback(ended)
+    return job
+
+
+def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None, None, None]:
+    if _lapsed(sequence):
+        return
+    sequence.begin()
+    trace = Trace()
+    prefill = prefills.begin(sequence.tokens, bounded=False)
+    while True:
+        with trace.span("compute", lane="compute"):
+            block = prefill.advance()
+            block.hidden.block_until_ready()
+        if prefill.done:
+            break
+        yield
+        if _lapsed(sequence):
+            return
+    with trace.span("compute", lane="compute"):
+        last = np.array([block.length - 1], np.int32)
+        found = prefills.layers.head(block.hidden, last)
+        logits, token = np.asarray(found[0]), np.asarray(found[1])
+    trace.end()
+    done(sequence, logits, int(token[0]), prefill.kv, trace)
+
+
+def recovery_job(needed: RecoveryNeeded, num_bytes: int) -> Job:
+    """Computes a prefix again as far as somebody needs it."""
+
+    def steps() -> Generator[None, None, None]:
+        while needed.recovered.tokens < needed.tokens:
+            needed.recovered.advance()
+            yield
+        needed.recovered.pause()
+
+    return Job(steps(), num_bytes=num_bytes)
+
+
+def _lapsed(sequence: Sequence) -> bool:
+    """Whether nobody waits for it any more; then it has failed."""
+    error = sequence.lapsed()
+    if error is not None:
+        sequence.fail(error)
+    return error is not None
