@@ -6,8 +6,9 @@
 each over a prefix of its own. Random weights of a published shape in bfloat16, prefixes of random
 KV. Everything is warmed by `Engine.warmup` and one call of each load; then loads take turns, each
 time with other questions. `tokens_s` is the median over calls of all tokens over the wall clock of
-the whole call, first tokens included; `decode_tokens_s` counts from when every text has its first
-token. Time to first token is from the call to each text's first token.
+the whole call, first tokens included; `decode_tokens_s` is of the tokens after the first ones, over
+the longest time that a text took for its own. Time to first token is from submission; `compiled`
+counts what was compiled while it was measured: 0, unless a warm-up has missed a shape.
 
 `beside-ingest`: questions of a small 16-layer model are submitted at even times from a thread of
 their own, whether or not those before are answered, while a long text is ingested. `p99_wait_ms` is
@@ -34,8 +35,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import Json, budget_share, finish, result_file, table
+from bench.measure import Compilations
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
-from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax import Engine, Generation, Request, SamplingParams
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.storage.prefix import Prefix
 
@@ -65,6 +67,10 @@ class Serving:
     prefill_block: int = 512
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.new_tokens < 2:
+            raise ValueError(f"got new_tokens={self.new_tokens}, expected 2 or more, to decode")
+
     def to_json(self) -> Json:
         """Plain JSON values."""
         return dataclasses.asdict(self)
@@ -78,48 +84,45 @@ FULL = Serving()
 class Call:
     """One call of `Engine.generate`."""
 
-    tokens: list[int]
-    """Of each text."""
-    first_s: list[float]
-    """From the call to each text's first token."""
-    end_s: float
-    waits_ms: list[float]
+    texts: list[Generation]
+    seconds: float
+    compiled: int
+    """Programs compiled during the call."""
 
 
 def generate(engine: Engine, requests: Sequence[Request], new_tokens: int) -> Call:
     """Texts of `new_tokens` tokens each, all submitted at once."""
-    counts, first = [0] * len(requests), [0.0] * len(requests)
-    start = time.perf_counter()
-    with engine.generate(list(requests), SamplingParams(max_tokens=new_tokens)) as stream:
-        for event in stream:
-            if event.token_id is not None:
-                if not counts[event.index]:
-                    first[event.index] = time.perf_counter() - start
-                counts[event.index] += 1
-        end = time.perf_counter() - start
-        done = stream.results()
-    for generation in done:
-        generation.raise_for_error()
-    waits = [generation.queued_ms for generation in done]
-    return Call(tokens=counts, first_s=first, end_s=end, waits_ms=waits)
+    with Compilations() as compiled:
+        start = time.perf_counter()
+        texts = engine.generate(list(requests), SamplingParams(max_tokens=new_tokens)).results()
+        seconds = time.perf_counter() - start
+    for text in texts:
+        text.raise_for_error()
+    return Call(texts=texts, seconds=seconds, compiled=compiled.count)
 
 
 def row_of(load: str, calls: Sequence[Call]) -> Json:
     """One row of the result."""
-    ttft = [1e3 * s for call in calls for s in call.first_s]
+    texts = [text for call in calls for text in call.texts]
+    ttft = [text.queued_ms + text.trace.ttft_ms for text in texts]
+    tokens = [[len(text.token_ids) for text in call.texts] for call in calls]
     decoding = [
-        (sum(call.tokens) - len(call.tokens)) / (call.end_s - max(call.first_s)) for call in calls
+        sum(n - 1 for n in counts) / max(text.decode_ms for text in call.texts) * 1e3
+        for counts, call in zip(tokens, calls, strict=True)
     ]
     return {
         "load": load,
-        "sequences": len(calls[0].tokens),
-        "tokens": [call.tokens for call in calls],
-        "tokens_s": statistics.median(sum(call.tokens) / call.end_s for call in calls),
+        "sequences": len(tokens[0]),
+        "tokens": tokens,
+        "tokens_s": statistics.median(
+            sum(n) / call.seconds for n, call in zip(tokens, calls, strict=True)
+        ),
         "decode_tokens_s": statistics.median(decoding),
         "p50_ttft_ms": float(np.percentile(ttft, 50)),
         "p99_ttft_ms": float(np.percentile(ttft, 99)),
-        "p99_wait_ms": float(np.percentile([ms for call in calls for ms in call.waits_ms], 99)),
+        "p99_wait_ms": float(np.percentile([text.queued_ms for text in texts], 99)),
         "block_ms": None,
+        "compiled": sum(call.compiled for call in calls),
     }
 
 
@@ -170,9 +173,10 @@ def beside_ingest(setting: Serving, folder: Path) -> Json:
             for seed in itertools.count(1000)
         )
         asked = (Request(prefix=prefix, suffix=suffix) for suffix in suffixes)
-        start = time.perf_counter()
-        waits, ttft = _ask_during(engine, other, asked, setting.every_s)
-        seconds = time.perf_counter() - start
+        with Compilations() as compiled:
+            start = time.perf_counter()
+            waits, ttft = _ask_during(engine, other, asked, setting.every_s)
+            seconds = time.perf_counter() - start
     return {
         "load": "beside-ingest",
         "sequences": len(waits),
@@ -186,6 +190,7 @@ def beside_ingest(setting: Serving, folder: Path) -> Json:
         "longest_block_ms": 1e3 * max(blocks),
         "ingest_s": seconds,
         "ingest_alone_s": sum(blocks),
+        "compiled": compiled.count,
     }
 
 

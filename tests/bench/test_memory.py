@@ -16,7 +16,7 @@ def test_an_ingest_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_longest_is_held_to_the_shortest() -> None:
-    rows = [{"tokens": 64, "ingest_mb": 110.0}, {"tokens": 8, "ingest_mb": 100.0}]
+    rows = [{"tokens": 64, "ingest_mb": 109.0}, {"tokens": 8, "ingest_mb": 100.0}]
     assert bar_of(rows)["met"]
     rows[0]["ingest_mb"] = 111.0
     assert not bar_of(rows)["met"]
