@@ -32,8 +32,9 @@ from bench.common import SHAPES, Json, Setting, finish, machine, result_file, ta
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score, select
+from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.selection.base import choose
 
 CHUNK = 16
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
@@ -172,11 +173,11 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
             flop=2 * queries * heads * dim * tokens,
         )
-    scores = jnp.asarray(rng.random((1, chunks)), jnp.float32)
+    scores, best = jnp.asarray(rng.random((1, chunks)), jnp.float32), max(1, chunks // 4)
     yield Call(
         kernel="select",
         budget=0.25,
-        run=lambda name, s, n: select(s, max(1, chunks // 4), num_chunks=n),
+        run=lambda name, s, n: choose(s, best, jnp.full((1,), best, jnp.int32), count=n).ids,
         operands=(scores, jnp.int32(chunks)),
         size=scores.nbytes,
         flop=0,

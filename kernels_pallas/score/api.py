@@ -1,21 +1,15 @@
-"""Chunk scores of Equation 1 (ContiguousKV section 4.4), and the best N chunks."""
+"""Chunk scores of Equation 1 (ContiguousKV section 4.4)."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
-from ckv_jax.kernels_pallas.score import reference
+from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
-from ckv_jax.kernels_pallas.score.top import top
 
-__all__ = ["IMPLEMENTATIONS", "Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score", "select"]
+__all__ = ["IMPLEMENTATIONS", "Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score"]
 
 
 def score(
@@ -46,39 +40,6 @@ def score(
     args = (q, probe, num_tokens, q_lengths, chunk_tokens)
     out: Array = dispatch(implementation, IMPLEMENTATIONS, *args)
     return out
-
-
-def select(
-    scores: Float32[Array, "B M"], n: int, *, num_chunks: Int32[Array, ""]
-) -> Int32[Array, "B n"]:
-    """The n best of the first `num_chunks` chunks in ascending order, then -1 if there are fewer.
-
-    Of equal scores the earlier chunk wins.
-    """
-    if scores.ndim != 2 or n < 0:
-        raise ValueError(f"got scores {scores.shape} and n {n}, expected [B, M] and n >= 0")
-    return top(scores, n, num_chunks)
-
-
-def _mosaic_gpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.score.mosaic_gpu import score
-
-    return score
-
-
-def _tpu() -> Callable[..., Any]:
-    from ckv_jax.kernels_pallas.score.tpu import score
-
-    return score
-
-
-IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
-    {
-        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
-        "tpu": Kernel(_tpu, backend="tpu"),
-        "reference": Kernel(lambda: reference.score),
-    }
-)
 
 
 def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.kernels_pallas.score import reference
-from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score, select
+from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
 
 KINDS = ["keys", "int8", "int4", "pq"]
 
@@ -187,32 +187,6 @@ def test_no_logits_of_all_keys_in_memory() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 40e6
 
 
-def test_select_takes_the_best_in_order() -> None:
-    rng = np.random.default_rng()
-    scores = rng.random((3, 50)).astype(np.float32)
-    out = np.asarray(select(jnp.asarray(scores), 7, num_chunks=jnp.int32(40)))
-    wanted = np.sort(np.argsort(-scores[:, :40], axis=1, kind="stable")[:, :7], axis=1)
-    np.testing.assert_array_equal(out, wanted)
-    assert out.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    ("n", "num_chunks", "wanted"),
-    [
-        (3, 2, [0, 1, -1]),
-        (6, 4, [0, 1, 2, 3, -1, -1]),
-        (2, 0, [-1, -1]),
-        (0, 4, []),
-        (2, 4, [0, 1]),
-    ],
-)
-def test_select_pads_and_breaks_ties_by_position(
-    n: int, num_chunks: int, wanted: list[int]
-) -> None:
-    out = select(jnp.full((1, 4), 0.5), n, num_chunks=jnp.int32(num_chunks))
-    assert np.asarray(out)[0].tolist() == wanted
-
-
 def test_says_what_it_got() -> None:
     case, rng = Case(), np.random.default_rng()
     q = make_queries(rng, case)
@@ -239,5 +213,3 @@ def test_says_what_it_got() -> None:
         score(q, PqKeys(product.codes, product.codebooks[:, :, :16]), **good)
     with pytest.raises(ValueError, match="bit patterns"):
         score(q, Keys(jnp.zeros((208, 2, 64), jnp.uint8)), **good)
-    with pytest.raises(ValueError, match="n >= 0"):
-        select(jnp.zeros((1, 4)), -1, num_chunks=jnp.int32(4))
