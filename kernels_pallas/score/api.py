@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.dispatch import Implementation, dispatch
+from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
+from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 
 __all__ = ["IMPLEMENTATIONS", "Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score"]
@@ -40,6 +45,27 @@ def score(
     args = (q, probe, num_tokens, q_lengths, chunk_tokens)
     out: Array = dispatch(implementation, IMPLEMENTATIONS, *args)
     return out
+
+
+def _mosaic_gpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.score.mosaic_gpu import score
+
+    return score
+
+
+def _tpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.score.tpu import score
+
+    return score
+
+
+IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
+        "tpu": Kernel(_tpu, backend="tpu"),
+        "reference": Kernel(lambda: reference.score),
+    }
+)
 
 
 def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:
