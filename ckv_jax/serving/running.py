@@ -89,6 +89,16 @@ class Running:
         """Everyone who runs."""
         return [going.sequence for batch in self._batches for going in batch.going.values()]
 
+    @property
+    def holding(self) -> list[Sequence]:
+        """Those whose packs stay in their device slots between tokens."""
+        return [
+            going.sequence
+            for batch in self._batches
+            for going in batch.going.values()
+            if not going.streams
+        ]
+
     def start(
         self, logits: np.ndarray, kv: Several[LayerKv], starting: Several[tuple[int, Going]]
     ) -> None:

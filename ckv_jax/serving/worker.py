@@ -114,8 +114,7 @@ class Worker:
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
         """See `scheduler.Worker`: bytes in all, slots of one step, slots that stay."""
-        running = self._running.sequences
-        if self._num_bytes([*running, *batch]) + job_bytes > self._max_bytes:
+        if self._num_bytes(batch) + job_bytes > self._max_bytes:
             return False
         if not self.system.chunked:
             return True
@@ -126,7 +125,7 @@ class Worker:
 
     def _held(self, batch: Several[Sequence]) -> bool:
         """Whether all packs of a batch's texts, and of those running, may stay in their slots."""
-        chunks = self._chunks([*self._running.sequences, *batch])
+        chunks = self._chunks([*self._running.holding, *batch])
         return chunks * self._layout.groups <= self.memory.hold_slots
 
     def _chunks(self, sequences: Several[Sequence]) -> int:
@@ -138,16 +137,19 @@ class Worker:
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         return sum(min(total, sum(counts)) for total, *counts in most.values())
 
-    def _num_bytes(self, sequences: Several[Sequence]) -> int:
-        """Device bytes: packs, and the keys and values of suffixes and of what is generated."""
+    def _num_bytes(self, batch: Several[Sequence]) -> int:
+        """Device bytes of a batch and of all that runs: packs, and the keys and values of suffixes
+        and of what is generated."""
+        running = self._running.sequences
+        sequences = [*running, *batch]
         token = self._token_bytes()
         rows = 0
         for sequence in sequences:
             own = len(sequence.suffix) if self._sparse(sequence) else len(sequence.tokens)
             new = sequence.sampling.max_tokens if sequence.sampling is not None else 0
             rows += rows_bucket(own + new)
-        texts = [sequence for sequence in sequences if sequence.sampling is not None]
-        others = [sequence for sequence in sequences if sequence.sampling is None]
+        texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
+        others = [sequence for sequence in batch if sequence.sampling is None]
         step = max(len(step.groups) for step in self.plan.steps)
         packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * step
         return packs * self._layout.pack_bytes + rows * token
