@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-STAGES = ("probe_io", "select", "critical_io_wait", "compute")
+STAGES = (
+    "open",  # finding and opening what is stored
+    "probe_io",  # waiting for probes
+    "select",  # the selected ids on their way to the host
+    "submit",  # asking for packs
+    "critical_io_wait",  # waiting for packs
+    "dispatch",  # tables, and handing calls to the device
+    "book",  # what the caches learn, while the device computes
+    "compute",  # waiting for the device
+)
 """Span names that make up the breakdown. Worker threads name theirs otherwise."""
 
 

@@ -22,6 +22,7 @@ from ckv_jax.cli import main
 from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
 from ckv_jax.storage.config import StoreConfig
+from ckv_jax.trace import STAGES
 
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(60))
 
@@ -132,7 +133,7 @@ def test_a_second_process_asks_the_store_of_the_first(
         "ttft_ms", "breakdown_ms", "bytes", "chunks", "attention_mass",
     } <= answer.keys()  # fmt: skip
     assert answer["breakdown_ms"].keys() == {
-        "probe_io", "select", "critical_io_wait", "compute", "other"
+        *STAGES, "other"
     }  # fmt: skip
     assert answer["bytes"].keys() == {"ssd", "host", "device"}
     assert answer["prefix_tokens"] == prefix["tokens"]

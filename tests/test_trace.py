@@ -54,7 +54,7 @@ def test_breakdown_adds_up_and_leaves_the_rest_to_other() -> None:
         ("compute", "compute", 50, 90),
         ("pack_read", "ssd", 0, 60),
     )
-    assert trace.breakdown_ms == {
+    assert trace.breakdown_ms == dict.fromkeys(STAGES, 0.0) | {
         "probe_io": 10.0,
         "select": 5.0,
         "critical_io_wait": 30.0,

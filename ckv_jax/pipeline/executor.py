@@ -153,44 +153,34 @@ class Executor:
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
         room = self._memory.step_slots
-        for which, member in enumerate(batch.members):
-            opening = self.ahead.opening(member.resident, int(member.limits.sum()))
-            self._read_ahead(packs, which, 0, opening)
-            member.probes.ahead(0)
-        hidden = self._layers.embed(batch.tokens)
+        with trace.span("submit", lane="host"):
+            for which, member in enumerate(batch.members):
+                opening = self.ahead.opening(member.resident, int(member.limits.sum()))
+                self._read_ahead(packs, which, 0, opening)
+                member.probes.ahead(0)
+        with trace.span("dispatch", lane="host"):
+            hidden = self._layers.embed(batch.tokens)
         masses, selections, kv = [], [], []
         for period in range(self._plan.periods):
-            picks = [self._choose(member, batch, hidden, period) for member in batch.members]
-            began = time.perf_counter_ns()
-            hidden.block_until_ready()
-            ready = time.perf_counter_ns()
-            trace.add("compute", "compute", began, ready, period=period - 1)
-            found = [np.asarray(pick.ids) for pick in picks]
-            selected = time.perf_counter_ns()
-            trace.add("select", "host", ready, selected, period=period)
-            self.ahead.pace.selected((selected - ready) * 1e-9 / len(picks))
+            picks, found = self._select(batch, hidden, period, trace)
             unions = [np.unique(ids[ids >= 0]) for ids in found]
             chosen = _by_row(batch, found)
             fits = sum(map(len, unions)) * len(self._plan.groups(period)) <= room
-            guesses: list[Callable[[], np.ndarray]] = []
-            for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
-                missing = self._submit(packs, which, period, union) if fits else 0
-                if fits and self._inter(period):
-                    guesses.append(
-                        self._guess(batch, member, hidden, period, union, missing, trace)
-                    )
-                member.probes.used(period)
-                member.probes.ahead(period + 1)  # behind the packs, which are needed sooner
+            with trace.span("submit", lane="host", period=period):
+                guesses = self._ask(batch, packs, hidden, period, unions, fits, trace)
             for step in self._plan.period_steps(period):
-                hidden, suffix = self._step(
-                    batch, packs, step, chosen, unions, hidden, hold, asked=fits
-                )
+                with trace.span("dispatch", lane="host"):
+                    hidden, suffix = self._step(
+                        batch, packs, step, chosen, unions, hidden, hold, asked=fits
+                    )
                 kv.append(suffix)
                 if not step.selects:
                     continue
-                for which, guessed in enumerate(guesses):
-                    self._read_ahead(packs, which, period + 1, guessed())
-                self._book(batch, period, picks, unions, trace)  # while the device computes
+                with trace.span("submit", lane="host", period=period + 1):
+                    for which, guess in enumerate(guesses):
+                        self._read_ahead(packs, which, period + 1, guess())
+                with trace.span("book", lane="host"):  # while the device computes
+                    self._book(batch, period, picks, unions, trace)
             masses.append(picks)
             selections.append(chosen)
         began = time.perf_counter_ns()
@@ -208,6 +198,37 @@ class Executor:
             selections=selections,
             kv=kv,
         )
+
+    def _select(
+        self, batch: Batch, hidden: Array, period: int, trace: Trace
+    ) -> tuple[list[Selection], list[np.ndarray]]:
+        """Each member's selection of a period, and its ids on the host."""
+        with trace.span("dispatch", lane="host"):
+            picks = [self._choose(member, batch, hidden, period) for member in batch.members]
+        began = time.perf_counter_ns()
+        hidden.block_until_ready()
+        ready = time.perf_counter_ns()
+        trace.add("compute", "compute", began, ready, period=period - 1)
+        found = [np.asarray(pick.ids) for pick in picks]
+        selected = time.perf_counter_ns()
+        trace.add("select", "host", ready, selected, period=period)
+        self.ahead.pace.selected((selected - ready) * 1e-9 / len(picks))
+        return picks, found
+
+    def _ask(
+        self, batch: Batch, packs: Packs, hidden: Array, period: int, unions: list[np.ndarray],
+        fits: bool, trace: Trace,
+    ) -> list[Callable[[], np.ndarray]]:  # fmt: skip
+        """Starts the reads of a period, and each member's guess at the next one."""
+        guesses = []
+        for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
+            missing = self._submit(packs, which, period, union) if fits else 0
+            if fits and self._inter(period):
+                guess = self._guess(batch, member, hidden, period, union, missing, trace)
+                guesses.append(guess)
+            member.probes.used(period)
+            member.probes.ahead(period + 1)  # behind the packs, which are needed sooner
+        return guesses
 
     def _inter(self, period: int) -> bool:
         return self._system.prefetch == "inter" and period + 1 < self._plan.periods

@@ -179,19 +179,20 @@ class Worker:
             sequence.begin()
         trace = Trace()
         with ExitStack() as stack:
-            leases, which = self._open(batch, stack)
-            prefixes = []
-            for lease in leases:
-                probes = self.leases.probes(lease, trace)
-                stack.callback(probes.cancel)
-                prefixes.append((lease.resident, probes))
-            units = [self._units(leases[i]) for i in which]
-            rows = Batch.of(
-                [sequence.suffix for sequence in batch],
-                [selected_chunks(s.budget, n) for s, n in zip(batch, units, strict=True)],
-                prefixes,
-                which,
-            )
+            with trace.span("open", lane="host"):
+                leases, which = self._open(batch, stack)
+                prefixes = []
+                for lease in leases:
+                    probes = self.leases.probes(lease, trace)
+                    stack.callback(probes.cancel)
+                    prefixes.append((lease.resident, probes))
+                units = [self._units(leases[i]) for i in which]
+                rows = Batch.of(
+                    [sequence.suffix for sequence in batch],
+                    [selected_chunks(s.budget, n) for s, n in zip(batch, units, strict=True)],
+                    prefixes,
+                    which,
+                )
             hold = texts and self._held(batch)
             packs = stack.enter_context(self.packs(leases, trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
