@@ -29,6 +29,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         tmp_path, max_batch=4, device_cache_bytes=2**14, host_cache_bytes=2**14
     ) as engine:
         prefixes = [engine.ingest(tokens(n, n)) for n in (140, 130)]
+        engine.warmup(prefixes[0], max_batch=4, max_suffix=16, budgets=[0.2, 0.6], max_tokens=6)
         threads = memory = programs = 0
         process = psutil.Process()
         for served in range(0, REQUESTS, 20):

@@ -193,9 +193,10 @@ class Doer:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(HANG_S)
+        self._process.stdout.close()
 
 
 class Strace:

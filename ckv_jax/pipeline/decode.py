@@ -98,8 +98,9 @@ class Decoder:
             self._put(self._buffers, one, place)
         return places
 
-    def warm_join(self, batch: int, suffix: int) -> None:
-        """Compiles what it takes for rows of a batch of suffixes to join this one."""
+    def warm_join(self, batch: int, suffix: int, most: int) -> None:
+        """Compiles what it takes for rows of a batch of suffixes to join this one, and for it to
+        grow to up to `most` rows."""
         config = self._layers.config
         [device] = self._memory.pool.pages.devices()  # jit tells arrays bound to a device apart
         row = (config.num_kv_heads, config.head_dim)
@@ -121,6 +122,11 @@ class Decoder:
                 ((len(self.rows), self.capacity), self._layers.kv_dtype),
             )
         )
+        size = 2 * len(self.rows)
+        while size <= most:
+            for step in buffers:
+                self._kv_rows.take(step, _grown(len(self.rows), size))
+            size *= 2
         for length in {1, suffix}:
             self._put(buffers, self._alone(kv, 0, length), 0)
 
@@ -255,7 +261,7 @@ class Decoder:
             size = batch_bucket(len(self.rows) - len(free) + n)
             more = size - len(self.rows)
             if self._buffers:
-                which = np.minimum(np.arange(size), len(self.rows) - 1).astype(np.int32)
+                which = _grown(len(self.rows), size)
                 self._buffers = [self._kv_rows.take(kv, which) for kv in self._buffers]
             free += range(len(self.rows), size)
             self.rows += [None] * more
@@ -268,6 +274,6 @@ class Decoder:
         self.rows = [self.rows[place] for place in left] + [None] * (size - len(left))
 
 
-def stacked(hidden: Sequence[Array]) -> Array:
-    """Hidden states [B, 1, E] of several tokens as one [B, W, E]."""
-    return jnp.concatenate(list(hidden), axis=1)
+def _grown(rows: int, size: int) -> np.ndarray:
+    """Rows of a batch that grows: its own, and as many copies of the last as it takes."""
+    return np.minimum(np.arange(size), rows - 1).astype(np.int32)

@@ -164,7 +164,7 @@ class Running:
                 batch.decoder.reserve(tokens)
                 joining = 1
                 while joining <= len(batch.decoder.rows):
-                    batch.decoder.warm_join(joining, suffix)
+                    batch.decoder.warm_join(joining, suffix, self._max_batch)
                     joining *= 2
 
     def waiting(self) -> bool:

@@ -44,10 +44,9 @@ def chain(clock: Clock, costs: dict[str, float]) -> Recording:
         return timed
 
     found = Recording()
-    double = found.note("double", program("double", lambda x: 2 * x))
-    add = found.note("add", program("add", lambda x, y: x + y))
     x = jnp.arange(3.0)
-    add(double(x), x)
+    twice = found.call("double", program("double", lambda x: 2 * x), (x,), {})
+    found.call("add", program("add", lambda x, y: x + y), (twice, x), {})
     return found
 
 

@@ -137,7 +137,7 @@ def test_the_tally_accounts_for_every_fault(monkeypatch: pytest.MonkeyPatch) -> 
         with found.fault("fine"):
             found.judge(served, "fine")
             now[0] += tally.HANG_S
-    assert found == Tally(injected=2, caught=1, harmless=1) and found.ok
+    assert found == Tally(states=2, caught=1, harmless=1) and found.ok
 
     wrong, crashed, hung, lost = Tally(), Tally(), Tally(), Tally()
     with wrong.fault("wrong"):
@@ -154,5 +154,5 @@ def test_the_tally_accounts_for_every_fault(monkeypatch: pytest.MonkeyPatch) -> 
         pass
     assert not lost.ok
     total = found + wrong + crashed + hung + lost
-    assert (total.injected, total.wrong_tokens, total.crashes, total.hangs) == (6, 3, 1, 1)
+    assert (total.states, total.wrong_tokens, total.crashes, total.hangs) == (6, 3, 1, 1)
     assert len(total.notes) == 3 and not total.ok

@@ -33,5 +33,5 @@ def test_two_stores_keep_what_they_promise() -> None:
 def test_the_model_sees_a_store_that_evicts_what_is_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LocalFiles, "pins", lambda self: set())
-    assert run_model(12, 25).evicted_pins
+    monkeypatch.setattr(LocalFiles, "pins", lambda self: {})
+    assert run_model(60, 40).evicted_pins
