@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.memory.landing import Landing
+from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import PackReader, ReadJob
@@ -98,17 +98,23 @@ class Packs:
         state = self._groups.setdefault((which, group), _Group())
         wanted = set(chunks.tolist())
         already = 0
-        for job in state.jobs:
-            if not job.demanded and (useful := len(wanted.intersection(job.chunks.tolist()))):
+        for begun in state.jobs:
+            useful = len(wanted.intersection(begun.chunks.tolist()))
+            if useful and not begun.demanded:
                 already += useful
-                self._prefetcher.promote(job)
+                self._prefetcher.promote(begun)
         missing = self._locate(which, group, state, chunks)
         self._trace.count("demanded", already + len(missing))
         self._trace.count("covered", already)
+        jobs = []
         for part in self._parts(missing):
-            if state.waiting or not self._read(which, group, state, part, demand=True):
+            job = None if state.waiting else self._job(which, group, part, demand=True)
+            if job is None:
                 state.waiting.append(part)
-            state.flying.update(part.tolist())
+            else:
+                jobs.append(job)
+        self._start(state, jobs)
+        state.flying.update(missing.tolist())
         return already + len(missing)
 
     def ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
@@ -120,10 +126,14 @@ class Packs:
         missing = np.array([c for c in absent if c not in known], np.int64)
         spare = 2 * len(missing)  # for two demands of this size
         self._make_room(len(missing) + spare, wait=False)
+        jobs = []
         for part in self._parts(missing):
-            if not self._read(which, group, state, part, demand=False, spare=spare):
-                return
+            job = self._job(which, group, part, demand=False, spare=spare)
+            if job is None:
+                break
+            jobs.append(job)
             state.flying.update(part.tolist())
+        self._start(state, jobs)
 
     def collect(
         self, which: int, group: int, chunks: np.ndarray, *, stage: str = "critical_io_wait"
@@ -213,26 +223,25 @@ class Packs:
         missing = unknown[~cached]
         return np.array([c for c in missing.tolist() if c not in state.flying], np.int64)
 
-    def _read(
-        self, which: int, group: int, state: _Group, chunks: np.ndarray, *, demand: bool,
-        spare: int = 0, force: bool = False,
-    ) -> bool:  # fmt: skip
-        """Starts one read; False if there is no room for it."""
-        if force:
-            room = self._landing.force(len(chunks))
-        else:
-            if demand:
-                self._make_room(len(chunks), wait=False)
-            found = self._landing.take(len(chunks), demand=demand, spare=spare)
-            if found is None:
-                return False
-            room = found
-        job = ReadJob(
-            self._sources[which].reader, group, chunks, room, demanded=demand, trace=self._trace
-        )
-        state.jobs.append(job)
-        self._prefetcher.submit(job)
-        return True
+    def _job(
+        self, which: int, group: int, chunks: np.ndarray, *, demand: bool, spare: int = 0
+    ) -> ReadJob | None:
+        """One read, to be started; None if there is no room for it."""
+        if demand:
+            self._make_room(len(chunks), wait=False)
+        room = self._landing.take(len(chunks), demand=demand, spare=spare)
+        return None if room is None else self._job_into(room, which, group, chunks, demand=demand)
+
+    def _job_into(
+        self, room: Room, which: int, group: int, chunks: np.ndarray, *, demand: bool
+    ) -> ReadJob:
+        reader = self._sources[which].reader
+        return ReadJob(reader, group, chunks, room, demanded=demand, trace=self._trace)
+
+    def _start(self, state: _Group, jobs: list[ReadJob]) -> None:
+        if jobs:
+            state.jobs += jobs
+            self._prefetcher.submit(*jobs)
 
     def _start_waiting(self, which: int, group: int, state: _Group, *, force: bool) -> None:
         """Starts what of a group had no room when it was demanded; with `force`, one part of it
@@ -241,15 +250,19 @@ class Packs:
             raise ValueError(f"got packs of group {group} to collect that were not demanded")
         while state.waiting:
             part = state.waiting[0]
-            if not self._read(which, group, state, part, demand=True):
+            job = self._job(which, group, part, demand=True)
+            if job is None:
                 if not force:
                     return
                 self._make_room(len(part), wait=True)
                 self._take_back(len(part), (which, group))
-                if not self._read(which, group, state, part, demand=True):
-                    self._read(which, group, state, part, demand=True, force=True)
+                job = self._job(which, group, part, demand=True)
+            if job is None:
+                room = self._landing.force(len(part))
+                job = self._job_into(room, which, group, part, demand=True)
             force = False
             del state.waiting[0]
+            self._start(state, [job])
 
     def _stage_host(self, state: _Group, chunks: list[int]) -> None:
         if not chunks:
@@ -277,14 +290,12 @@ class Packs:
         self._count_waste(state, job, set(chunks[i] for i in good))
         state.jobs.remove(job)
         state.flying.difference_update(chunks)
-        start = time.perf_counter_ns()
         try:
             slots = self._landing.place(job.room, np.array(good))
         except PoolExhausted:
             self._make_room(len(good), wait=True)
             self._take_back(len(good), None)
             slots = self._landing.place(job.room, np.array(good))
-        self._trace.add("stage", "stage", start, time.perf_counter_ns(), packs=len(good))
         self._own(state, [chunks[i] for i in good], slots)
         return failed
 

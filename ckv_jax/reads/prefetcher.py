@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ckv_jax.reads.read_job import ReadJob, State
 from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.storage.place.patience import may_be_left_behind
 
 __all__ = ["PrefetchStats", "Prefetcher"]
 
@@ -46,11 +49,14 @@ class Prefetcher:
 
     Args:
         threads: worker threads, at least 1.
+        patience_s: a read that has run for so long hangs in a system call, past every deadline of
+            the reader's: it is given up, and its thread left to the disk.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, patience_s: float = 30.0) -> None:
         if threads < 1:
             raise ValueError(f"got {threads} threads, expected 1 or more")
+        self._patience_s = patience_s
         self._stats = PrefetchStats()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -72,17 +78,18 @@ class Prefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, job: ReadJob) -> None:
-        """Queues a read. Its reader must stay usable until the job has ended (see `drop`).
+    def submit(self, *jobs: ReadJob) -> None:
+        """Queues reads. Their reader must stay usable until they have ended (see `drop`).
 
-        Reads are recorded in the job's trace as "pack_read" in lane "ssd". Raises `RuntimeError`
+        Reads are recorded in the jobs' traces as "pack_read" in lane "ssd". Raises `RuntimeError`
         once the prefetcher is closed.
         """
         with self._lock:
             if self._closed:
                 raise RuntimeError("got a read for a prefetcher that is closed")
-            self._queue_of(job)[job] = None
-            self._work.notify()
+            for job in jobs:
+                self._queue_of(job)[job] = None
+            self._work.notify(len(jobs))
 
     def promote(self, job: ReadJob) -> None:
         """Makes speculation a demand: its turn comes sooner."""
@@ -97,10 +104,9 @@ class Prefetcher:
                 self._work.notify()
 
     def wait(self, job: ReadJob) -> None:
-        """Returns once the job has ended; the reader's own deadline bounds that."""
+        """Returns once the job has ended, for which deadline and patience see."""
         with self._lock:
-            while job.state is not State.ENDED:
-                self._news.wait()
+            self._await(job)
 
     def drop(self, job: ReadJob) -> None:
         """Ends a job that nobody wants: not read if it is still queued, else once it has been."""
@@ -109,8 +115,7 @@ class Prefetcher:
                 del self._queue_of(job)[job]
                 self._end(job)
                 self._stats.cancelled += 1
-            while job.state is not State.ENDED:
-                self._news.wait()
+            self._await(job)
 
     @property
     def stats(self) -> PrefetchStats:
@@ -133,12 +138,28 @@ class Prefetcher:
             self._speculated.clear()
             self._work.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(self._patience_s)
 
     # From here on, the lock is held, but for `_run` and `_read`.
 
     def _queue_of(self, job: ReadJob) -> OrderedDict[ReadJob, None]:
         return self._demanded if job.demanded else self._speculated
+
+    def _await(self, job: ReadJob) -> None:
+        while job.state is not State.ENDED:
+            # A queued job waits for the threads: when all of them hang, nobody will read it.
+            watched = [job] if job.state is State.RUNNING else list(self._running)
+            began = [one.t0_ns for one in watched] or [time.perf_counter_ns()]
+            left = self._patience_s - (time.perf_counter_ns() - max(began)) * 1e-9
+            if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
+                self._news.wait(max(left, 0.01))
+                continue
+            self._demanded.pop(job, None)
+            self._speculated.pop(job, None)
+            job.error, job.left = "the disk does not answer", job.state is State.RUNNING
+            job.settled = (lambda: not job.left) if job.left else None
+            self._stats.errors += 1
+            self._end(job)
 
     def _end(self, job: ReadJob) -> None:
         job.state = State.ENDED
@@ -153,6 +174,7 @@ class Prefetcher:
         return None
 
     def _run(self) -> None:
+        may_be_left_behind()
         while True:
             with self._lock:
                 while (job := self._next()) is None:
@@ -162,26 +184,36 @@ class Prefetcher:
                 job.state = State.RUNNING
                 job.t0_ns = time.perf_counter_ns()
                 self._running[job] = None
-            self._read(job)
+            ok, error, settled = self._read(job)
             with self._lock:
                 del self._running[job]
+                if job.left:  # somebody has gone on without it
+                    job.left = settled is not None and not settled()
+                    self._news.notify_all()
+                    continue
+                job.ok, job.error, job.settled = ok, error, settled
                 self._stats.packs += len(job.chunks)
                 self._stats.bad_packs += int((~job.ok).sum())
                 self._stats.errors += job.error is not None
                 self._end(job)
                 self._work.notify()
 
-    def _read(self, job: ReadJob) -> None:
+    def _read(
+        self, job: ReadJob
+    ) -> tuple[npt.NDArray[np.bool_], str | None, Callable[[], bool] | None]:
+        """(ok, error, settled) of a job, see `ReadJob`."""
+        ok, why, settled = job.ok, None, None
         try:
-            ok = job.reader.read_packs(job.group, job.chunks, job.room.array, rows=job.room.rows)
-            job.ok = np.asarray(ok, np.bool_)
+            read = job.reader.read_packs(job.group, job.chunks, job.room.array, rows=job.room.rows)
+            ok = np.asarray(read, np.bool_)
         except Exception as error:  # a thread has no caller: the request sees a miss
-            job.error = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"
             if isinstance(error, ReadTimeout):
-                job.settled = error.settled
+                settled = error.settled
         job.t1_ns = time.perf_counter_ns()
         if job.trace is not None:
-            size = job.num_bytes if job.error is None else 0
+            size = job.num_bytes if why is None else 0
             args = {"group": job.group, "packs": len(job.chunks), "demanded": job.demanded}
             job.trace.add("pack_read", "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
             job.trace.count_bytes("ssd", size)
+        return ok, why, settled

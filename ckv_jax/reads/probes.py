@@ -18,6 +18,7 @@ from ckv_jax.memory.host import aligned_bytes
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.storage.errors import CkvError
+from ckv_jax.storage.place.patience import may_be_left_behind
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
@@ -39,8 +40,10 @@ class ProbeReads:
     Fresh memory costs as much as half the read.
     """
 
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(_THREADS, "ckv-probe")
+    def __init__(self, *, patience_s: float = 30.0) -> None:
+        """`patience_s`: a read that has not come back by then hangs in a system call."""
+        self.patience_s = patience_s
+        self.threads = ThreadPoolExecutor(_THREADS, "ckv-probe", initializer=may_be_left_behind)
         self._spare: list[np.ndarray] = []
         self._lock = threading.Lock()
 
@@ -107,7 +110,7 @@ class Probes:
             return [self._digest[layer] for layer in layers]
         self.ahead(period)
         start = time.perf_counter_ns()
-        keys = self._reads.pop(period).result()
+        keys = self._keys(self._reads.pop(period))
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), period=period)
         if keys is None:
             return [self._recomputed(layer) for layer in layers]
@@ -123,9 +126,16 @@ class Probes:
     def cancel(self) -> None:
         """Drops reads that have not begun, waits for the others."""
         for read in self._reads.values():
-            if not read.cancel() and (keys := read.result()) is not None:
+            if not read.cancel() and (keys := self._keys(read)) is not None:
                 self._own.give_back(keys)
         self._reads.clear()
+
+    def _keys(self, read: Future[np.ndarray | None]) -> np.ndarray | None:
+        """What a read brought; None, too, where the disk does not answer."""
+        try:
+            return read.result(self._own.patience_s)
+        except TimeoutError:
+            return None
 
     @property
     def _tokens(self) -> int:

@@ -70,6 +70,7 @@ class ReadJob:
         self.settled: Callable[[], bool] | None = None
         self.t0_ns = 0
         self.t1_ns = 0
+        self.left = False  # its thread hangs in a system call, and nobody waits for it any more
 
     @property
     def num_bytes(self) -> int:

@@ -35,7 +35,7 @@ class Leases:
         self._plan = plan
         self._system = system
         self._deadline_s = deadline_s
-        self._reads = ProbeReads()
+        self._reads = ProbeReads(patience_s=2 * deadline_s + 1)
 
     def open(self, prefix: Prefix) -> Lease:
         """Raises a `StoreError` if the prefix is gone."""

@@ -61,7 +61,7 @@ class Worker:
         self.memory = Memory(layout, config, system)
         self.residents = Residents(store, self.memory.tiers, digest_bytes=config.digest_bytes)
         self.prefills = Prefills(layers, block=config.prefill_block, window=config.prefill_window)
-        self.prefetcher = Prefetcher(config.io_threads)
+        self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self.landing = landing_for(self.memory, layout, host_bytes=config.prefetch_host_bytes)
         self.reorderer: Reorderer | None = None
         self._placement = placement

@@ -23,6 +23,14 @@ def progress() -> None:
         job.steps += 1
 
 
+def may_be_left_behind() -> None:
+    """Say that this thread's waits are somebody else's to end: its work needs no other thread.
+
+    A hand-over to another thread and back costs milliseconds where Python threads compete.
+    """
+    _here.job = _Job(lambda: None, None)
+
+
 class Refused(StoreUnavailable):
     """The work was not even started, as too much before it is stuck."""
 

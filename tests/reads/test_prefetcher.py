@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -144,6 +145,22 @@ def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
         assert not job.ok.any() and job.settled is not None and not job.settled()
         quiet.set()
         assert job.settled()
+
+
+def test_a_disk_that_never_answers_is_given_up(reader) -> None:
+    reader.gate.clear()
+    with Prefetcher(1, patience_s=0.2) as prefetcher:
+        running, queued = read(prefetcher, reader, 1), read(prefetcher, reader, 2)
+        for job in (running, queued):
+            prefetcher.wait(job)
+            assert not job.ok.any() and "does not answer" in str(job.error)
+        assert running.settled is not None and not running.settled() and queued.settled is None
+        reader.gate.set()
+        while not running.settled():
+            time.sleep(0.001)
+        after = read(prefetcher, reader, 3)
+        prefetcher.wait(after)
+        assert after.ok.all() and not running.ok.any()
 
 
 def test_reads_are_traced(prefetcher, reader) -> None:
