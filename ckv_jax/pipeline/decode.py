@@ -151,10 +151,6 @@ class Decoder:
         if self._buffers and rows > self.capacity:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
-    def moved(self) -> None:
-        """Windows have changed: tables are made anew."""
-        self._tables = None
-
     def step(self, tokens: np.ndarray, *, watch: Watch | None = None) -> Array:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
