@@ -230,7 +230,10 @@ class Engine:
         tokens = np.concatenate(
             [completion.prefix.tokens, completion.suffix, completion.token_ids]
         ).astype(np.int32)
-        whole = completion.budget == 1.0 or not completion.prefix.num_tokens
+        stands_on = completion.prefix
+        whole = not stands_on.num_tokens or (
+            completion.budget == 1.0 and stands_on.provenance == "exact"
+        )
         if exact and not whole:
             return self._ingest.store(tokens)
         provenance = "exact" if whole else f"budget:{completion.budget:g}"
