@@ -22,9 +22,9 @@ from bench.common import Json
 from bench.floor import REPLAYS, Recording
 from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax import Engine
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.landing import landing_for
-from ckv_jax.memory.mapped import in_host_memory
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.read_ahead import READ
@@ -95,7 +95,7 @@ class Reads:
             job_overhead=statistics.median(self._work),
             call_overhead=0.0,  # part of the engine's own time, in `sync_overhead`
             sync_overhead=0.0,
-            cores=len(os.sched_getaffinity(0)) if in_host_memory() else math.inf,
+            cores=len(os.sched_getaffinity(0)) if Target.here().in_host_memory else math.inf,
             call_cores=_cores(recording),
             read_cpu=statistics.median(x[1] for x in self._found["together"]),
         )
@@ -280,7 +280,7 @@ def _work_for_reads(engine: Engine, reader: PrefixReader) -> float:
     Done here with pools and threads of the sizes that `engine` has, and nothing in them.
     """
     layout, config = reader.prefix.layout, engine.config
-    memory = Memory(layout, config, engine.system)
+    memory = Memory(layout, config, engine.system, engine.layers.target)
     resident = Residents(engine.store, memory.tiers, digest_bytes=0).open(reader.prefix)
     landing = landing_for(memory, layout, host_bytes=config.prefetch_host_bytes)
     chunks = np.arange(min(resident.num_chunks, 4 * job_packs(layout)))
@@ -316,11 +316,11 @@ def _one_pack(reader: PrefixReader) -> None:
 
 def _link(engine: Engine) -> float:
     """Bytes a second from a host buffer into the pool; as good as endless if they are one."""
-    if in_host_memory():
+    if Target.here().in_host_memory:
         return 1e15
     layout = engine.layout
     packs = job_packs(layout)
-    pool = DevicePool(4 * packs, layout.pack_shape, layout.numpy_dtype)
+    pool = DevicePool(4 * packs, layout.pack_shape, layout.numpy_dtype, Target.here())
     rows = np.zeros((packs, *layout.pack_shape), layout.numpy_dtype)
     slots = np.arange(packs, dtype=np.int32)
     pool.write(rows, slots).block_until_ready()

@@ -33,6 +33,7 @@ from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose
 
@@ -128,7 +129,7 @@ def kernel_rows(setting: Setting) -> list[Json]:
 
 def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
     """gather and attend at each budget, score with each probe, and the choice of the best."""
-    rng = np.random.default_rng(setting.seed)
+    rng, target = np.random.default_rng(setting.seed), Target.here()
     dtype, queries = jnp.dtype(setting.dtype), setting.suffix_tokens
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     chunks = -(-setting.prefix_tokens // CHUNK)
@@ -149,7 +150,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         yield Call(
             kernel="gather",
             budget=budget,
-            run=lambda name, *a: gather(*a, implementation=name),
+            run=lambda name, *a: gather(*a, target=target, implementation=name),
             operands=(pool, ids),
             size=2 * page_bytes,
             flop=0,
@@ -158,7 +159,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         yield Call(
             kernel="attend",
             budget=budget,
-            run=lambda name, *a: attend(*a, implementation=name),
+            run=lambda name, *a: attend(*a, target=target, implementation=name),
             operands=(q, pages, 2 * ids, 2 * ids + 1, full, new, new, zero),
             size=page_bytes + 2 * q.nbytes + 2 * new.nbytes,
             flop=4 * queries * heads * dim * (chosen * CHUNK + queries),
@@ -188,7 +189,13 @@ def _score(
     name: Implementation, q: jax.Array, probe: Probe, count: jax.Array, lengths: jax.Array
 ) -> jax.Array:
     return score(
-        q, probe, num_tokens=count, q_lengths=lengths, chunk_tokens=CHUNK, implementation=name
+        q,
+        probe,
+        num_tokens=count,
+        q_lengths=lengths,
+        chunk_tokens=CHUNK,
+        target=Target.here(),
+        implementation=name,
     )
 
 

@@ -1,15 +1,17 @@
-"""Which implementation of a kernel runs: asked for by name, or the first that can."""
+"""Which implementation of a kernel runs on a target: asked for by name, or the first that can."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import jax
+from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["Implementation", "Kernel", "dispatch"]
+__all__ = ["Choice", "Implementation", "Kernel", "choices", "dispatch"]
 
 Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu"]
 
@@ -18,44 +20,77 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation: how to import it, and the only backend where "auto" may take it."""
+    """One implementation: how to import it, and the only platform where "auto" may take it.
+
+    One that has a platform is called with `target=` beside its arguments.
+    """
 
     load: Callable[[], Callable[..., Any]]
     """Imports it: called when it is first needed, so that no machine loads another's kernels."""
-    backend: str | None = None
+    platform: str | None = None
 
 
-def dispatch(implementation: Implementation, kernels: Mapping[str, Kernel], *args: Any) -> Any:
-    """Calls one of a kernel's implementations, which are in the order in which "auto" tries them.
+class Choice(NamedTuple):
+    """What ran, and why it was not what comes before it in the order."""
 
-    "auto" asks `jax.default_backend()`, while tracing, and passes over an implementation that
-    raises NotImplementedError for these shapes; which one ran instead, and why, is logged at INFO.
+    kernel: str
+    implementation: str
+    refused: tuple[str, ...]
+    """Why others did not, each "NAME does not: …"; empty where the first that may run did."""
+
+
+_made: ContextVar[list[Choice] | None] = ContextVar("choices", default=None)
+
+
+@contextmanager
+def choices() -> Iterator[list[Choice]]:
+    """Lists what `dispatch` chooses in this context, in order: wrap the tracing of a program."""
+    outer, made = _made.get(), list[Choice]()
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+        if outer is not None:
+            outer.extend(made)
+
+
+def dispatch(
+    name: str,
+    implementation: Implementation,
+    kernels: Mapping[str, Kernel],
+    target: Target,
+    *args: Any,
+) -> Any:
+    """Calls one of the implementations of kernel `name`, in the order in which "auto" tries them.
+
+    "auto" passes over an implementation that raises NotImplementedError for these shapes on this
+    target: what runs in its place, and why, is logged as a warning and noted for `choices`.
 
     Raises:
       ValueError: no such implementation.
       NotImplementedError: the one asked for by name, or every one, refuses; it says why.
     """
-    if implementation == "auto":
-        return _first(kernels, args)
-    if implementation not in kernels:
-        expected = ("auto", *kernels)
-        raise ValueError(f"got implementation {implementation!r}, expected one of {expected}")
-    return kernels[implementation].load()(*args)
-
-
-def _first(kernels: Mapping[str, Kernel], args: tuple[Any, ...]) -> Any:
-    here = (None, jax.default_backend())
-    refusals: list[str] = []
-    for name, kernel in kernels.items():
-        if kernel.backend not in here:
+    if implementation != "auto":
+        if implementation not in kernels:
+            expected = ("auto", *kernels)
+            raise ValueError(f"got implementation {implementation!r}, expected one of {expected}")
+        kernels = {implementation: kernels[implementation]}
+    refused: list[str] = []
+    for key, kernel in kernels.items():
+        if implementation == "auto" and kernel.platform not in (None, target.platform):
             continue
         run = kernel.load()
         try:
-            out = run(*args)
+            out = run(*args) if kernel.platform is None else run(*args, target=target)
         except NotImplementedError as error:
-            refusals.append(f"{name} does not: {error}")
+            if implementation != "auto":
+                raise
+            refused.append(f"{key} does not: {error}")
             continue
-        if refusals:
-            _log.info("%s runs %s; %s", name, run.__name__, "; ".join(refusals))
+        if refused:
+            _log.warning("%s runs %s; %s", key, name, "; ".join(refused))
+        if (made := _made.get()) is not None:
+            made.append(Choice(name, key, tuple(refused)))
         return out
-    raise NotImplementedError("; ".join(refusals))
+    raise NotImplementedError("; ".join(refused))

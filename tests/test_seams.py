@@ -13,11 +13,12 @@ from engine_tiny import tiny_engine
 from ckv_jax import Request
 from ckv_jax.cache.policy import Policy
 from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
 
 
 def the_last_chunks(
     q: jnp.ndarray, probe: Probe, *, num_tokens: jnp.ndarray, q_lengths: jnp.ndarray,
-    chunk_tokens: int,
+    chunk_tokens: int, target: Target,
 ) -> jnp.ndarray:  # fmt: skip
     """A selector: later chunks are worth more."""
     chunks = jnp.arange(probe.shape[0] // chunk_tokens, dtype=jnp.float32)

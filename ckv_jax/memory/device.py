@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.pages import storage_dtype
 from ckv_jax.memory.staging import Staging
@@ -24,14 +25,16 @@ STAGING_ROWS = 16
 class DevicePool:
     """`pages` is [slots, pl, 2, C, K, D]. Engine thread only: writes donate the array."""
 
-    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self._dtype = storage_dtype(jnp.dtype(dtype))
+    def __init__(
+        self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype, target: Target
+    ) -> None:
+        self._dtype = storage_dtype(jnp.dtype(dtype), target)
         self._pages = jnp.zeros((slots, *pack_shape), self._dtype)
         self._write = jax.jit(_write, donate_argnums=0)
         self._read = jax.jit(lambda pages, slots: pages[slots])
         device = next(iter(self._pages.devices()))
         kinds = {memory.kind for memory in device.addressable_memories()}
-        pinned = device.platform != "cpu" and "pinned_host" in kinds
+        pinned = not target.in_host_memory and "pinned_host" in kinds
         self._pinned = (
             jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
         )

@@ -9,13 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.pages import storage_dtype
-
-
-def in_host_memory() -> bool:
-    """Whether the default device computes in host memory."""
-    return jax.default_backend() == "cpu"
 
 
 class MappedPool:
@@ -26,9 +22,11 @@ class MappedPool:
     it have ended (`PackSource.done`).
     """
 
-    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(
+        self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype, target: Target
+    ) -> None:
         self.packs: np.ndarray = HostPool(slots, pack_shape, dtype).packs
-        bits = storage_dtype(jnp.dtype(dtype))
+        bits = storage_dtype(jnp.dtype(dtype), target)
         self._pages: Array = jax.dlpack.from_dlpack(self.packs.view(bits), copy=False)
 
     @property

@@ -9,9 +9,10 @@ import numpy as np
 from ckv_jax.cache.policy import POLICIES
 from ckv_jax.cache.tiers import Moves, Tiers
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import HostPool, slots_for
-from ckv_jax.memory.mapped import MappedPool, in_host_memory
+from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.storage.layout import Layout
 
 PagePool = DevicePool | MappedPool
@@ -25,7 +26,9 @@ def job_packs(layout: Layout) -> int:
 class Memory:
     """Pools of one engine and layout, and the table of what is where. Engine thread only."""
 
-    def __init__(self, layout: Layout, config: EngineConfig, system: SystemConfig) -> None:
+    def __init__(
+        self, layout: Layout, config: EngineConfig, system: SystemConfig, target: Target
+    ) -> None:
         device = slots_for(config.device_cache_bytes, layout.pack_bytes)
         work = slots_for(config.prefetch_device_bytes, layout.pack_bytes)
         host = slots_for(config.host_cache_bytes, layout.pack_bytes)
@@ -37,8 +40,8 @@ class Memory:
         policy = POLICIES[system.policy] if isinstance(system.policy, str) else system.policy
         self.tiers = Tiers(device, host, work, policy)
         self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
-        shape = (device + work, layout.pack_shape, layout.numpy_dtype)
-        self.pool: PagePool = MappedPool(*shape) if in_host_memory() else DevicePool(*shape)
+        shape = (device + work, layout.pack_shape, layout.numpy_dtype, target)
+        self.pool: PagePool = MappedPool(*shape) if target.in_host_memory else DevicePool(*shape)
         self.work_slots = work
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
 

@@ -10,14 +10,16 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
+from ckv_jax.kernels_pallas.target import Target
 
-def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """The element type of KV that is updated in place on this backend.
+
+def storage_dtype(dtype: jnp.dtype, target: Target) -> jnp.dtype:
+    """The element type of KV that is updated in place on this target.
 
     XLA's CPU backend widens 16-bit floats around every update, which copies the whole array:
     a pool of bit patterns stays in place. Measured: 0.06 ms against 166 ms for 16 packs.
     """
-    if jax.default_backend() == "cpu" and dtype.itemsize == 2:
+    if target.platform == "cpu" and dtype.itemsize == 2:
         return np.dtype(np.uint16)
     return dtype
 

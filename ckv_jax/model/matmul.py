@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ckv_jax.kernels_pallas.target import Target
+
 __all__ = ["einsum", "matmul"]
 
 _FEW_ROWS = range(9, 65)  # rows for which a CPU wants an out-first weight in blocks
@@ -13,7 +15,10 @@ _OUT_BLOCK = 128
 
 
 def matmul(
-    x: Float[Array, "B S I"], weight: Float[Array, "I O"] | Float[Array, "O I"], out_first: bool
+    x: Float[Array, "B S I"],
+    weight: Float[Array, "I O"] | Float[Array, "O I"],
+    out_first: bool,
+    target: Target,
 ) -> Float[Array, "B S O"]:
     """`x` times a weight `[I, O]`, or `[O, I]` if `out_first`; accumulated and left in float32.
 
@@ -27,7 +32,7 @@ def matmul(
         pair = jnp.broadcast_to(x, (1, 2, x.shape[2]))
         return _product(pair, weight, out_first)[:, :1]
     blocks, rest = divmod(weight.shape[0], _OUT_BLOCK)
-    few = rows in _FEW_ROWS and not wide and jax.default_backend() == "cpu"
+    few = rows in _FEW_ROWS and not wide and target.platform == "cpu"
     if out_first and few and not rest:
         blocked = weight.reshape(blocks, _OUT_BLOCK, -1)
         out = einsum("bsi,noi->nbso", x, blocked)

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 
@@ -48,7 +49,9 @@ def orbax_dtype(folder: str | Path) -> str:
     return dtype
 
 
-def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Qwen2:
+def restore_orbax(
+    folder: str | Path, *, dtype: str | None = None, target: Target | None = None
+) -> Qwen2:
     """The model that `save_orbax` wrote, on the default device, in its own dtype or `dtype`.
 
     Raises `CheckpointError` if the folder is not such a checkpoint or does not fit its config.
@@ -64,14 +67,15 @@ def restore_orbax(folder: str | Path, *, dtype: str | None = None) -> Qwen2:
         config,
         dtype=dtype or orbax_dtype(folder),
         out_first=saved.get(_ORDER, False),
+        target=target,
     )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
+    wanted = jax.tree.map(
         lambda leaf: leaf.update(sharding=place), nnx.to_pure_dict(nnx.state(model))
     )
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            values = checkpointer.restore(folder / _WEIGHTS, target)
+            values = checkpointer.restore(folder / _WEIGHTS, wanted)
     except (FileNotFoundError, KeyError, ValueError) as error:
         raise CheckpointError(f"cannot restore {folder}: {error}") from error
     nnx.update(model, values)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.matmul import einsum, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
@@ -46,9 +47,12 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """The projections of one attention layer; the attention itself belongs to the caller."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
+    ) -> None:
         self.config = config
         self.out_first = out_first
+        self.target = target
         hidden, dim = config.hidden_size, config.head_dim
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         self.query_kernel = _kernel(rngs, (hidden, queries), dtype, out_first)
@@ -78,7 +82,7 @@ class Attention(nnx.Module):
     def output(self, heads: Float[Array, "B S H D"]) -> Float[Array, "B S E"]:
         """Attended heads back to the hidden size, in the dtype of `heads`."""
         flat = heads.reshape(*heads.shape[:2], -1)  # [B, S, H*D]
-        return matmul(flat, self.output_kernel[...], self.out_first).astype(heads.dtype)
+        return _matmul(self, flat, self.output_kernel).astype(heads.dtype)
 
     def _heads(
         self,
@@ -86,24 +90,27 @@ class Attention(nnx.Module):
         kernel: nnx.Param[Array],
         bias: nnx.Param[Array],
     ) -> Float[Array, "B S N D"]:
-        flat = matmul(x, kernel[...], self.out_first) + bias[...].astype(jnp.float32)[None, None, :]
+        flat = _matmul(self, x, kernel) + bias[...].astype(jnp.float32)[None, None, :]
         return flat.reshape(*x.shape[:2], -1, self.config.head_dim)
 
 
 class Mlp(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
+    ) -> None:
         self.out_first = out_first
+        self.target = target
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_kernel = _kernel(rngs, (hidden, 2 * inner), dtype, out_first)  # gate, then up
         self.down_kernel = _kernel(rngs, (inner, hidden), dtype, out_first)
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        both = matmul(x, self.gate_up_kernel[...], self.out_first)
+        both = _matmul(self, x, self.gate_up_kernel)
         gate, up = jnp.split(both, 2, axis=-1)  # [B, S, F] each
         inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return matmul(inner, self.down_kernel[...], self.out_first).astype(x.dtype)
+        return _matmul(self, inner, self.down_kernel).astype(x.dtype)
 
 
 class Layer(nnx.Module):
@@ -113,11 +120,15 @@ class Layer(nnx.Module):
     it in two halves: `project`, then `complete`. Only `complete` knows the residual wiring.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
+    ) -> None:
         self.input_norm = RMSNorm(config, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs, out_first=out_first)
+        self.attention = Attention(
+            config, dtype=dtype, rngs=rngs, out_first=out_first, target=target
+        )
         self.post_norm = RMSNorm(config, dtype=dtype)
-        self.mlp = Mlp(config, dtype=dtype, rngs=rngs, out_first=out_first)
+        self.mlp = Mlp(config, dtype=dtype, rngs=rngs, out_first=out_first, target=target)
 
     def __call__(
         self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"], attend: Attend
@@ -159,13 +170,17 @@ class Qwen2(nnx.Module):
         dtype: str = "bfloat16",
         rngs: nnx.Rngs,
         out_first: bool = False,
+        target: Target | None = None,
     ) -> None:
+        """`target`: what the model's calls are compiled for; None: the default device."""
+        target = target or Target.here()
         self.config = config
         self.out_first = out_first
+        self.target = target
         self.embedding = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
         self.layers = nnx.List(
             [
-                Layer(config, dtype=dtype, rngs=rngs, out_first=out_first)
+                Layer(config, dtype=dtype, rngs=rngs, out_first=out_first, target=target)
                 for _ in range(config.num_layers)
             ]
         )
@@ -175,11 +190,17 @@ class Qwen2(nnx.Module):
 
     @classmethod
     def abstract(
-        cls, config: ModelConfig, *, dtype: str = "bfloat16", out_first: bool = False
+        cls,
+        config: ModelConfig,
+        *,
+        dtype: str = "bfloat16",
+        out_first: bool = False,
+        target: Target | None = None,
     ) -> Qwen2:
         """The module tree with `jax.ShapeDtypeStruct` in place of every array."""
+        target = target or Target.here()
         model: Qwen2 = nnx.eval_shape(
-            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first)
+            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=target)
         )
         return model
 
@@ -195,7 +216,7 @@ class Qwen2(nnx.Module):
     def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
         """Final norm and head, float32."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
-        return matmul(self.final_norm(hidden), table[...], out_first=True)
+        return matmul(self.final_norm(hidden), table[...], True, self.target)
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Float32 logits of every position, dense and causal: for parity and training."""
@@ -236,6 +257,10 @@ def _attend_block(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = einsum("bkgrt,btkd->brkgd", weights, v[:, :stop])
     return out.reshape(batch, stop - start, heads, dim).astype(q.dtype)
+
+
+def _matmul(module: Attention | Mlp, x: Array, kernel: nnx.Param[Array]) -> Array:
+    return matmul(x, kernel[...], module.out_first, module.target)
 
 
 def _kernel(

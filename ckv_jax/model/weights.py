@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.orbax_store import (
     is_orbax,
@@ -43,23 +44,26 @@ _INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 4 * 2**30
 
 
-def load_pretrained(folder: str | Path, *, dtype: str = "bfloat16") -> Qwen2:
+def load_pretrained(
+    folder: str | Path, *, dtype: str = "bfloat16", target: Target | None = None
+) -> Qwen2:
     """The model of a checkpoint folder, its weights converted to `dtype` on the device.
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format. There, every tensor
     is checked before any is read: one that is missing, unknown, named twice or of the wrong shape
     raises a `CheckpointError` that names it. Tensors then go to the default device one at a time,
     so host memory holds one tensor, or the two of one fused kernel.
+    `target`: what its calls will be compiled for; None: the default device.
     Raises `UnsupportedModel` for a config that this model cannot honour.
     """
     folder = Path(folder)
     if is_orbax(folder):
-        return _ordered(restore_orbax(folder, dtype=dtype))
+        return _ordered(restore_orbax(folder, dtype=dtype, target=target))
     config = ModelConfig.from_hf(folder)
     slots = tensor_slots(config)
     files = _locate(folder)
     _check_fit(folder, slots, {name: file.shapes[name] for name, file in files.items()})
-    model = Qwen2.abstract(config, dtype=dtype, out_first=_out_first(dtype))
+    model = Qwen2.abstract(config, dtype=dtype, out_first=_out_first(dtype), target=target)
     values: dict[str | int, Any] = {}
     for slot in slots:
         parts = [jax.device_put(files[name].read(name)) for name, _ in slot.tensors]
@@ -116,7 +120,12 @@ def _ordered(model: Qwen2) -> Qwen2:
     """The model with its kernels as the fastest matmuls of its dtype want them."""
     if model.out_first == _out_first(model.dtype.name):
         return model
-    turned = Qwen2.abstract(model.config, dtype=model.dtype.name, out_first=not model.out_first)
+    turned = Qwen2.abstract(
+        model.config,
+        dtype=model.dtype.name,
+        out_first=not model.out_first,
+        target=model.target,
+    )
     values: dict[str | int, Any] = {}
     for slot in tensor_slots(model.config):
         leaf = _parameter(model, slot)

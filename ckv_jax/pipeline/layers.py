@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, page_tables, positions, storage_dtype
 from ckv_jax.model.qwen2 import Layer, Qwen2
 from ckv_jax.pipeline.programs import Programs
@@ -39,7 +40,8 @@ class Layers:
     def __init__(self, model: Qwen2) -> None:
         self.config = model.config
         self.dtype = jnp.dtype(model.dtype)
-        self.kv_dtype = storage_dtype(self.dtype)
+        self.target = model.target
+        self.kv_dtype = storage_dtype(self.dtype, self.target)
         self.programs = Programs()
         graph, _ = nnx.split(model.layers[0])
         self._layers: list[LayerState] = [
@@ -60,9 +62,13 @@ class Layers:
         jit = self.programs.jit
         self._embed = jit(_embed_of(rest_of))
         self._head = jit(_head_of(rest_of))
-        self._select = jit(_select_of(layer_of), static=("n", "window", "chunk_tokens", "score"))
-        self._run = jit(_run_of(layer_of))
-        self._extend = jit(_extend_of(layer_of), static=("context",), donate=("buffers",))
+        self._select = jit(
+            _select_of(layer_of, self.target), static=("n", "window", "chunk_tokens", "score")
+        )
+        self._run = jit(_run_of(layer_of, self.target))
+        self._extend = jit(
+            _extend_of(layer_of, self.target), static=("context",), donate=("buffers",)
+        )
 
     @property
     def num_layers(self) -> int:
@@ -203,7 +209,7 @@ def _head_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., tuple[Arra
     return head
 
 
-def _select_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Selection]:
+def _select_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Selection]:
     def select(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, *,
@@ -216,14 +222,17 @@ def _select_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Selecti
         for state, probe in zip(states, probes, strict=True):
             q = layer_of(state).query(hidden, at)
             scores = scores + score(
-                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens
-            )  # [B, M]
+                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
+                target=target,
+            )  # [B, M]  # fmt: skip
         return choose(scores, n, limits, count=num_chunks)
 
     return select
 
 
-def _run_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[Array, LayerKv]]:
+def _run_of(
+    layer_of: Callable[[LayerState], Layer], target: Target
+) -> Callable[..., tuple[Array, LayerKv]]:
     def run(
         states: tuple[LayerState, ...], hidden: Array, start: Array, pages: Array, slots: Array,
         lengths: Array,
@@ -237,7 +246,7 @@ def _run_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[Arra
 
             def over_pages(q: Array, k: Array, v: Array, index: int = index) -> Array:
                 kv.append((k, v))
-                return attend(q, pool, *tables(index), lengths, k, v, zero)[0]
+                return attend(q, pool, *tables(index), lengths, k, v, zero, target=target)[0]
 
             hidden = layer_of(state)(hidden, at, over_pages)
         return hidden, tuple(kv)
@@ -245,7 +254,9 @@ def _run_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[Arra
     return run
 
 
-def _extend_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[Array, LayerKv]]:
+def _extend_of(
+    layer_of: Callable[[LayerState], Layer], target: Target
+) -> Callable[..., tuple[Array, LayerKv]]:
     def extend(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
         pages: Array, slots: Array, lengths: Array, *, context: int,
@@ -261,6 +272,7 @@ def _extend_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., tuple[A
                 return attend(
                     q, pool, *tables(index), lengths,
                     as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
+                    target=target,
                 )[0]  # fmt: skip
 
             hidden = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_both)

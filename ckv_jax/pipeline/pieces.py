@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, positions
 from ckv_jax.model.qwen2 import Layer
 from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
@@ -36,10 +37,10 @@ class Pieces:
         self._layers = layers
         jit = layers.programs.jit
         self._open = jit(_open_of(layers.layer_of))
-        self._pages = jit(_over_pages)
-        self._rows = jit(_over_rows)
+        self._pages = jit(_over_pages_of(layers.target))
+        self._rows = jit(_over_rows_of(layers.target))
         self._insert = jit(insert, donate=("buffers",))
-        self._close = jit(_close_of(layers.layer_of), static=("context",))
+        self._close = jit(_close_of(layers.layer_of, layers.target), static=("context",))
 
     def open(
         self, layer: int, hidden: Float[Array, "B S E"], start: Int32[np.ndarray, " B"]
@@ -104,29 +105,35 @@ def _open_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Part]:
     return begin
 
 
-def _over_pages(part: Part, index: Array, pages: Array, slots: Array, lengths: Array) -> Part:
-    pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K, D]
-    keys = jnp.where(slots >= 0, (slots * pages.shape[1] + index) * 2, -1)
-    values = jnp.where(slots >= 0, keys + 1, -1)
-    none = part.k[:, :0]
-    zero = jnp.zeros(slots.shape[:1], jnp.int32)
-    out, lse = attend(part.q, pool, keys, values, lengths, none, none, zero)
-    return _joined(part, out, lse)
+def _over_pages_of(target: Target) -> Callable[..., Part]:
+    def over_pages(part: Part, index: Array, pages: Array, slots: Array, lengths: Array) -> Part:
+        pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K, D]
+        keys = jnp.where(slots >= 0, (slots * pages.shape[1] + index) * 2, -1)
+        values = jnp.where(slots >= 0, keys + 1, -1)
+        none = part.k[:, :0]
+        zero = jnp.zeros(slots.shape[:1], jnp.int32)
+        out, lse = attend(part.q, pool, keys, values, lengths, none, none, zero, target=target)
+        return _joined(part, out, lse)
+
+    return over_pages
 
 
-def _over_rows(part: Part, keys: Array, values: Array) -> Part:
-    batch, rows = keys.shape[:2]
-    nowhere = jnp.full((batch, 1), -1, jnp.int32)
-    one_page = jnp.zeros((1, 1, *keys.shape[2:]), part.k.dtype)
-    out, lse = attend(
-        part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32),
-        as_bits(keys, part.k.dtype), as_bits(values, part.v.dtype),
-        jnp.full((batch,), rows, jnp.int32),
-    )  # fmt: skip
-    return _joined(part, out, lse)
+def _over_rows_of(target: Target) -> Callable[..., Part]:
+    def over_rows(part: Part, keys: Array, values: Array) -> Part:
+        batch, rows = keys.shape[:2]
+        nowhere = jnp.full((batch, 1), -1, jnp.int32)
+        one_page = jnp.zeros((1, 1, *keys.shape[2:]), part.k.dtype)
+        out, lse = attend(
+            part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32),
+            as_bits(keys, part.k.dtype), as_bits(values, part.v.dtype),
+            jnp.full((batch,), rows, jnp.int32), target=target,
+        )  # fmt: skip
+        return _joined(part, out, lse)
+
+    return over_rows
 
 
-def _close_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
+def _close_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Array]:
     def close(
         state: LayerState, hidden: Array, part: Part, own: tuple[Array, Array], at: Array, *,
         context: int,
@@ -136,8 +143,9 @@ def _close_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
         one_page = jnp.zeros((1, 1, *own[0].shape[2:]), part.k.dtype)
         keys, values = (as_bits(x[:, :context], part.k.dtype) for x in own)
         out, lse = attend(
-            part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32), keys, values, at
-        )
+            part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32), keys, values, at,
+            target=target,
+        )  # fmt: skip
         heads = _joined(part, out, lse).out.astype(part.q.dtype)
         return layer_of(state).complete(hidden, heads)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from ckv_jax.kernels_pallas.dispatch import Choice, choices
+
 MOST_PROGRAMS = 1024
 """At about 25 mappings each, a third of what a process may have."""
 
@@ -33,7 +35,8 @@ class Programs:
         if most < 1:
             raise ValueError(f"got room for {most} programs, expected 1 or more")
         self._most = most
-        self._known: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+        self._known: OrderedDict[tuple[Program, Hashable], Callable[..., Any]] = OrderedDict()
+        self._chosen: dict[tuple[str, Hashable], tuple[Choice, ...]] = {}
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
 
@@ -76,11 +79,22 @@ class Programs:
         with self._lock:
             jitted = self._known.get((program, key))
             if jitted is None:
-                jitted = self._known[program, key] = program.make()
+                jitted = self._known[program, key] = program.make(key)
                 while len(self._known) > self._most:
-                    self._known.popitem(last=False)
+                    (other, old), _ = self._known.popitem(last=False)
+                    self._chosen.pop((other.function.__name__, old), None)
             self._known.move_to_end((program, key))
         return jitted
+
+    @property
+    def chosen(self) -> dict[tuple[str, Hashable], tuple[Choice, ...]]:
+        """The kernels' implementations in every program held now, by its function's name and key,
+        in the order of the calls; programs that were never called are not there."""
+        return dict(self._chosen)
+
+    def note(self, program: Program, key: Hashable, made: Sequence[Choice]) -> None:
+        """Keeps what a program's tracing chose."""
+        self._chosen[program.function.__name__, key] = tuple(made)
 
     def has(self, program: Program, key: Hashable) -> bool:
         """Whether calling `program` with this key compiles nothing."""
@@ -109,13 +123,16 @@ class Program:
         """Whether a call with this key compiles nothing."""
         return self._owner.has(self, key)
 
-    def make(self) -> Callable[..., Any]:
+    def make(self, key: Hashable) -> Callable[..., Any]:
         """The function, jitted anew."""
         function = self.function
 
         # A function object of its own: JAX keeps what it compiled for as long as that lives.
         @functools.wraps(function)
         def own(*args: Any, **named: Any) -> Any:
-            return function(*args, **named)
+            with choices() as made:
+                out = function(*args, **named)
+            self._owner.note(self, key, made)
+            return out
 
         return jax.jit(own, static_argnames=self._static, donate_argnames=self._donate)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, positions
 from ckv_jax.model.qwen2 import Layer
 from ckv_jax.pipeline.layers import Layers, LayerState
@@ -49,10 +50,10 @@ class RivalLayers:
         self._state = layers.state
         jit = layers.programs.jit
         self._project = jit(_project_of(layers.layer_of))
-        self._by_keys = jit(_by_keys, static=("n",))
+        self._by_keys = jit(_by_keys_of(layers.target), static=("n",))
         self._by_probe = jit(_by_probe, static=("n", "chunk_tokens"))
-        self._attend_tokens = jit(_attend_tokens_of(layers.layer_of))
-        self._attend_all = jit(_attend_all_of(layers.layer_of))
+        self._attend_tokens = jit(_attend_tokens_of(layers.layer_of, layers.target))
+        self._attend_all = jit(_attend_all_of(layers.layer_of, layers.target))
 
     def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, B]) -> Qkv:
         """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
@@ -140,20 +141,23 @@ def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:
     return project
 
 
-def _by_keys(
-    qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array, limits: Array,
-    *, n: int,
-) -> tuple[Array, ...]:  # fmt: skip
-    q, k, _ = qkv
-    chunk_tokens = pages.shape[3]
-    keys = gather(_pages(pages), key_slots[None, :])[0]  # [M, C, K, D]
-    keys = as_bits(keys.reshape(-1, *keys.shape[2:]), k.dtype)
-    sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
-    scores = jnp.sum(sums, axis=1)
-    ids = choose(scores, n, limits).ids
-    counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
-    agreement = jnp.ones(scores.shape[:1], jnp.float32)
-    return ids, counts, share_held(scores, ids), agreement, _importance(scores)
+def _by_keys_of(target: Target) -> Callable[..., tuple[Array, ...]]:
+    def by_keys(
+        qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
+        limits: Array, *, n: int,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        q, k, _ = qkv
+        chunk_tokens = pages.shape[3]
+        keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K, D]
+        keys = as_bits(keys.reshape(-1, *keys.shape[2:]), k.dtype)
+        sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
+        scores = jnp.sum(sums, axis=1)
+        ids = choose(scores, n, limits).ids
+        counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
+        agreement = jnp.ones(scores.shape[:1], jnp.float32)
+        return ids, counts, share_held(scores, ids), agreement, _importance(scores)
+
+    return by_keys
 
 
 def _by_probe(
@@ -171,8 +175,10 @@ def _by_probe(
     return ids, counts, share_held(scores, ids), jax.vmap(mean_jaccard)(sets), _importance(scores)
 
 
-def _attend_tokens_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
-    def run(
+def _attend_tokens_of(
+    layer_of: Callable[[LayerState], Layer], target: Target
+) -> Callable[..., Array]:
+    def attend_tokens(
         state: LayerState, hidden: Array, qkv: Qkv, pages: Array, key_slots: Array,
         value_slots: Array, ids: Array,
     ) -> Array:  # fmt: skip
@@ -188,14 +194,16 @@ def _attend_tokens_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., 
 
         lengths = (ids >= 0).astype(jnp.int32)
         zero = jnp.zeros(ids.shape[:1], jnp.int32)
-        heads, _ = attend(q, pool, table(key_slots), table(value_slots), lengths, k, v, zero)
+        heads, _ = attend(
+            q, pool, table(key_slots), table(value_slots), lengths, k, v, zero, target=target
+        )
         return layer_of(state).complete(hidden, heads)
 
-    return run
+    return attend_tokens
 
 
-def _attend_all_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
-    def run(
+def _attend_all_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Array]:
+    def attend_all(
         state: LayerState, hidden: Array, start: Array, pages: Array, key_slots: Array,
         value_slots: Array, lengths: Array,
     ) -> Array:  # fmt: skip
@@ -207,12 +215,12 @@ def _attend_all_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Arr
         def over_all(q: Array, k: Array, v: Array) -> Array:
             return attend(
                 q, _pages(pages), rows(key_slots), rows(value_slots), rows(lengths), k, v,
-                jnp.zeros((batch,), jnp.int32),
+                jnp.zeros((batch,), jnp.int32), target=target,
             )[0]  # fmt: skip
 
         return layer_of(state)(hidden, positions(start, length), over_all)
 
-    return run
+    return attend_all
 
 
 def _sums(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: Array) -> Array:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score.api import score
 from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
 
 
 class ChunkScore(Protocol):
@@ -26,8 +27,10 @@ class ChunkScore(Protocol):
         num_tokens: Int32[Array, ""],
         q_lengths: Int32[Array, " B"],
         chunk_tokens: int,
+        target: Target,
     ) -> Float32[Array, "B M"]:
-        """`q` with RoPE; `probe` has T >= num_tokens keys; query i counts if i < q_lengths[b]."""
+        """`q` with RoPE; `probe` has T >= num_tokens keys; query i counts if i < q_lengths[b];
+        `target`: what the call is compiled for."""
         ...
 
 
@@ -38,9 +41,17 @@ def attention_mass(
     num_tokens: Int32[Array, ""],
     q_lengths: Int32[Array, " B"],
     chunk_tokens: int,
+    target: Target,
 ) -> Float32[Array, "B M"]:
     """Equation 1 of ContiguousKV (§4.4): the attention that the chunk's keys get, summed."""
-    return score(q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens)
+    return score(
+        q,
+        probe,
+        num_tokens=num_tokens,
+        q_lengths=q_lengths,
+        chunk_tokens=chunk_tokens,
+        target=target,
+    )
 
 
 def last_queries(

@@ -13,6 +13,7 @@ from jaxtyping import Float, Float32, Int32
 from ckv_jax.kernels_pallas.attend import reference
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["IMPLEMENTATIONS", "attend", "merge"]
 
@@ -27,6 +28,7 @@ def attend(
     v_new: Float[Array, "B R K D"],
     q_start: Int32[Array, " B"],
     *,
+    target: Target,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
     """Softmax attention, scaled by 1/sqrt(D), over page tokens and the tokens of this request.
@@ -57,7 +59,7 @@ def attend(
     _check(*args)
     out: Array
     lse: Array
-    out, lse = dispatch(implementation, IMPLEMENTATIONS, *args)
+    out, lse = dispatch("attend", implementation, IMPLEMENTATIONS, target, *args)
     return out, lse
 
 
@@ -75,8 +77,8 @@ def _tpu() -> Callable[..., Any]:
 
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
-        "tpu": Kernel(_tpu, backend="tpu"),
+        "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
+        "tpu": Kernel(_tpu, platform="tpu"),
         "reference": Kernel(lambda: reference.attend),
     }
 )

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
 from ckv_jax.kernels_pallas.capability import require_wgmma
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["AttendBlocks", "attend"]
 
@@ -61,6 +62,7 @@ def attend(
     v_new: Array,
     q_start: Array,
     *,
+    target: Target,
     blocks: AttendBlocks = AttendBlocks(),
     interpret: Any = None,
 ) -> tuple[Array, Array]:
@@ -70,7 +72,7 @@ def attend(
       NotImplementedError: other dtypes than bfloat16 or float16 throughout, D not a multiple of
         64 up to 256, chunks that are no multiple of 8 or do not divide `blocks.keys`.
     """
-    require_wgmma()
+    require_wgmma(target)
     batch, queries, heads, dim = q.shape
     chunk, kv_heads = pages.shape[1:3]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or pages.dtype != q.dtype:

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["AttendBlocks", "attend"]
 
@@ -50,6 +51,7 @@ def attend(
     v_new: Array,
     q_start: Array,
     *,
+    target: Target,
     blocks: AttendBlocks = AttendBlocks(),
     interpret: Any = False,
 ) -> tuple[Array, Array]:

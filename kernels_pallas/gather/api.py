@@ -12,6 +12,7 @@ from jaxtyping import Int32, Shaped
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.gather import reference
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["IMPLEMENTATIONS", "gather"]
 
@@ -20,6 +21,7 @@ def gather(
     pages: Shaped[Array, " P *page"],
     table: Int32[Array, "B N"],
     *,
+    target: Target,
     implementation: Implementation = "auto",
 ) -> Shaped[Array, "B N *page"]:
     """Copies `pages[table]`, bit for bit; a table entry outside [0, P) gives a page of zeros.
@@ -38,7 +40,7 @@ def gather(
         raise ValueError(f"got table {table.dtype}{table.shape}, expected int32 [B, N]")
     if pages.ndim < 2 or pages.shape[0] == 0:
         raise ValueError(f"got pages {pages.shape}, expected [P, *page] with P > 0")
-    out: Array = dispatch(implementation, IMPLEMENTATIONS, pages, table)
+    out: Array = dispatch("gather", implementation, IMPLEMENTATIONS, target, pages, table)
     return out
 
 
@@ -56,8 +58,8 @@ def _tpu() -> Callable[..., Any]:
 
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
-        "tpu": Kernel(_tpu, backend="tpu"),
+        "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
+        "tpu": Kernel(_tpu, platform="tpu"),
         "reference": Kernel(lambda: reference.gather),
     }
 )

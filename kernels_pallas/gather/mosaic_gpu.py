@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ckv_jax.kernels_pallas.capability import require_tma
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["GatherBlocks", "gather"]
 
@@ -39,6 +40,7 @@ def gather(
     pages: Array,
     table: Array,
     *,
+    target: Target,
     blocks: GatherBlocks = GatherBlocks(),
     interpret: Any = None,
 ) -> Array:
@@ -48,7 +50,7 @@ def gather(
       NotImplementedError: a page that cannot be cut into TMA boxes (its size in bytes must be a
         multiple of 16, and its number of elements must have a fitting divisor).
     """
-    require_tma()
+    require_tma(target)
     count, *page = pages.shape
     rows, columns = _box(math.prod(page), pages.dtype.itemsize, blocks.bytes)
     parts = math.prod(page) // (rows * columns)

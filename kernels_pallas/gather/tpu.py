@@ -13,6 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ckv_jax.kernels_pallas.target import Target
+
 __all__ = ["GatherBlocks", "gather"]
 
 
@@ -31,6 +33,7 @@ def gather(
     pages: Array,
     table: Array,
     *,
+    target: Target,
     blocks: GatherBlocks = GatherBlocks(),
     interpret: Any = False,
 ) -> Array:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Float32, Int32
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["IMPLEMENTATIONS", "Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score"]
 
@@ -24,6 +25,7 @@ def score(
     num_tokens: Int32[Array, ""],
     q_lengths: Int32[Array, " B"],
     chunk_tokens: int,
+    target: Target,
     implementation: Implementation = "auto",
 ) -> Float32[Array, "B M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
@@ -43,7 +45,7 @@ def score(
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
     args = (q, probe, num_tokens, q_lengths, chunk_tokens)
-    out: Array = dispatch(implementation, IMPLEMENTATIONS, *args)
+    out: Array = dispatch("score", implementation, IMPLEMENTATIONS, target, *args)
     return out
 
 
@@ -61,8 +63,8 @@ def _tpu() -> Callable[..., Any]:
 
 IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
-        "mosaic_gpu": Kernel(_mosaic_gpu, backend="gpu"),
-        "tpu": Kernel(_tpu, backend="tpu"),
+        "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
+        "tpu": Kernel(_tpu, platform="tpu"),
         "reference": Kernel(lambda: reference.score),
     }
 )

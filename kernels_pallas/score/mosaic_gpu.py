@@ -24,6 +24,7 @@ from ckv_jax.kernels_pallas.capability import require_wgmma
 from ckv_jax.kernels_pallas.score.mosaic_gpu_keys import KeyBlocks, key_blocks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["ScoreBlocks", "score"]
 
@@ -55,6 +56,7 @@ def score(
     q_lengths: Array,
     chunk_tokens: int,
     *,
+    target: Target,
     blocks: ScoreBlocks = ScoreBlocks(),
     interpret: Any = None,
 ) -> Array:
@@ -65,7 +67,7 @@ def score(
         queries, D not a multiple of 64 up to 256, or sub-vectors that are not an even number up to
         16 of 8 dims each (product quantisation).
     """
-    require_wgmma()
+    require_wgmma(target)
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):

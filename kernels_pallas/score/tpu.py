@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries
+from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["ScoreBlocks", "score"]
 
@@ -49,6 +50,7 @@ def score(
     q_lengths: Array,
     chunk_tokens: int,
     *,
+    target: Target,
     blocks: ScoreBlocks = ScoreBlocks(),
     interpret: Any = False,
 ) -> Array:

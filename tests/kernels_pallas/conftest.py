@@ -11,6 +11,7 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
+from kernel_targets import OF
 
 # JAX 0.10's GPU interpreter cannot follow a transposed reference, which every WGMMA here takes.
 _INTERPRETS_WGMMA = jax.__version_info__ >= (0, 11)
@@ -49,6 +50,7 @@ def kernel(implementation: str) -> Callable[..., Any]:
         if options:
             blocks = getattr(sys.modules[function.__module__], f"{name.capitalize()}Blocks")
             options = {"blocks": blocks(**options[implementation])}
-        return function(*args, interpret=_interpreter(implementation), **options)
+        where = {"target": OF[implementation], "interpret": _interpreter(implementation)}
+        return function(*args, **where, **options)
 
     return call

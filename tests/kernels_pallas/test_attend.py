@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_targets import CPU, OF
 
 from ckv_jax.kernels_pallas.attend import reference
 from ckv_jax.kernels_pallas.attend.api import attend, merge
@@ -143,19 +145,20 @@ def test_queries_in_blocks_change_nothing() -> None:
 def test_a_pool_of_bit_patterns() -> None:
     args = arguments(Case())
     pool = jax.lax.bitcast_convert_type(args[1], jnp.uint16)
-    out, lse = jax.jit(attend)(*args)
-    same, same_lse = jax.jit(attend)(args[0], pool, *args[2:])
+    run = jax.jit(partial(attend, target=CPU))
+    out, lse = run(*args)
+    same, same_lse = run(args[0], pool, *args[2:])
     np.testing.assert_array_equal(out, same)
     np.testing.assert_array_equal(lse, same_lse)
     for name in ("mosaic_gpu", "tpu"):
         with pytest.raises(NotImplementedError, match="uint16"):
-            attend(args[0], pool, *args[2:], implementation=name)
+            attend(args[0], pool, *args[2:], target=OF[name], implementation=name)
 
 
 def test_merge_of_parts_is_the_whole() -> None:
     args = arguments(Case(dtype="float32"))
     q, pages, k_table, v_table, lengths, k_new, v_new, start = args
-    run = jax.jit(attend)
+    run = jax.jit(partial(attend, target=CPU))
     outs, lses = [], []
     for part in ((0, 2), (2, 4), (4, 5)):
         at = slice(*part)
@@ -188,4 +191,4 @@ def test_says_what_it_got(index: int, wrong: jax.Array, message: str) -> None:
     args = list(arguments(Case()))
     args[index] = wrong
     with pytest.raises(ValueError, match=message):
-        attend(*args)
+        attend(*args, target=CPU)

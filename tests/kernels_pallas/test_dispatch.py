@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,42 +8,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_targets import CPU, H100, V5E
 
-from ckv_jax.kernels_pallas.dispatch import Kernel, dispatch
+from ckv_jax.kernels_pallas.dispatch import Kernel, choices, dispatch
 from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.target import Target
 
 
 def test_unknown_name() -> None:
     with pytest.raises(ValueError, match="got implementation 'triton', expected one of"):
-        gather(jnp.zeros((2, 8)), jnp.zeros((1, 1), jnp.int32), implementation="triton")
+        gather(jnp.zeros((2, 8)), jnp.zeros((1, 1), jnp.int32), target=CPU, implementation="triton")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("target", [CPU, H100, V5E])
 def test_auto_falls_back_where_a_kernel_says_no(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, backend: str
+    caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
-    class Hopper:
-        compute_capability = "9.0"
-
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
     pages = jnp.arange(14.0).reshape(2, 7)  # 28 bytes a page: for no kernel
-    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.dispatch"):
-        out = gather(pages, jnp.asarray([[1, -1]], jnp.int32))
+    with caplog.at_level("INFO", "ckv_jax.kernels_pallas.dispatch"), choices() as made:
+        out = gather(pages, jnp.asarray([[1, -1]], jnp.int32), target=target)
     np.testing.assert_array_equal(out, np.stack([pages[1], np.zeros(7)])[None])
-    refused = {"gpu": "mosaic_gpu", "tpu": "tpu"}.get(backend)
+    refused = {"gpu": "mosaic_gpu", "tpu": "tpu"}.get(target.platform)
     said = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in said] == (
         [f"reference runs gather; {refused} does not"] if refused else []
     )
     assert all("expected" in line for line in said)
+    [choice] = made
+    assert choice[:2] == ("gather", "reference")
+    assert [why.split(":")[0] for why in choice.refused] == (
+        [f"{refused} does not"] if refused else []
+    )
 
 
 def test_a_new_implementation_is_one_function_and_one_line() -> None:
-    def odd(x: int) -> str:
+    def odd(x: int, *, target: Target) -> str:
         if x % 2 == 0:
             raise NotImplementedError(f"got {x}, expected an odd number")
-        return "odd"
+        return f"odd on {target.platform}"
 
     def small(x: int) -> str:
         if x > 9:
@@ -50,29 +53,58 @@ def test_a_new_implementation_is_one_function_and_one_line() -> None:
         return "small"
 
     kernels = {
-        "elsewhere": Kernel(lambda: pytest.fail("imported"), backend="tpu"),
-        "odd": Kernel(lambda: odd, backend="cpu"),
+        "elsewhere": Kernel(lambda: pytest.fail("imported"), platform="tpu"),
+        "odd": Kernel(lambda: odd, platform="cpu"),
         "small": Kernel(lambda: small),
     }
-    assert [dispatch("auto", kernels, x) for x in (1, 2, 11)] == ["odd", "small", "odd"]
+
+    def run(x: int) -> str:
+        return dispatch("parity", "auto", kernels, CPU, x)  # type: ignore[no-any-return]
+
+    with choices() as outer:
+        with choices() as made:
+            assert [run(x) for x in (1, 2, 11)] == ["odd on cpu", "small", "odd on cpu"]
+        assert run(3) == "odd on cpu"
+    assert [choice.implementation for choice in made] == ["odd", "small", "odd"]
+    assert made[1].refused == ("odd does not: got 2, expected an odd number",)
+    assert [choice.implementation for choice in outer] == ["odd", "small", "odd", "odd"]
     with pytest.raises(NotImplementedError, match=r"odd does not: got 12.*small does not: got 12"):
-        dispatch("auto", kernels, 12)
-    assert dispatch("small", kernels, 1) == "small"  # type: ignore[arg-type]
+        run(12)
+    assert dispatch("parity", "small", kernels, CPU, 1) == "small"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("capability", "reason"), [("8.0", "newer"), ("7.5", "newer")])
-def test_gpus_without_the_units_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capability: str, reason: str
-) -> None:
-    class Older:
-        compute_capability = capability
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Older()])
+@pytest.mark.parametrize("capability", [(8, 0), (7, 5), None])
+def test_gpus_without_the_units_are_refused(capability: tuple[int, int] | None) -> None:
+    older = dataclasses.replace(H100, capability=capability)
     args = (jnp.zeros((2, 128)), jnp.zeros((1, 1), jnp.int32))
-    with pytest.raises(NotImplementedError, match=reason):
-        gather(*args, implementation="mosaic_gpu")
-    np.testing.assert_array_equal(gather(*args), np.zeros((1, 1, 128)))
+    with pytest.raises(NotImplementedError, match="newer"):
+        gather(*args, target=older, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(gather(*args, target=older), np.zeros((1, 1, 128)))
+
+
+class Device:
+    """What `Target.of` looks at."""
+
+    def __init__(self, **facts: object) -> None:
+        self.__dict__ |= facts
+
+
+def test_targets_of_devices() -> None:
+    cuda = Device(
+        platform="cuda", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132
+    )
+    assert Target.of(cuda) == Target(
+        platform="gpu", kind="NVIDIA H200", capability=(9, 0), cores=132
+    )
+    rocm = Device(platform="gpu", device_kind="MI300X", compute_capability="gfx942")
+    assert Target.of(rocm) == Target(platform="gpu", kind="MI300X")
+    tpu = Device(platform="tpu", device_kind="TPU v4", num_cores=2)
+    assert Target.of(tpu) == Target(platform="tpu", kind="TPU v4", cores=2)
+    assert Target.here().in_host_memory == (jax.default_backend() == "cpu")
+    with pytest.raises(ValueError, match="got platform 'npu'"):
+        Target(platform="npu")
+    with pytest.raises(ValueError, match="got 0 cores"):
+        Target(platform="cpu", cores=0)
 
 
 def test_a_cpu_loads_no_kernels_of_other_machines() -> None:
@@ -81,7 +113,8 @@ def test_a_cpu_loads_no_kernels_of_other_machines() -> None:
         "from ckv_jax.kernels_pallas.gather.api import gather\n"
         "from ckv_jax.kernels_pallas.score import api\n"
         "from ckv_jax.kernels_pallas.attend import api\n"
-        "gather(jnp.zeros((2, 8)), jnp.zeros((1, 1), jnp.int32))\n"
+        "from ckv_jax.kernels_pallas.target import Target\n"
+        "gather(jnp.zeros((2, 8)), jnp.zeros((1, 1), jnp.int32), target=Target.here())\n"
         "print([m for m in sys.modules if 'pallas' in m and 'mosaic_gpu' in m])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_targets import CPU, H100, V5E
 
 from ckv_jax.kernels_pallas.gather.api import gather
 
@@ -57,18 +58,18 @@ def test_nothing_to_gather(kernel: Callable[..., Any]) -> None:
 def test_says_what_it_got() -> None:
     pages = jnp.zeros((3, 16, 8))
     with pytest.raises(ValueError, match=r"got table int32\[3\]|got table int32\(3,\)"):
-        gather(pages, jnp.zeros(3, jnp.int32))
+        gather(pages, jnp.zeros(3, jnp.int32), target=CPU)
     with pytest.raises(ValueError, match="float32"):
-        gather(pages, jnp.zeros((1, 3)))
+        gather(pages, jnp.zeros((1, 3)), target=CPU)
     with pytest.raises(ValueError, match="P > 0"):
-        gather(pages[:0], jnp.zeros((1, 3), jnp.int32))
+        gather(pages[:0], jnp.zeros((1, 3), jnp.int32), target=CPU)
 
 
 def test_odd_pages_are_refused_by_name_only() -> None:
     pages = jnp.arange(21.0).reshape(3, 7)
     table = jnp.asarray([[2]], jnp.int32)
     with pytest.raises(NotImplementedError, match="7 elements"):
-        gather(pages, table, implementation="mosaic_gpu")
+        gather(pages, table, target=H100, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="at least 2 dimensions"):
-        gather(pages, table, implementation="tpu")
-    np.testing.assert_array_equal(gather(pages, table)[0], pages[2:])
+        gather(pages, table, target=V5E, implementation="tpu")
+    np.testing.assert_array_equal(gather(pages, table, target=CPU)[0], pages[2:])

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from kernel_targets import OF
 
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -23,11 +24,13 @@ def shaped(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 @pytest.fixture(params=list(PLATFORMS))
 def lower(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """lower(function, *shapes) lowers function(..., implementation=...) and finds the kernel."""
+    """lower(function, *shapes) lowers function(..., target=..., implementation=...)."""
     platform, custom_call = PLATFORMS[request.param]
 
     def check(function: Callable[..., Any], *args: Any) -> None:
-        traced = jax.jit(lambda *a: function(*a, implementation=request.param)).trace(*args)
+        name = request.param
+        run = jax.jit(lambda *a: function(*a, target=OF[name], implementation=name))
+        traced = run.trace(*args)
         assert custom_call in traced.lower(lowering_platforms=(platform,)).as_text()
 
     return check
@@ -68,14 +71,14 @@ def test_score(lower: Callable[..., None], kind: type[Probe]) -> None:
         ),
     }
 
-    def run(q: Any, count: Any, lengths: Any, *probe: Any, implementation: Any) -> Any:
+    def run(q: Any, count: Any, lengths: Any, *probe: Any, **how: Any) -> Any:
         return score(
             q,
             kind(*probe),
             num_tokens=count,
             q_lengths=lengths,
             chunk_tokens=CHUNK,
-            implementation=implementation,
+            **how,
         )
 
     q = shaped(jnp.bfloat16, 1, QUERIES, HEADS, DIM)

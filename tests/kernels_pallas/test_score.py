@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_targets import CPU, OF
 
 from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
@@ -140,7 +141,10 @@ def test_a_selection_by_four_layers_takes_little_memory(batch: int) -> None:
     probes = tuple(make_probe(rng, "int4", case)[0] for _ in range(4))
 
     def run(q: jax.Array, probes: tuple[Probe, ...], tokens: jax.Array, n: jax.Array) -> jax.Array:
-        return sum((score(q, p, num_tokens=tokens, q_lengths=n, chunk_tokens=16)) for p in probes)
+        return sum(
+            (score(q, p, num_tokens=tokens, q_lengths=n, chunk_tokens=16, target=CPU))
+            for p in probes
+        )
 
     lengths = jnp.asarray(case.lengths, jnp.int32)
     call = jax.jit(run).lower(make_queries(rng, case), probes, jnp.int32(5008), lengths)
@@ -154,17 +158,18 @@ def test_keys_as_bit_patterns() -> None:
     probe, _ = make_probe(rng, "keys", case)
     assert isinstance(probe, Keys)
     bits = Keys(jax.lax.bitcast_convert_type(probe.keys, jnp.uint16))
-    rest = {
+    rest: dict[str, Any] = {
+        "target": CPU,
         "num_tokens": jnp.int32(199),
         "q_lengths": jnp.asarray(case.lengths, jnp.int32),
         "chunk_tokens": case.chunk,
     }
     q = make_queries(rng, case)
-    run = jax.jit(score, static_argnames="chunk_tokens")
+    run = jax.jit(score, static_argnames=("chunk_tokens", "target"))
     np.testing.assert_array_equal(run(q, bits, **rest), run(q, probe, **rest))
     for name in ("mosaic_gpu", "tpu"):
         with pytest.raises(NotImplementedError, match="uint16"):
-            score(q, bits, **rest, implementation=name)
+            score(q, bits, **rest | {"target": OF[name]}, implementation=name)
 
 
 def test_no_logits_of_all_keys_in_memory() -> None:
@@ -173,7 +178,9 @@ def test_no_logits_of_all_keys_in_memory() -> None:
     def run(q: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
         probe = Int8Keys(codes, scale)
         lengths = jnp.asarray([32], jnp.int32)
-        return score(q, probe, num_tokens=jnp.int32(32768), q_lengths=lengths, chunk_tokens=16)
+        return score(
+            q, probe, num_tokens=jnp.int32(32768), q_lengths=lengths, chunk_tokens=16, target=CPU
+        )
 
     compiled = (
         jax.jit(run)
@@ -190,7 +197,8 @@ def test_no_logits_of_all_keys_in_memory() -> None:
 def test_says_what_it_got() -> None:
     case, rng = Case(), np.random.default_rng()
     q = make_queries(rng, case)
-    good = {
+    good: dict[str, Any] = {
+        "target": CPU,
         "num_tokens": jnp.int32(9),
         "q_lengths": jnp.asarray(case.lengths, jnp.int32),
         "chunk_tokens": 16,

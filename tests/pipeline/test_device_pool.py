@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_targets import CPU
 
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import HostPool
@@ -25,7 +26,7 @@ def content(pool: DevicePool, dtype: object) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_and_read_are_bit_exact(dtype: object) -> None:
-    pool = DevicePool(7, SHAPE, np.dtype(dtype))
+    pool = DevicePool(7, SHAPE, np.dtype(dtype), CPU)
     rows = packs(4, dtype)
     pool.write(rows, np.array([6, -1, 0, 3])).block_until_ready()
     expected = np.zeros((7, *SHAPE), dtype)
@@ -36,7 +37,7 @@ def test_write_and_read_are_bit_exact(dtype: object) -> None:
 
 
 def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
-    pool = DevicePool(64, SHAPE, np.dtype(np.float32))
+    pool = DevicePool(64, SHAPE, np.dtype(np.float32), CPU)
     rows = packs(16, np.float32)
     for turn in range(4):
         rows[...] = packs(16, np.float32, turn)
@@ -48,7 +49,7 @@ def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
 
 def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     dtype = np.dtype(ml_dtypes.bfloat16)
-    pool, host = DevicePool(20, SHAPE, dtype), HostPool(20, SHAPE, dtype)
+    pool, host = DevicePool(20, SHAPE, dtype, CPU), HostPool(20, SHAPE, dtype)
     host.write(np.arange(20, dtype=np.int32), packs(20, dtype))
     staging = Staging(3, SHAPE, dtype, pool.write)
     order = np.random.default_rng(1).permutation(20).astype(np.int32)
@@ -62,7 +63,7 @@ def test_staging_moves_scattered_host_packs_in_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mapped_pool_is_the_memory_that_is_read_into(dtype: object) -> None:
-    pool, host = MappedPool(7, SHAPE, np.dtype(dtype)), HostPool(3, SHAPE, dtype)
+    pool, host = MappedPool(7, SHAPE, np.dtype(dtype), CPU), HostPool(3, SHAPE, dtype)
     pages = pool.pages
     pool.packs[5] = packs(1, dtype)[0]
     pool.write(packs(3, dtype, 1), np.array([6, -1, 0]))

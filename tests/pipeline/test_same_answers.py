@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request
-from ckv_jax.memory import memory
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.systems import system_named
 
 PREFIX = tokens(400)
@@ -95,7 +95,7 @@ def test_logits_are_bit_identical(
         io_threads=threads,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "in_host_memory", lambda: mapped)
+        patch.setattr(Target, "in_host_memory", mapped)
         engine = plain.variant(config, store=UnsteadyStore(plain.store))
     with engine:
         for got, expected in zip(answers(engine), answers(plain), strict=True):
