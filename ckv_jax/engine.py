@@ -111,6 +111,7 @@ class Engine:
             prefill_bytes=self._worker.prefill_bytes,
             fingerprint=fingerprint,
             layout=self.layout,
+            codec=self.system.coder,
             salt=config.salt,
         )
         self._intake = Intake(self._placement, self._scheduler)

@@ -16,6 +16,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.storage.codec import Codec, check_codec, decoded
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -42,9 +43,11 @@ class Ingest:
         prefill_bytes: Callable[[int], int],
         fingerprint: Fingerprint,
         layout: Layout,
+        codec: Codec | None,
         salt: str,
     ) -> None:
         self._store = store
+        self._codec = codec
         self._prefills = prefills
         self._scheduler = scheduler
         self._prefill_bytes = prefill_bytes
@@ -86,7 +89,7 @@ class Ingest:
             before = self._longest(tokens[:first])
             if before.num_tokens < first:
                 raise SegmentDamaged(f"the first {first} tokens are not stored any more")
-            head = read_kv(self._store, before, first_chunk=whole // size)
+            head = read_kv(self._store, before, first_chunk=whole // size, codec=self._codec)
             kv = np.concatenate([head, kv.view(self._layout.numpy_dtype)], axis=2)
         with self._writer(tokens, parent, provenance) as writer:
             writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
@@ -108,6 +111,7 @@ class Ingest:
             parent=parent,
             salt=self._salt,
             provenance=provenance,
+            codec=self._codec,
         )
 
     def _store_after(
@@ -119,7 +123,7 @@ class Ingest:
             if parent is not None:
                 reader = stack.enter_context(self._store.reader(parent))
             writer = stack.enter_context(self._writer(tokens, parent))
-            way = _Way(EarlierKv(self._layout, whole, reader, writer))
+            way = _Way(EarlierKv(self._layout, self._codec, whole, reader, writer))
             rest = tokens[whole:]
             job = Job(
                 way.compute(self._prefills, rest, whole),
@@ -183,10 +187,16 @@ class EarlierKv:
     """
 
     def __init__(
-        self, layout: Layout, whole: int, reader: PrefixReader | None, writer: SegmentWriter
+        self,
+        layout: Layout,
+        codec: Codec | None,
+        whole: int,
+        reader: PrefixReader | None,
+        writer: SegmentWriter,
     ) -> None:
         self.whole = whole
         self._layout = layout
+        self._codec = codec
         self._reader = reader
         self._writer = writer
 
@@ -199,39 +209,45 @@ class EarlierKv:
         return kv[:, :, skip : skip + stop - first]
 
     def _packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        packs = np.empty((len(chunks), *self._layout.pack_shape), self._layout.numpy_dtype)
-        old = chunks < self.whole // self._layout.chunk_tokens
-        if old.any():
+        layout, whole = self._layout, self.whole // self._layout.chunk_tokens
+        stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
+        old = int(np.searchsorted(chunks, whole))
+        if old:
             assert self._reader is not None
-            packs[old] = _read(self._reader, group, chunks[old])
-        for row in np.flatnonzero(~old).tolist():
-            chunk = int(chunks[row]) - self.whole // self._layout.chunk_tokens
-            self._writer.read_back(group, chunk, packs[row])
-        return packs
+            _read(self._reader, group, chunks[:old], stored[:old])
+        if old < len(chunks):
+            self._writer.read_back(group, int(chunks[old]) - whole, stored[old:])
+        return decoded(self._codec, stored, layout)
 
 
-def read_kv(store: ChunkStore, prefix: Prefix, *, first_chunk: int = 0) -> np.ndarray:
+def read_kv(
+    store: ChunkStore, prefix: Prefix, *, first_chunk: int = 0, codec: Codec | None = None
+) -> np.ndarray:
     """Keys and values [L, 2, T, K, D] of a stored prefix, T from the first token of `first_chunk`.
 
-    Raises `SegmentDamaged` for what cannot be read.
+    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read.
     """
+    check_codec(codec, prefix.layout)
     layout = prefix.layout
+
+    def read(group: int, chunks: np.ndarray) -> np.ndarray:
+        stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
+        _read(reader, group, chunks, stored)
+        return decoded(codec, stored, layout)
+
     chunks = np.arange(first_chunk, prefix.num_chunks)
     with store.reader(prefix) as reader:
-        kv = _kv_of(layout, range(layout.num_layers), chunks, lambda g, c: _read(reader, g, c))
+        kv = _kv_of(layout, range(layout.num_layers), chunks, read)
     return kv[:, :, : prefix.num_tokens - first_chunk * layout.chunk_tokens]
 
 
-def _read(reader: PrefixReader, group: int, chunks: np.ndarray) -> np.ndarray:
-    layout = reader.prefix.layout
-    packs = np.empty((len(chunks), *layout.pack_shape), layout.numpy_dtype)
+def _read(reader: PrefixReader, group: int, chunks: np.ndarray, out: np.ndarray) -> None:
     try:
-        ok = reader.read_packs(group, chunks, packs)
+        ok = reader.read_packs(group, chunks, out)
     except CkvError as error:
         raise SegmentDamaged(f"the packs of group {group} cannot be read: {error}") from error
     if not ok.all():
         raise SegmentDamaged(f"{int((~ok).sum())} packs of group {group} cannot be read")
-    return packs
 
 
 def _kv_of(

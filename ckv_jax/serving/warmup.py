@@ -35,6 +35,7 @@ def warm(
     """
     jobs = job_packs(prefix.layout)
     worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), prefix.num_chunks)
+    worker.landing.warm()
     chunked = worker.system.chunked
     units = prefix.num_chunks if chunked else prefix.num_tokens
     for batch in _powers(1, batch_bucket(max_batch)):
