@@ -14,6 +14,7 @@ import numpy as np
 
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.prefill import Block, Prefills
+from ckv_jax.request import Completion
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.storage.codec import Codec, check_codec, decoded
@@ -94,6 +95,22 @@ class Ingest:
         with self._writer(tokens, parent, provenance) as writer:
             writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
             return writer.commit()
+
+    def append(self, text: Completion, *, exact: bool) -> Prefix:
+        """Stores a generation's tokens and KV as one prefix; see `Engine.append`."""
+        if text.kv is None:
+            raise ValueError("got a generation without its KV, expected one with keep_kv=True")
+        tokens = np.concatenate([text.prefix.tokens, text.suffix, text.token_ids])
+        tokens = tokens.astype(np.int32)
+        first, before = text.prefix.num_tokens, text.prefix.provenance
+        whole = not first or (text.budget == 1.0 and before == "exact")
+        if exact and not whole:
+            return self.store(tokens)
+        provenance = "exact" if whole else f"budget:{text.budget:g}"
+        try:
+            return self.write(tokens, text.kv, first, provenance=provenance)
+        except SegmentDamaged:
+            return self.store(tokens)  # what it stands on is gone: all is computed again
 
     def _longest(self, tokens: np.ndarray) -> Prefix:
         return self._store.longest_prefix(
@@ -201,23 +218,33 @@ class EarlierKv:
         self._writer = writer
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
-        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read."""
+        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read.
+
+        Of what this ingest has written, no more is read than is asked for.
+        """
         size = self._layout.chunk_tokens
         chunks = np.arange(first // size, -(-stop // size))
         kv = _kv_of(self._layout, layers, chunks, self._packs)
         skip = first - int(chunks[0]) * size
         return kv[:, :, skip : skip + stop - first]
 
-    def _packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
+    def _packs(self, group: int, chunks: np.ndarray, places: slice) -> np.ndarray:
         layout, whole = self._layout, self.whole // self._layout.chunk_tokens
-        stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
         old = int(np.searchsorted(chunks, whole))
+        parts = []
         if old:
             assert self._reader is not None
-            _read(self._reader, group, chunks[:old], stored[:old])
+            parts.append(_read(self._reader, group, chunks[:old], self._codec)[:, places])
         if old < len(chunks):
-            self._writer.read_back(group, int(chunks[old]) - whole, stored[old:])
-        return decoded(self._codec, stored, layout)
+            shape, part = (len(chunks) - old, *layout.stored_shape), slice(None)
+            if self._codec is None:
+                shape = (shape[0], places.stop - places.start, *layout.stored_shape[1:])
+            else:
+                part = places
+            stored = np.empty(shape, layout.stored_dtype)
+            self._writer.read_back(group, int(chunks[old]) - whole, stored, layer=places.start)
+            parts.append(decoded(self._codec, stored, layout)[:, part])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def read_kv(
@@ -229,55 +256,47 @@ def read_kv(
     """
     check_codec(codec, prefix.layout)
     layout = prefix.layout
-
-    def read(group: int, chunks: np.ndarray) -> np.ndarray:
-        stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
-        _read(reader, group, chunks, stored)
-        return decoded(codec, stored, layout)
-
     chunks = np.arange(first_chunk, prefix.num_chunks)
     with store.reader(prefix) as reader:
+
+        def read(group: int, chunks: np.ndarray, places: slice) -> np.ndarray:
+            return _read(reader, group, chunks, codec)[:, places]
+
         kv = _kv_of(layout, range(layout.num_layers), chunks, read)
     return kv[:, :, : prefix.num_tokens - first_chunk * layout.chunk_tokens]
 
 
-def _read(reader: PrefixReader, group: int, chunks: np.ndarray, out: np.ndarray) -> None:
+def _read(reader: PrefixReader, group: int, chunks: np.ndarray, codec: Codec | None) -> np.ndarray:
+    """Packs [n, *pack_shape] of a stored prefix."""
+    layout = reader.prefix.layout
+    stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
     try:
-        ok = reader.read_packs(group, chunks, out)
+        ok = reader.read_packs(group, chunks, stored)
     except CkvError as error:
         raise SegmentDamaged(f"the packs of group {group} cannot be read: {error}") from error
     if not ok.all():
         raise SegmentDamaged(f"{int((~ok).sum())} packs of group {group} cannot be read")
+    return decoded(codec, stored, layout)
 
 
 def _kv_of(
     layout: Layout,
     layers: range,
     chunks: np.ndarray,
-    read: Callable[[int, np.ndarray], np.ndarray],
+    read: Callable[[int, np.ndarray, slice], np.ndarray],
 ) -> np.ndarray:
-    """[layers, 2, chunks x C, K, D], from packs `read(group, chunks)` [n, pl, 2, C, K, D]."""
-    shape = (
-        len(layers),
-        2,
-        len(chunks) * layout.chunk_tokens,
-        layout.num_kv_heads,
-        layout.head_dim,
-    )
-    out = np.empty(shape, layout.numpy_dtype)
+    """[layers, 2, chunks x C, K, D], from layers `places` of packs, `read(group, chunks, places)`
+    [n, places, 2, C, K, D]."""
+    size, heads, dim = layout.chunk_tokens, layout.num_kv_heads, layout.head_dim
+    out = np.empty((len(layers), 2, len(chunks), size, heads, dim), layout.numpy_dtype)
     for group in range(layout.groups):
         held = layout.group_layers(group)
-        mine = [layer for layer in held if layer in layers]
-        if not mine:
+        first, stop = max(held.start, layers.start), min(held.stop, layers.stop)
+        if first >= stop:
             continue
-        packs = read(group, chunks)
-        # [M, pl, 2, C, K, D] -> [pl, 2, M * C, K, D]
-        rows = packs.transpose(1, 2, 0, 3, 4, 5).reshape(
-            layout.pack_shape[0], layout.pack_shape[1], -1, *layout.pack_shape[3:]
-        )
-        for layer in mine:
-            if layout.kv_together:
-                out[layer - layers.start] = rows[layer - held.start]
-            else:
-                out[layer - layers.start, group % 2] = rows[0, 0]
-    return out
+        packs = read(group, chunks, slice(first - held.start, stop - held.start))
+        # [M, layers, 2, C, K, D] -> [layers, 2, M, C, K, D]
+        rows = packs.transpose(1, 2, 0, 3, 4, 5)
+        kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
+        out[first - layers.start : stop - layers.start, kinds] = rows
+    return out.reshape(len(layers), 2, -1, heads, dim)

@@ -13,12 +13,7 @@ import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.digest.reader import read_digest
-from ckv_jax.storage.errors import (
-    ReadTimeout,
-    SegmentDamaged,
-    StoreClosed,
-    StoreUnavailable,
-)
+from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, StoreClosed, StoreUnavailable
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.kernel_queue import KernelRead, fits
 from ckv_jax.storage.place.patience import Patience
@@ -96,8 +91,8 @@ class PrefixReader:
         """
         layout = self.prefix.layout
         chunks = np.asarray(chunks)
-        count = len(chunks) if rows is None else len(out)
-        self._check(out, (count, *layout.stored_shape), layout.stored_dtype)
+        size = len(chunks) if rows is None else len(out)
+        self._check(out, (size, *layout.stored_shape), layout.stored_dtype)
         layout.group_layers(group)
         if len(chunks) == 0:
             return np.zeros(0, bool)

@@ -208,11 +208,12 @@ class SegmentWriter:
                 self._draft.probe_crc[row, chunk] = found
         return writes
 
-    def read_back(self, group: int, chunk: int, out: np.ndarray) -> None:
+    def read_back(self, group: int, chunk: int, out: np.ndarray, *, layer: int = 0) -> None:
         """Read packs that `write` was given, from `chunk` on, once they are on disk.
 
-        `out` [n, *layout.stored_shape] of layout.stored_dtype: as they lie there. May be called in
-        another thread than `write`. Raises `StoreError` where they cannot be read.
+        `out` [n, *layout.stored_shape] of layout.stored_dtype: as they lie there; without a codec
+        it may have fewer layers, those from place `layer` of the group on, and no others are read.
+        May be called in another thread than `write`. Raises `StoreError` where they cannot be read.
         """
         last = bisect_right(self._ends, chunk + len(out) - 1)
         if last == len(self._ends):
@@ -223,7 +224,13 @@ class SegmentWriter:
             for index in range(bisect_right(self._ends, chunk), last + 1):
                 self._blocks[index].result()
                 self._jobs[index].result()
-            self._arrays["packs"].get(group * self._draft.chunks + chunk, out)
+            entry, size = group * self._draft.chunks + chunk, out[:1].nbytes
+            if size == self.layout.stored_bytes:
+                self._arrays["packs"].get(entry, out)
+                return
+            offset = layer * (self.layout.pack_bytes // self.layout.pack_layers)
+            for at, row in enumerate(out):
+                self._arrays["packs"].get(entry + at, row, offset)
         except OSError as e:
             raise as_store_error(e) from e
 
