@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +19,7 @@ PIECE_BLOCKS = 4  # blocks of earlier tokens that are attended to at a time
 
 
 class Earlier(Protocol):
-    """Keys and values of tokens ahead of a prefill, wherever they are kept. Read in any thread."""
+    """Keys and values of tokens ahead of a prefill, wherever they are kept."""
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         """[layers, 2, stop - first, K, D] of positions [first, stop), as the store keeps them."""
@@ -182,44 +180,23 @@ class Prefill:
         new = []
         resident = [pair for step in self._buffers for pair in step]
         size = PIECE_BLOCKS * own.block
-        pieces = range(self._window, first, size)
-        wanted = [
-            (layer, piece, min(piece + size, first))
-            for layer in range(own.layers.num_layers)
-            for piece in pieces
-        ]
-        with closing(self._read_ahead(wanted)) as read:
-            for layer in range(own.layers.num_layers):
-                part = own.pieces.open(layer, hidden, at)
-                part = own.pieces.over_rows(part, *resident[layer])
-                for _ in pieces:
-                    before = part.out
-                    part = own.pieces.over_rows(part, *next(read))
-                    before.block_until_ready()  # else pieces of any number pile up in memory
-                hidden = own.pieces.close(layer, hidden, part)
-                new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
+        for layer in range(own.layers.num_layers):
+            part = own.pieces.open(layer, hidden, at)
+            before, part = part, own.pieces.over_rows(part, *resident[layer])
+            for piece in range(self._window, first, size):
+                rows = self._read(layer, piece, min(piece + size, first))  # while others compute
+                before.out.block_until_ready()  # else pieces of any number pile up in memory
+                before, part = part, own.pieces.over_rows(part, *rows)
+            hidden = own.pieces.close(layer, hidden, part)
+            new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
         return np.stack(new), hidden
 
-    def _read_ahead(
-        self, wanted: list[tuple[int, int, int]]
-    ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-        """(K, V) [1, n, K, D] of each (layer, first, stop), the next one read meanwhile.
-
-        Closing it waits for the read under way.
-        """
+    def _read(self, layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(K, V) [1, n, K, D] of one layer, from where earlier tokens are kept."""
         assert self._earlier is not None  # a bounded prefill has it
-        earlier, dtype = self._earlier, self._own.layers.kv_dtype
-
-        def read(layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-            kv = earlier.read(range(layer, layer + 1), first, stop).view(dtype)
-            return kv[0, 0][None], kv[0, 1][None]
-
-        with ThreadPoolExecutor(1, "ckv-read-back") as thread:
-            begun = thread.submit(read, *wanted[0])
-            for following in wanted[1:]:
-                found, begun = begun.result(), thread.submit(read, *following)
-                yield found
-            yield begun.result()
+        kv = self._earlier.read(range(layer, layer + 1), first, stop)
+        bits = kv.view(self._own.layers.kv_dtype)
+        return bits[0, 0][None], bits[0, 1][None]
 
     def _buffer(self, layers: range) -> LayerKv:
         """Zeros for some layers, with the KV of what is before the first token."""
