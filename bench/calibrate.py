@@ -282,7 +282,9 @@ def _work_for_reads(engine: Engine, reader: PrefixReader) -> float:
     layout, config = reader.prefix.layout, engine.config
     memory = Memory(layout, config, engine.system, engine.layers.target)
     resident = Residents(engine.store, memory.tiers, digest_bytes=0).open(reader.prefix)
-    landing = landing_for(memory, layout, host_bytes=config.prefetch_host_bytes)
+    landing = landing_for(
+        memory, layout, host_bytes=config.prefetch_host_bytes, codec=engine.system.coder
+    )
     chunks = np.arange(min(resident.num_chunks, 4 * job_packs(layout)))
     groups = range(min(4, layout.groups))
     trace, spent = Trace(), 0.0

@@ -29,7 +29,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import system_named
+from ckv_jax.systems import system_of
 
 BASE = "contiguous-kv"
 """The system whose layout a prefix is first stored in."""
@@ -172,7 +172,7 @@ class Lab:
             engine.warmup(prefix, max_suffix=longest, budgets=budgets)
 
     def _layout(self, system: str | SystemConfig) -> Layout:
-        config = system_named(system) if isinstance(system, str) else system
+        config = system_of(system)
         return config.layout(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,

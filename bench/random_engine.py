@@ -46,7 +46,7 @@ def random_prefix(engine: Engine, tokens: np.ndarray, *, seed: int = 0) -> Prefi
     rng = np.random.default_rng(seed)
     shape = (layout.num_layers, 2, len(tokens), layout.num_kv_heads, layout.head_dim)
     with engine.store.writer(
-        fingerprint=engine.fingerprint, layout=layout, tokens=tokens
+        fingerprint=engine.fingerprint, layout=layout, tokens=tokens, codec=engine.system.coder
     ) as writer:
         writer.write(0, rng.standard_normal(shape, np.float32).astype(layout.numpy_dtype))
         return writer.commit()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ckv_jax.cache.policy import Policy
+from ckv_jax.storage.codec import CODECS, Codec, codec_id
 from ckv_jax.storage.layout import Layout
 from ckv_jax.validate import check_number, check_text, check_whole
 
@@ -79,6 +80,8 @@ class SystemConfig:
     hidden state that enters the period; more than 1 needs a digest, of these layers."""
     reorder: bool = False
     """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
+    codec: str | Codec = "none"
+    """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk."""
 
     def __post_init__(self) -> None:
         _one_of("selector", self.selector, Selector)
@@ -86,6 +89,8 @@ class SystemConfig:
         _one_of("speculate", self.speculate, Speculate)
         if isinstance(self.policy, str):
             _one_of("policy", self.policy, PolicyName)
+        if isinstance(self.codec, str) and self.codec not in CODECS:
+            raise ValueError(f"got codec={self.codec!r}, expected one of {', '.join(CODECS)}")
         if self.chunk_tokens < 1:
             raise ValueError(f"got chunk_tokens={self.chunk_tokens}, expected at least 1")
         if self.pack_layers not in (1, 2, 4):
@@ -115,6 +120,11 @@ class SystemConfig:
         """Whether the unit of selection is the unit of reading (ours), not tokens (rivals)."""
         return self.selector == "chunk"
 
+    @property
+    def coder(self) -> Codec | None:
+        """What `codec` names; None where packs lie on disk as they are in memory."""
+        return CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+
     def layout(self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
         """How a prefix of such a model lies on disk for this system."""
         periods = [
@@ -122,7 +132,7 @@ class SystemConfig:
             for first in range(0, num_layers, self.period)
         ]
         scored = [layer for p in periods for layer in scoring_layers(p, self.score_layers)]
-        return Layout(
+        plain = Layout(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -134,6 +144,10 @@ class SystemConfig:
             digest=self.digest,
             digest_layers=() if self.digest == "none" else tuple(scored),
         )
+        if self.coder is None:
+            return plain
+        size = self.coder.num_bytes(plain)
+        return replace(plain, codec=codec_id(self.coder), codec_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from jax import Array
 
 from ckv_jax import compilation_cache
 from ckv_jax.config import EngineConfig, SystemConfig, check_budget
-from ckv_jax.errors import CkvError
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
@@ -30,6 +28,7 @@ from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_as
 from ckv_jax.serving.intake import Intake, Way, sampled, several
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.prompts import Prompts
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.streams import Item, TokenStream, result_of, results
@@ -37,12 +36,11 @@ from ckv_jax.serving.warmup import warm
 from ckv_jax.serving.worker import Worker
 from ckv_jax.stats import EngineStats, stats_of
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import system_named
+from ckv_jax.systems import system_of
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
@@ -80,7 +78,7 @@ class Engine:
         self.store = store
         self.fingerprint = fingerprint
         self.model_config = layers.config
-        self.system = _system(config)
+        self.system = system_of(config.system)
         self.layout = _layout(self.system, layers.config, config)
         self._placement = Placement(
             model=layers.config,
@@ -99,7 +97,7 @@ class Engine:
             system=self.system,
             layout=self.layout,
             config=config,
-            store_prompt=self._store_prompt,
+            store_prompt=lambda sequence: self._prompts.store(sequence),
         )
         self._scheduler = Scheduler(
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
@@ -111,10 +109,11 @@ class Engine:
             prefill_bytes=self._worker.prefill_bytes,
             fingerprint=fingerprint,
             layout=self.layout,
+            codec=self.system.coder,
             salt=config.salt,
         )
         self._intake = Intake(self._placement, self._scheduler)
-        self._prompts = ThreadPoolExecutor(1, "ckv-prompt")
+        self._prompts = Prompts(self._ingest, self._scheduler)
         self._owns_store = True
         self._closed = False
 
@@ -134,7 +133,7 @@ class Engine:
         only when all else is right.
         """
         config = config or EngineConfig()
-        system = _system(config)
+        system = system_of(config.system)
         path = Path(folder)
         if config.compilation_cache:
             compilation_cache.enable()
@@ -174,7 +173,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._prompts.shutdown()
+        self._prompts.close()
         try:
             self._worker.close()
         finally:
@@ -224,24 +223,7 @@ class Engine:
         computed again densely, so that the prefix is what `ingest` would store; without, the KV is
         stored as it is, under an id that no lookup of exact KV finds.
         """
-        completion = generation.completion()
-        if completion.kv is None:
-            raise ValueError("got a generation without its KV, expected one with keep_kv=True")
-        tokens = np.concatenate(
-            [completion.prefix.tokens, completion.suffix, completion.token_ids]
-        ).astype(np.int32)
-        stands_on = completion.prefix
-        whole = not stands_on.num_tokens or (
-            completion.budget == 1.0 and stands_on.provenance == "exact"
-        )
-        if exact and not whole:
-            return self._ingest.store(tokens)
-        provenance = "exact" if whole else f"budget:{completion.budget:g}"
-        first = completion.prefix.num_tokens
-        try:
-            return self._ingest.write(tokens, completion.kv, first, provenance=provenance)
-        except SegmentDamaged:
-            return self._ingest.store(tokens)  # what it stands on is gone: all is computed again
+        return self._ingest.append(generation.completion(), exact=exact)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -329,22 +311,6 @@ class Engine:
         self._scheduler.add(self._worker.dense_job(sequence))
         return result_of(sequence)
 
-    def _store_prompt(self, sequence: Sequence) -> None:
-        """Ingests a prompt too long to be computed in one piece of memory, then answers it."""
-
-        def run() -> None:
-            try:
-                tokens = sequence.tokens
-                prefix = self._ingest.store(tokens[:-1])
-                sequence.place(prefix, tokens[prefix.num_tokens :], 1.0)
-                self._scheduler.submit([sequence])
-            except (CkvError, ValueError) as error:
-                sequence.fail(error)
-            except BaseException as error:
-                sequence.crash(error)
-
-        self._prompts.submit(run)
-
     @property
     def _window(self) -> int:
         return 2 * self.config.max_batch  # one batch computing, one waiting
@@ -388,7 +354,9 @@ class Engine:
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, period by period; else empty."""
-        chosen = self._call(lambda: dict(self._worker.residents.open(prefix).last_selection))
+        chosen = self._scheduler.call(
+            lambda: dict(self._worker.residents.open(prefix).last_selection)
+        )
         return [chosen[period] for period in sorted(chosen)]
 
     def stats(self) -> EngineStats:
@@ -409,19 +377,6 @@ class Engine:
     def periods(self) -> int:
         """Selections that one request makes."""
         return self._worker.plan.periods
-
-    def _call(self, call: Callable[[], Any]) -> Any:
-        """The result of a short call that has to be made in the engine thread."""
-
-        def steps() -> Generator[None, None, Any]:
-            return call()
-            yield
-
-        return self._scheduler.add(Job(steps())).future.result()
-
-
-def _system(config: EngineConfig) -> SystemConfig:
-    return system_named(config.system) if isinstance(config.system, str) else config.system
 
 
 def _layout(system: SystemConfig, model: ModelConfig, config: EngineConfig) -> Layout:

@@ -14,8 +14,10 @@ import numpy as np
 
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.prefill import Block, Prefills
+from ckv_jax.request import Completion
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.storage.codec import Codec, check_codec, decoded
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -42,9 +44,11 @@ class Ingest:
         prefill_bytes: Callable[[int], int],
         fingerprint: Fingerprint,
         layout: Layout,
+        codec: Codec | None,
         salt: str,
     ) -> None:
         self._store = store
+        self._codec = codec
         self._prefills = prefills
         self._scheduler = scheduler
         self._prefill_bytes = prefill_bytes
@@ -86,11 +90,27 @@ class Ingest:
             before = self._longest(tokens[:first])
             if before.num_tokens < first:
                 raise SegmentDamaged(f"the first {first} tokens are not stored any more")
-            head = read_kv(self._store, before, first_chunk=whole // size)
+            head = read_kv(self._store, before, first_chunk=whole // size, codec=self._codec)
             kv = np.concatenate([head, kv.view(self._layout.numpy_dtype)], axis=2)
         with self._writer(tokens, parent, provenance) as writer:
             writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
             return writer.commit()
+
+    def append(self, text: Completion, *, exact: bool) -> Prefix:
+        """Stores a generation's tokens and KV as one prefix; see `Engine.append`."""
+        if text.kv is None:
+            raise ValueError("got a generation without its KV, expected one with keep_kv=True")
+        tokens = np.concatenate([text.prefix.tokens, text.suffix, text.token_ids])
+        tokens = tokens.astype(np.int32)
+        first, before = text.prefix.num_tokens, text.prefix.provenance
+        whole = not first or (text.budget == 1.0 and before == "exact")
+        if exact and not whole:
+            return self.store(tokens)
+        provenance = "exact" if whole else f"budget:{text.budget:g}"
+        try:
+            return self.write(tokens, text.kv, first, provenance=provenance)
+        except SegmentDamaged:
+            return self.store(tokens)  # what it stands on is gone: all is computed again
 
     def _longest(self, tokens: np.ndarray) -> Prefix:
         return self._store.longest_prefix(
@@ -108,6 +128,7 @@ class Ingest:
             parent=parent,
             salt=self._salt,
             provenance=provenance,
+            codec=self._codec,
         )
 
     def _store_after(
@@ -119,7 +140,7 @@ class Ingest:
             if parent is not None:
                 reader = stack.enter_context(self._store.reader(parent))
             writer = stack.enter_context(self._writer(tokens, parent))
-            way = _Way(EarlierKv(self._layout, whole, reader, writer))
+            way = _Way(EarlierKv(self._layout, self._codec, whole, reader, writer))
             rest = tokens[whole:]
             job = Job(
                 way.compute(self._prefills, rest, whole),
@@ -183,85 +204,99 @@ class EarlierKv:
     """
 
     def __init__(
-        self, layout: Layout, whole: int, reader: PrefixReader | None, writer: SegmentWriter
+        self,
+        layout: Layout,
+        codec: Codec | None,
+        whole: int,
+        reader: PrefixReader | None,
+        writer: SegmentWriter,
     ) -> None:
         self.whole = whole
         self._layout = layout
+        self._codec = codec
         self._reader = reader
         self._writer = writer
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
-        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read."""
+        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read.
+
+        Of what this ingest has written, no more is read than is asked for.
+        """
         size = self._layout.chunk_tokens
         chunks = np.arange(first // size, -(-stop // size))
         kv = _kv_of(self._layout, layers, chunks, self._packs)
         skip = first - int(chunks[0]) * size
         return kv[:, :, skip : skip + stop - first]
 
-    def _packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        packs = np.empty((len(chunks), *self._layout.pack_shape), self._layout.numpy_dtype)
-        old = chunks < self.whole // self._layout.chunk_tokens
-        if old.any():
+    def _packs(self, group: int, chunks: np.ndarray, places: slice) -> np.ndarray:
+        layout, whole = self._layout, self.whole // self._layout.chunk_tokens
+        old = int(np.searchsorted(chunks, whole))
+        parts = []
+        if old:
             assert self._reader is not None
-            packs[old] = _read(self._reader, group, chunks[old])
-        for row in np.flatnonzero(~old).tolist():
-            chunk = int(chunks[row]) - self.whole // self._layout.chunk_tokens
-            self._writer.read_back(group, chunk, packs[row])
-        return packs
+            parts.append(_read(self._reader, group, chunks[:old], self._codec)[:, places])
+        if old < len(chunks):
+            shape, part = (len(chunks) - old, *layout.stored_shape), slice(None)
+            if self._codec is None:
+                shape = (shape[0], places.stop - places.start, *layout.stored_shape[1:])
+            else:
+                part = places
+            stored = np.empty(shape, layout.stored_dtype)
+            self._writer.read_back(group, int(chunks[old]) - whole, stored, layer=places.start)
+            parts.append(decoded(self._codec, stored, layout)[:, part])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def read_kv(store: ChunkStore, prefix: Prefix, *, first_chunk: int = 0) -> np.ndarray:
+def read_kv(
+    store: ChunkStore, prefix: Prefix, *, first_chunk: int = 0, codec: Codec | None = None
+) -> np.ndarray:
     """Keys and values [L, 2, T, K, D] of a stored prefix, T from the first token of `first_chunk`.
 
-    Raises `SegmentDamaged` for what cannot be read.
+    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read.
     """
+    check_codec(codec, prefix.layout)
     layout = prefix.layout
     chunks = np.arange(first_chunk, prefix.num_chunks)
     with store.reader(prefix) as reader:
-        kv = _kv_of(layout, range(layout.num_layers), chunks, lambda g, c: _read(reader, g, c))
+
+        def read(group: int, chunks: np.ndarray, places: slice) -> np.ndarray:
+            return _read(reader, group, chunks, codec)[:, places]
+
+        kv = _kv_of(layout, range(layout.num_layers), chunks, read)
     return kv[:, :, : prefix.num_tokens - first_chunk * layout.chunk_tokens]
 
 
-def _read(reader: PrefixReader, group: int, chunks: np.ndarray) -> np.ndarray:
+def _read(reader: PrefixReader, group: int, chunks: np.ndarray, codec: Codec | None) -> np.ndarray:
+    """Packs [n, *pack_shape] of a stored prefix."""
     layout = reader.prefix.layout
-    packs = np.empty((len(chunks), *layout.pack_shape), layout.numpy_dtype)
+    stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
     try:
-        ok = reader.read_packs(group, chunks, packs)
+        ok = reader.read_packs(group, chunks, stored)
     except CkvError as error:
         raise SegmentDamaged(f"the packs of group {group} cannot be read: {error}") from error
     if not ok.all():
         raise SegmentDamaged(f"{int((~ok).sum())} packs of group {group} cannot be read")
-    return packs
+    return decoded(codec, stored, layout)
 
 
 def _kv_of(
     layout: Layout,
     layers: range,
     chunks: np.ndarray,
-    read: Callable[[int, np.ndarray], np.ndarray],
+    read: Callable[[int, np.ndarray, slice], np.ndarray],
 ) -> np.ndarray:
-    """[layers, 2, chunks x C, K, D], from packs `read(group, chunks)` [n, pl, 2, C, K, D]."""
-    shape = (
-        len(layers),
-        2,
-        len(chunks) * layout.chunk_tokens,
-        layout.num_kv_heads,
-        layout.head_dim,
-    )
-    out = np.empty(shape, layout.numpy_dtype)
+    """[layers, 2, chunks x C, K, D], from layers `places` of packs, `read(group, chunks, places)`
+    [n, places, 2, C, K, D]."""
+    size, heads, dim = layout.chunk_tokens, layout.num_kv_heads, layout.head_dim
+    out = np.empty((len(layers), 2, len(chunks), size, heads, dim), layout.numpy_dtype)
     for group in range(layout.groups):
         held = layout.group_layers(group)
-        mine = [layer for layer in held if layer in layers]
-        if not mine:
+        first, stop = max(held.start, layers.start), min(held.stop, layers.stop)
+        if first >= stop:
             continue
-        packs = read(group, chunks)
-        # [M, pl, 2, C, K, D] -> [pl, 2, M * C, K, D]
-        rows = packs.transpose(1, 2, 0, 3, 4, 5).reshape(
-            layout.pack_shape[0], layout.pack_shape[1], -1, *layout.pack_shape[3:]
-        )
-        for layer in mine:
-            if layout.kv_together:
-                out[layer - layers.start] = rows[layer - held.start]
-            else:
-                out[layer - layers.start, group % 2] = rows[0, 0]
-    return out
+        packs = read(group, chunks, slice(first - held.start, stop - held.start))
+        # [M, layers, 2, C, K, D] -> [layers, 2, M, C, K, D]
+        rows = packs.transpose(1, 2, 0, 3, 4, 5)
+        kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
+        out[first - layers.start : stop - layers.start, kinds] = rows
+    return out.reshape(len(layers), 2, -1, heads, dim)

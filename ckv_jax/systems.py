@@ -82,3 +82,8 @@ def system_named(name: str) -> SystemConfig:
     if name not in SYSTEMS:
         raise ValueError(f"got system={name!r}, expected one of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
+
+
+def system_of(system: str | SystemConfig) -> SystemConfig:
+    """A system given by its name, or itself. Raises `ValueError` for a name there is none of."""
+    return system_named(system) if isinstance(system, str) else system

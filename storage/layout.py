@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,10 @@ import numpy as np
 
 VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
+CODED_VERSION = 3
+"""Of layouts with a codec: what knows none leaves their segments alone."""
+PLAIN = "none"
+"""The codec of packs that lie on disk as they are in memory."""
 
 _DTYPES: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "uint16"),
@@ -23,6 +28,7 @@ _DTYPES: dict[str, tuple[Any, str]] = {
 }
 _PROBES = ("keys", "heads", "none")
 _DIGESTS = ("none", "int8", "int4", "pq")
+_CODEC = re.compile(r"[a-z0-9-]{1,64}:[0-9]{1,9}")
 _PROBE_HEADS = 3  # IMPRESS §4.1: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
@@ -52,6 +58,8 @@ class Layout:
         digest.
       reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
         mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
+      codec: "none", or name and version of what encodes packs (`codec.py`).
+      codec_bytes: bytes of one encoded pack; 0 without a codec.
     """
 
     num_layers: int
@@ -65,6 +73,8 @@ class Layout:
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
     reordered: bool = False
+    codec: str = PLAIN
+    codec_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens"):
@@ -87,6 +97,7 @@ class Layout:
         if self.digest != "none" and self.digest_layers == ():
             object.__setattr__(self, "digest_layers", tuple(range(self.num_layers)))
         self._check_digest_layers()
+        self._check_codec()
         if self.pack_bytes > _MAX_PACK:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
@@ -104,6 +115,14 @@ class Layout:
             )
         if layers and self.digest == "none":
             raise ValueError(f"digest_layers: got {layers!r}, expected none without a digest")
+
+    def _check_codec(self) -> None:
+        name, size = self.codec, self.codec_bytes
+        if type(name) is not str or not (name == PLAIN or _CODEC.fullmatch(name)):
+            raise ValueError(f"codec: got {name!r}, expected {PLAIN!r} or a name and version")
+        least, most = (0, 0) if name == PLAIN else (1, _MAX_PACK)
+        if type(size) is not int or not least <= size <= most:
+            raise ValueError(f"codec_bytes: got {size!r}, expected one in [{least}, {most}]")
 
     # -- packs -----------------------------------------------------------------------------------
 
@@ -131,8 +150,23 @@ class Layout:
 
     @cached_property
     def pack_bytes(self) -> int:
-        """Bytes of one pack."""
+        """Bytes of one pack in memory."""
         return math.prod(self.pack_shape) * self.disk_dtype.itemsize
+
+    @cached_property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of one pack as it lies on disk: `pack_shape`, or `(codec_bytes,)`."""
+        return self.pack_shape if self.codec == PLAIN else (self.codec_bytes,)
+
+    @cached_property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Element type of a pack as it lies on disk, in memory: uint8 with a codec."""
+        return self.numpy_dtype if self.codec == PLAIN else np.dtype(np.uint8)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of one pack on disk."""
+        return self.codec_bytes or self.pack_bytes
 
     def group_layers(self, group: int) -> range:
         """The layers in `group`; the last group may hold fewer than `pack_layers`."""
@@ -197,15 +231,22 @@ class Layout:
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the format version."""
-        return {"version": VERSION, **dataclasses.asdict(self)}
+        """JSON form, with the format version. Without a codec nothing is said of codecs."""
+        values = dataclasses.asdict(self)
+        if self.codec == PLAIN:
+            del values["codec"], values["codec_bytes"]
+            return {"version": VERSION, **values}
+        return {"version": CODED_VERSION, **values}
 
     @classmethod
     def from_dict(cls, value: Any) -> Layout:
         """Inverse of `to_dict`; raises ValueError for anything else."""
-        if not isinstance(value, dict) or value.get("version") != VERSION:
+        versions = (VERSION, CODED_VERSION)
+        if not isinstance(value, dict) or value.get("version") not in versions:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
+        if value["version"] == VERSION:
+            names -= {"codec", "codec_bytes"}
         if set(value) - {"version"} != names:
             raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
         fields = {n: value[n] for n in names}
@@ -229,4 +270,4 @@ class Layout:
         probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
         digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
         tables = (self.groups + len(self.probe_layers)) * chunks * 24 + tokens * 12
-        return self.groups * chunks * self.pack_bytes + probe + digest + tables + (1 << 14)
+        return self.groups * chunks * self.stored_bytes + probe + digest + tables + (1 << 14)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from ckv_jax.storage import chain, tenant, writing
+from ckv_jax.storage.codec import Codec, check_codec
 from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
@@ -122,6 +123,7 @@ class ChunkStore(OpenStore):
         salt: str = "",
         order: np.ndarray | None = None,
         provenance: str = chain.EXACT,
+        codec: Codec | None = None,
     ) -> SegmentWriter:
         """Start a new segment; makes room for it first, by evicting others where there is a bound.
 
@@ -133,6 +135,7 @@ class ChunkStore(OpenStore):
           salt: the tenant's salt.
           order: for a reordered layout only: a permutation [T]; stored token i is `order[i]`.
           provenance: how the KV was made, see `longest_prefix`; the parent's, or after exact KV.
+          codec: the one that `layout` names.
 
         Raises:
           StoreFull: there is no room, and none can be made; nothing was evicted.
@@ -145,6 +148,7 @@ class ChunkStore(OpenStore):
             raise ValueError("tokens: got none, expected at least one")
         if (order is None) == layout.reordered:
             raise ValueError(f"order: got {order}, with layout.reordered={layout.reordered}")
+        check_codec(codec, layout)
         if parent is not None and parent.num_tokens == 0:
             parent = None
 
@@ -162,6 +166,7 @@ class ChunkStore(OpenStore):
                 salt=salt,
                 order=order,
                 provenance=provenance,
+                codec=codec,
             )
 
         seconds = self.config.write_s
@@ -171,7 +176,9 @@ class ChunkStore(OpenStore):
         """int64 [n]: the chunks of a prefix that are marked as bad, ascending."""
         return self._run("reading marks", lambda: self.index.marked_chunks(prefix))
 
-    def replace_packs(self, prefix: Prefix, first_chunk: int, kv: np.ndarray) -> int:
+    def replace_packs(
+        self, prefix: Prefix, first_chunk: int, kv: np.ndarray, *, codec: Codec | None = None
+    ) -> int:
         """Write packs and probes that are proven bad anew, in the segment where they lie.
 
         The marks of chunks that are whole again are lifted; the prefix must be looked up again.
@@ -181,6 +188,7 @@ class ChunkStore(OpenStore):
           first_chunk: first chunk that was computed again.
           kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order: whole chunks from there on, or
             up to the end of the prefix, all within one segment.
+          codec: the one that the prefix's layout names.
 
         Returns:
           How many packs and chunks of probes were bad, and are good now.
@@ -189,6 +197,7 @@ class ChunkStore(OpenStore):
           StoreUnavailable: somebody else is mending the segment, or the disk gives no answer.
           SegmentDamaged: the segment is gone.
         """
+        check_codec(codec, prefix.layout)
         span, first = locate(prefix, first_chunk, kv)
 
         def work() -> int:
@@ -196,7 +205,7 @@ class ChunkStore(OpenStore):
             try:
                 alone = self.files.mending(span.segment_id)
                 try:
-                    manifest, count = mend(self.files, segment, first, kv)
+                    manifest, count = mend(self.files, segment, first, kv, codec)
                     self.index.mended(segment, manifest)
                     return count
                 finally:

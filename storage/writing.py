@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 
 from ckv_jax.storage import chain, tenant
+from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import StoreClosed, StoreError
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -35,13 +36,14 @@ def open_writer(
     salt: str,
     order: np.ndarray | None,
     provenance: str,
+    codec: Codec | None,
 ) -> SegmentWriter:
     """A writer of the segment of `tokens` after `parent`; see `ChunkStore.writer`.
 
     Args:
       place, index, bounds, config: of the store.
       segments: of the store; the parent's stay until the writer is closed.
-      fingerprint, layout, tokens, parent, salt, order, provenance: as there.
+      fingerprint, layout, tokens, parent, salt, order, provenance, codec: as there.
     """
     start, before, exact, holder = _continue(parent, fingerprint, layout, salt, provenance)
     draft = draft_manifest(
@@ -84,6 +86,7 @@ def open_writer(
         workspace,
         direct=place.direct,
         params=inherited,
+        codec=codec,
         publish=publish,
         release=done,
         patience=place.patience,

@@ -11,6 +11,7 @@ from ckv_jax import Engine, EngineConfig
 from ckv_jax.config import SystemConfig
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.weights import random_model
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
@@ -47,11 +48,12 @@ def small_engine(
     *,
     system: str | SystemConfig = "contiguous-kv",
     model: ModelConfig = SMALL,
+    weights: Qwen2 | None = None,
     seed: int = 0,
     overrides: dict[str, object] | None = None,
     **config: object,
 ) -> Engine:
-    """An engine with a random model over a store in `folder`."""
+    """An engine over a store in `folder`, with `weights` or a random model."""
     preset = system_named(system) if isinstance(system, str) else system
     values: dict[str, object] = {
         "dtype": "float32",
@@ -66,7 +68,8 @@ def small_engine(
         system=dataclasses.replace(preset, **(overrides or {})),
         **(values | config),
     )
-    weights = random_model(model, dtype=engine_config.dtype, seed=seed)
+    if weights is None:
+        weights = random_model(model, dtype=engine_config.dtype, seed=seed)
     return Engine(
         weights, None, ChunkStore.open(folder), random_fingerprint(weights), engine_config
     )

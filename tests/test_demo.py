@@ -46,11 +46,11 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     made = Demo.prepare(tmp_path, text=handbook(nights=1)[:4000])
     report = made.run(tmp_path / "store", system="ckv").to_json()
     assert [row["budget"] for row in report["rows"]] == list(BUDGETS)
-    assert report["recompute_ttft_ms"] > 0
-    assert report["store_bytes"] > 0
+    files = (tmp_path / "store" / "segments").rglob("*")
+    assert report["store_bytes"] == sum(file.stat().st_size for file in files if file.is_file())
     read = [row["bytes"]["ssd"] for row in report["rows"]]
     assert read == sorted(read)
-    assert read[0] > 0
+    assert 0 < read[0] < read[-1]
     whole = report["rows"][-1]
     assert whole["kl_to_recompute"] < 1e-3
     assert whole["top1_agrees"] == 1
@@ -63,6 +63,6 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
     made = replace(made, questions=made.questions[:4], compared=2)
     report = made.run(tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0)).to_json()
     assert report["trained"]
-    for row in report["rows"]:
-        assert 0 <= row["accuracy"] <= 1
+    assert report["rows"][-1]["accuracy"] >= 0.75  # of four, all KV in attention
+    assert all(4 * row["accuracy"] in range(5) for row in report["rows"])
     assert report["rows"][-1]["top1_agrees"] == 1

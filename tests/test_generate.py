@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def one(engine: Engine, request: Request, **sampling: object) -> Generation:
 
 def test_greedy_equals_transformers(engine: Engine, prefix: Prefix, checkpoint: Path) -> None:
     request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+    began = time.perf_counter()
     got = one(engine, request, max_tokens=64)
+    spent_ms = (time.perf_counter() - began) * 1e3
     model = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     prompt = torch.tensor([[*prefix.tokens.tolist(), *SUFFIX]])
     expected = model.generate(
@@ -82,7 +85,8 @@ def test_greedy_equals_transformers(engine: Engine, prefix: Prefix, checkpoint: 
     assert got.token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
     assert len(set(got.token_ids.tolist())) > 8
     assert got.finish_reason == "length"
-    assert got.decode_ms > 0 and got.trace.ttft_ms > 0
+    assert got.trace.end_ns is not None
+    assert got.trace.ttft_ms + got.decode_ms <= spent_ms  # one after the other, of what it took
 
 
 def test_without_a_stored_prefix_it_goes_on_from_a_dense_prefill(

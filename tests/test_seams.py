@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request
 from ckv_jax.cache.policy import Policy
+from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.storage import Layout, verify_store
 
 
 def the_last_chunks(
@@ -28,6 +32,27 @@ def the_last_chunks(
 def first_come(importance: np.ndarray, frequency: np.ndarray, last_used: np.ndarray) -> np.ndarray:
     """A cache policy: what was used earliest stays."""
     return np.where(last_used > 0, 1.0 / np.maximum(last_used, 1), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inverted:
+    """A codec: every bit the other way round, and `more` bytes that mean nothing."""
+
+    more: int
+    name = "inverted"
+    version = 1
+
+    def num_bytes(self, layout: Layout) -> int:
+        return layout.pack_bytes + self.more
+
+    def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
+        return np.pad(~packs.reshape(len(packs), -1).view(np.uint8), [(0, 0), (0, self.more)])
+
+    def decode(self, stored: jax.Array, layout: Layout) -> jax.Array:
+        bits = (~stored[:, : layout.pack_bytes]).reshape(
+            -1, *layout.pack_shape, layout.disk_dtype.itemsize
+        )
+        return jax.lax.bitcast_convert_type(bits, layout.disk_dtype)
 
 
 def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
@@ -48,3 +73,38 @@ def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
                     assert chosen.tolist() == [8, 9]
             assert result.trace.bytes["ssd"] == 0  # two chunks of four layers: the first to come
             assert result.trace.bytes["device"] == 8 * pack
+
+
+@pytest.mark.parametrize(
+    ("more", "mapped", "dtype"), [(0, True, "float32"), (9, False, "bfloat16")]
+)
+def test_a_codec_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, mapped: bool, dtype: str
+) -> None:
+    """`mapped`: a CPU's pool; otherwise what a device has of its own."""
+    text, small_pool = tokens(200), {"device_cache_bytes": 0, "host_cache_bytes": 0}
+    # Past the window an ingest reads back, and decodes, what it has written.
+    window = {"prefill_block": 16, "prefill_window": 32}
+    with tiny_engine(tmp_path, dtype=dtype, **small_pool, **window) as plain:
+        prefix = plain.ingest(text)
+        system = dataclasses.replace(plain.system, codec=Inverted(more))
+        monkeypatch.setattr(Target, "in_host_memory", mapped)
+        with plain.variant(dataclasses.replace(plain.config, system=system)) as engine:
+            missed = engine.store.longest_prefix(
+                text, fingerprint=engine.fingerprint, layout=engine.layout
+            )
+            assert missed.num_tokens == 0  # though the other engine's is there
+            (refused,) = engine.reprefill([Request(prefix=prefix, suffix=[1])])
+            assert isinstance(refused.error, (CkvError, ValueError))
+            engine.ingest(text[:100])
+            stored = engine.ingest(text)  # goes on from there
+            assert len(stored.spans) == 2 and stored.id != prefix.id
+            for budget in (0.2, 1.0):
+                got, expected = (
+                    one.reprefill([Request(prefix=its, suffix=[1, 2], budget=budget)])[0]
+                    for one, its in ((engine, stored), (plain, prefix))
+                )
+                np.testing.assert_array_equal(got.logits, expected.logits)
+                assert got.trace.bytes["ssd"] > 0
+            assert engine.layout.stored_bytes == plain.layout.pack_bytes + more
+        assert verify_store(plain.store).ok

@@ -7,7 +7,7 @@ and fresh packs alike, by slot number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from ckv_jax.memory.pages import storage_dtype
 from ckv_jax.memory.staging import Staging
 
 STAGING_ROWS = 16
+
+Decode = Callable[[Array | np.ndarray], Array]
+"""Packs [n, *pack_shape], or their bit patterns, from what lay on disk [n, *stored_shape]."""
 
 
 class DevicePool:
@@ -52,15 +55,18 @@ class DevicePool:
         """Packs that fit."""
         return int(self._pages.shape[0])
 
-    def write(self, rows: np.ndarray, slots: np.ndarray) -> Array:
+    def write(self, rows: np.ndarray, slots: np.ndarray, *, decode: Decode | None = None) -> Array:
         """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
 
-        Every n compiles once, so callers round it up.
+        With `decode`, rows are what that makes packs of, on the device. Every n compiles once, so
+        callers round it up.
 
         Returns a marker that is ready when `rows` may be overwritten: on a CPU the transfer
         aliases the caller's memory.
         """
-        fresh = self._transfer(rows.view(self._dtype))
+        fresh = self._transfer(rows.view(self._dtype) if decode is None else rows)
+        if decode is not None:
+            fresh = decode(fresh).view(self._dtype)
         nowhere = self.slots + np.arange(len(slots))  # distinct, as the scatter is promised
         where = np.where(slots < 0, nowhere, slots).astype(np.int32)
         marker: Array

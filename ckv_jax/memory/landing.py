@@ -1,5 +1,6 @@
 """Where reads go: straight into the pool where the device computes in host memory, else by way of
-host blocks of equal size. Adding a way in is one class of this form.
+host blocks of equal size, decoded on the device if they have a codec. Adding a way in is one class
+of this form.
 """
 
 from __future__ import annotations
@@ -7,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from ckv_jax.buckets import bucket
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import aligned_bytes
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.layout import Layout
 
 Settled = Callable[[], bool]
@@ -22,7 +24,7 @@ Settled = Callable[[], bool]
 
 
 class Room(NamedTuple):
-    """Where one read lands: rows int32 [n] of `array` [_, *pack_shape]."""
+    """Where one read lands: rows int32 [n] of `array` [_, *stored_shape]."""
 
     array: np.ndarray
     rows: np.ndarray
@@ -42,6 +44,10 @@ class Landing(Protocol):
         """Room for `n` packs that somebody waits for. Raises `PoolExhausted` if there is none."""
         ...
 
+    def warm(self) -> None:
+        """Compiles what `place` needs besides the pool's own writes."""
+        ...
+
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
         """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
         ...
@@ -51,11 +57,13 @@ class Landing(Protocol):
         ...
 
 
-def landing_for(memory: Memory, layout: Layout, *, host_bytes: int) -> Landing:
-    """The landing that suits the pool of `memory`."""
-    if isinstance(memory.pool, MappedPool):
+def landing_for(
+    memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
+) -> Landing:
+    """The landing that suits the pool of `memory` and the codec of `layout`."""
+    if isinstance(memory.pool, MappedPool) and codec is None:
         return InPool(memory, memory.pool, host_bytes)
-    return HostBlocks(memory, memory.pool, layout, host_bytes)
+    return HostBlocks(memory, layout, host_bytes, codec)
 
 
 class InPool:
@@ -124,6 +132,9 @@ class InPool:
         else:
             self._memory.abandon(room.rows, settled)
 
+    def warm(self) -> None:
+        """Nothing to be done; see `Landing`."""
+
     def _reclaim(self) -> None:
         ended = [entry for entry in self._unsettled if entry[0]()]
         for entry in ended:
@@ -132,14 +143,19 @@ class InPool:
 
 
 class HostBlocks:
-    """Blocks of host memory of one size, one for each read, copied into the pool from there."""
+    """Blocks of host memory of one size, one for each read, copied into the pool from there.
 
-    def __init__(self, memory: Memory, pool: DevicePool, layout: Layout, host_bytes: int) -> None:
+    What a codec has encoded is decoded on that way.
+    """
+
+    def __init__(
+        self, memory: Memory, layout: Layout, host_bytes: int, codec: Codec | None
+    ) -> None:
         self._memory = memory
-        self._pool = pool
         self._layout = layout
         self._packs = bucket(job_packs(layout))
-        self._most = max(1, host_bytes // (self._packs * layout.pack_bytes))
+        self._decode = None if codec is None else jax.jit(lambda rows: codec.decode(rows, layout))
+        self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
         self._free: list[np.ndarray] = []
         self._busy: list[tuple[Settled, np.ndarray]] = []
@@ -158,9 +174,9 @@ class HostBlocks:
         if self._free:
             return Room(self._free.pop(), np.arange(n, dtype=np.int32))
         self._made += 1
-        size = self._packs * self._layout.pack_bytes
-        block: Any = aligned_bytes(size).view(self._layout.numpy_dtype)
-        shape = (self._packs, *self._layout.pack_shape)
+        size = self._packs * self._layout.stored_bytes
+        block: Any = aligned_bytes(size).view(self._layout.stored_dtype)
+        shape = (self._packs, *self._layout.stored_shape)
         return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
 
     def place(self, room: Room, good: np.ndarray) -> np.ndarray:
@@ -169,9 +185,19 @@ class HostBlocks:
         padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
         where = np.full(len(padded), -1, np.int32)
         where[good] = slots
-        marker: Any = self._pool.write(padded, where)
-        self._busy.append((marker.is_ready, room.array))
+        marker: Any = self._memory.pool.write(padded, where, decode=self._decode)
+        if marker is None:
+            self._keep(room.array)
+        else:
+            self._busy.append((marker.is_ready, room.array))
         return slots
+
+    def warm(self) -> None:
+        """See `Landing`."""
+        if self._decode is None:
+            return
+        for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
+            self._decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""

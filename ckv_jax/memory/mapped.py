@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.memory.device import Decode
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.pages import storage_dtype
 
@@ -42,8 +43,13 @@ class MappedPool:
     def warm(self, rows: Sequence[int], packs: int) -> None:
         """Nothing to be done; see `DevicePool.warm`."""
 
-    def write(self, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row."""
+    def write(self, rows: np.ndarray, slots: np.ndarray, *, decode: Decode | None = None) -> None:
+        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
+
+        With `decode`, rows are what that makes packs of.
+        """
+        if decode is not None:
+            rows = np.asarray(decode(rows)).view(self.packs.dtype)
         for row, slot in zip(rows, slots.tolist(), strict=True):
             if slot >= 0:
                 self.packs[slot] = row

@@ -182,19 +182,21 @@ class Prefill:
         size = PIECE_BLOCKS * own.block
         for layer in range(own.layers.num_layers):
             part = own.pieces.open(layer, hidden, at)
-            part = own.pieces.over_rows(part, *resident[layer])
+            before, part = part, own.pieces.over_rows(part, *resident[layer])
             for piece in range(self._window, first, size):
-                keys, values = self._read(range(layer, layer + 1), piece, min(piece + size, first))
-                part = own.pieces.over_rows(part, keys, values)
+                rows = self._read(layer, piece, min(piece + size, first))  # while others compute
+                before.out.block_until_ready()  # else pieces of any number pile up in memory
+                before, part = part, own.pieces.over_rows(part, *rows)
             hidden = own.pieces.close(layer, hidden, part)
             new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
         return np.stack(new), hidden
 
-    def _read(self, layers: range, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(K, V) [1, n, K, D] of one layer, from where earlier tokens are kept."""
         assert self._earlier is not None  # a bounded prefill has it
-        kv = self._earlier.read(layers, first, stop).view(self._own.layers.kv_dtype)
-        return kv[0, 0][None], kv[0, 1][None]
+        kv = self._earlier.read(range(layer, layer + 1), first, stop)
+        bits = kv.view(self._own.layers.kv_dtype)
+        return bits[0, 0][None], bits[0, 1][None]
 
     def _buffer(self, layers: range) -> LayerKv:
         """Zeros for some layers, with the KV of what is before the first token."""

@@ -47,11 +47,13 @@ class LayerwiseExecutor:
 
         Its rows ask about one prefix. These systems serve first tokens only: nothing is held.
         """
-        schedule = LayerSchedule(self._single, self._memory, self._system, batch, packs, trace)
-        hidden = self._layers.embed(batch.tokens)
+        with trace.span("dispatch", lane="host"):
+            schedule = LayerSchedule(self._single, self._memory, self._system, batch, packs, trace)
+            hidden = self._layers.embed(batch.tokens)
         schedule.begin()
         if self._system.selector == "impress" and schedule.shape not in self._prepared:
-            schedule.prepare_fallback(hidden)
+            with trace.span("dispatch", lane="host"):
+                schedule.prepare_fallback(hidden)
             self._prepared.add(schedule.shape)
         for layer in range(self._layers.num_layers):
             if self._system.selector == "all":
@@ -63,17 +65,19 @@ class LayerwiseExecutor:
         token_ids = np.asarray(token)
         trace.add("compute", "compute", start, time.perf_counter_ns())
         choices = schedule.choices
-        masses = np.ones((self._layers.num_layers, len(batch.lengths)), np.float32)
-        if choices:
-            masses = np.stack(jax.device_get([choice.mass for choice in choices]))
-        trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
-        if self._reorderer is not None:
-            prefix = batch.members[0].resident.prefix
-            self._reorderer.note(prefix, [choice.importance for choice in choices])
+        with trace.span("book", lane="host"):
+            masses = np.ones((self._layers.num_layers, len(batch.lengths)), np.float32)
+            if choices:
+                masses = np.stack(jax.device_get([choice.mass for choice in choices]))
+            trace.period_attention_mass.extend(masses[:, batch.lengths > 0].mean(axis=1).tolist())
+            if self._reorderer is not None:
+                prefix = batch.members[0].resident.prefix
+                self._reorderer.note(prefix, [choice.importance for choice in choices])
+            selections = jax.device_get([choice.ids for choice in choices])
         return FirstToken(
             logits=logits,
             token_ids=token_ids,
             attention_mass=masses,
-            selections=jax.device_get([choice.ids for choice in choices]),
+            selections=selections,
             kv=[],
         )

@@ -16,6 +16,7 @@ from jax import Array
 
 from ckv_jax.errors import CkvError
 from ckv_jax.ingest import read_kv
+from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -43,6 +44,7 @@ class Reorderer:
 
     Args:
         replaced: told of a prefix that is served from its reordered segments from now on.
+        codec: that of the prefixes.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Reorderer:
         store: ChunkStore,
         *,
         replaced: Callable[[Prefix], None],
+        codec: Codec | None = None,
         after: int = REORDER_AFTER,
     ) -> None:
         self._store = store
+        self._codec = codec
         self._replaced = replaced
         self._after = after
         self._known: dict[str, _Known] = {}
@@ -109,7 +113,7 @@ class Reorderer:
 
     def _write(self, prefix: Prefix, importance: np.ndarray) -> Prefix:
         stored = self._stored(prefix)  # parents that another prefix has had reordered
-        kv = read_kv(self._store, prefix)
+        kv = read_kv(self._store, prefix, codec=self._codec)
         size = prefix.layout.chunk_tokens
         ends = np.cumsum([span.num_chunks for span in prefix.spans]) * size
         for end in np.minimum(ends, prefix.num_tokens).tolist():
@@ -124,6 +128,7 @@ class Reorderer:
                 parent=stored if start else None,
                 salt=prefix.salt,
                 order=order,
+                codec=self._codec,
             ) as writer:
                 for first in range(0, len(order), BLOCK_TOKENS):
                     part = start + order[first : first + BLOCK_TOKENS]

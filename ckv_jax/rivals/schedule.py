@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 
 import jax
 import numpy as np
@@ -78,22 +79,22 @@ class LayerSchedule:
     def attend_all(self, layer: int, hidden: Array) -> Array:
         """A layer over the whole prefix (AttentionStore)."""
         self._read_ahead(layer + self._ahead)
-        for group in (2 * layer, 2 * layer + 1):
-            self._record(group, self._all, None)
-        keys = self._collect(2 * layer, self._all)
-        values = self._collect(2 * layer + 1, self._all)
-        hidden = self._layers.attend_all(
-            layer, hidden, self._batch.start, self._memory.pool.pages, keys, values, self._lengths
-        )
-        self._done(layer, hidden)
-        self._trace.count_chunks(
-            selected=self._resident.num_chunks, total=self._resident.num_chunks
-        )
+        self._record(2 * layer, self._all, None)
+        self._record(2 * layer + 1, self._all, None)
+        with self._span("dispatch", layer):
+            keys = self._collect(2 * layer, self._all)
+            values = self._collect(2 * layer + 1, self._all)
+            pages = self._memory.pool.pages
+            hidden = self._layers.attend_all(
+                layer, hidden, self._batch.start, pages, keys, values, self._lengths
+            )
+        self._done(layer, hidden, self._resident.num_chunks)
         return hidden
 
     def attend_chosen(self, layer: int, hidden: Array) -> Array:
         """A layer over its important tokens (H2O, IMPRESS)."""
-        qkv = self._layers.project(layer, hidden, self._batch.start)
+        with self._span("dispatch", layer):
+            qkv = self._layers.project(layer, hidden, self._batch.start)
         key_table: np.ndarray | None = None
         if self._system.selector == "impress":
             choice = self._by_probe(layer, qkv)
@@ -106,40 +107,44 @@ class LayerSchedule:
             choice, key_table = self._by_keys(layer, qkv)
             counts, _ = self._fetch(layer, choice)
         chunks = np.flatnonzero(counts)
-        self._packs.demand(0, 2 * layer + 1, chunks)
-        if key_table is None:
-            self._packs.demand(0, 2 * layer, chunks)
-            self._record(2 * layer, chunks, counts)
-            key_table = self._collect(2 * layer, chunks)
-        else:
-            self._record(2 * layer, self._all, counts)
+        keys = chunks if key_table is None else self._all
+        with self._span("submit", layer):
+            self._packs.demand(0, 2 * layer + 1, chunks)
+            if key_table is None:
+                self._packs.demand(0, 2 * layer, chunks)
+        self._record(2 * layer, keys, counts)
         self._record(2 * layer + 1, chunks, counts)
-        value_table = self._collect(2 * layer + 1, chunks)
-        hidden = self._layers.attend_tokens(
-            layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, choice.ids
-        )
-        self._done(layer, hidden)
-        self._trace.count_chunks(selected=len(chunks), total=self._resident.num_chunks)
+        with self._span("dispatch", layer):
+            if key_table is None:
+                key_table = self._collect(2 * layer, chunks)
+            value_table = self._collect(2 * layer + 1, chunks)
+            hidden = self._layers.attend_tokens(
+                layer, hidden, qkv, self._memory.pool.pages, key_table, value_table, choice.ids
+            )
+        self._done(layer, hidden, len(chunks))
         self.choices.append(choice)
         return hidden
 
     def _by_probe(self, layer: int, qkv: Qkv) -> Choice:
         self._read_ahead(layer + self._ahead)
-        [probe] = self._probes.get([layer], layer)
-        assert isinstance(probe, Keys)
-        return self._layers.choose_by_probe(
-            qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
-            n=self._budget, chunk_tokens=self._chunk_tokens,
-        )  # fmt: skip
+        with self._span("dispatch", layer):
+            [probe] = self._probes.get([layer], layer)
+            assert isinstance(probe, Keys)
+            return self._layers.choose_by_probe(
+                qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
+                n=self._budget, chunk_tokens=self._chunk_tokens,
+            )  # fmt: skip
 
     def _by_keys(self, layer: int, qkv: Qkv) -> tuple[Choice, np.ndarray]:
         """H2O's choice, and where the keys of all chunks are."""
         group = 2 * layer
-        self._packs.demand(0, group, self._all)
+        with self._span("submit", layer):
+            self._packs.demand(0, group, self._all)
         if self._system.selector == "h2o":
             self._read_ahead(layer + self._ahead)
-        table = self._collect(group, self._all, stage="probe_io")
-        return self._choose_by_keys(qkv, table), table
+        with self._span("dispatch", layer):
+            table = self._collect(group, self._all, stage="probe_io")
+            return self._choose_by_keys(qkv, table), table
 
     def _choose_by_keys(self, qkv: Qkv, table: np.ndarray) -> Choice:
         return self._layers.choose_by_keys(
@@ -164,14 +169,15 @@ class LayerSchedule:
         """What a layer needs in any case. Keys yield to reads that are waited for right now."""
         if layer >= self._num_layers:
             return
-        match self._system.selector:
-            case "all":
-                self._packs.demand(0, 2 * layer, self._all)
-                self._packs.demand(0, 2 * layer + 1, self._all)
-            case "h2o":
-                self._packs.ahead(0, 2 * layer, self._all)
-            case _:
-                self._probes.ahead(layer)
+        with self._span("submit", layer):
+            match self._system.selector:
+                case "all":
+                    self._packs.demand(0, 2 * layer, self._all)
+                    self._packs.demand(0, 2 * layer + 1, self._all)
+                case "h2o":
+                    self._packs.ahead(0, 2 * layer, self._all)
+                case _:
+                    self._probes.ahead(layer)
 
     def _collect(
         self, group: int, chunks: np.ndarray, *, stage: str = "critical_io_wait"
@@ -181,20 +187,25 @@ class LayerSchedule:
         table[chunks] = self._packs.collect(0, group, chunks, stage=stage)
         return table
 
-    def _done(self, layer: int, hidden: Array) -> None:
+    def _done(self, layer: int, hidden: Array, selected: int) -> None:
         self._packs.done(0, 2 * layer, hidden)
         self._packs.done(0, 2 * layer + 1, hidden)
+        self._trace.count_chunks(selected=selected, total=self._resident.num_chunks)
 
     def _record(self, group: int, chunks: np.ndarray, counts: np.ndarray | None) -> None:
         """One use of each pack, with the share of its tokens that were important (IMPRESS §4.4.2).
 
         Also counts the tokens that come from the SSD, and those of them that are needed.
         """
-        lengths = self._resident.chunk_lengths[chunks]
-        needed = lengths if counts is None else counts[chunks]
-        pages = self._resident.pages(group, chunks)
-        device, host = self._memory.tiers.lookup(pages)
-        missing = (device < 0) & (host < 0)
-        self._trace.count("ssd_tokens", int(lengths[missing].sum()))
-        self._trace.count("ssd_tokens_needed", int(needed[missing].sum()))
-        self._memory.tiers.record(pages, needed / self._chunk_tokens)
+        with self._span("book", group // 2):
+            lengths = self._resident.chunk_lengths[chunks]
+            needed = lengths if counts is None else counts[chunks]
+            pages = self._resident.pages(group, chunks)
+            device, host = self._memory.tiers.lookup(pages)
+            missing = (device < 0) & (host < 0)
+            self._trace.count("ssd_tokens", int(lengths[missing].sum()))
+            self._trace.count("ssd_tokens_needed", int(needed[missing].sum()))
+            self._memory.tiers.record(pages, needed / self._chunk_tokens)
+
+    def _span(self, stage: str, layer: int) -> AbstractContextManager[object]:
+        return self._trace.span(stage, lane="host", layer=layer)

@@ -59,16 +59,17 @@ def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None
     done(sequence, logits, int(token[0]), prefill.kv, trace)
 
 
+def recover(needed: RecoveryNeeded) -> Generator[None, None, None]:
+    """Computes a prefix again as far as somebody needs it, a block a step."""
+    while needed.recovered.tokens < needed.tokens:
+        needed.recovered.advance()
+        yield
+    needed.recovered.pause()
+
+
 def recovery_job(needed: RecoveryNeeded, num_bytes: int) -> Job:
-    """Computes a prefix again as far as somebody needs it."""
-
-    def steps() -> Generator[None, None, None]:
-        while needed.recovered.tokens < needed.tokens:
-            needed.recovered.advance()
-            yield
-        needed.recovered.pause()
-
-    return Job(steps(), num_bytes=num_bytes)
+    """The same as a job of its own, for all who wait for it."""
+    return Job(recover(needed), num_bytes=num_bytes)
 
 
 def _lapsed(sequence: Sequence) -> bool:

@@ -12,9 +12,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError, EngineClosed
@@ -22,6 +22,8 @@ from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreError
+
+_T = TypeVar("_T")
 
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
@@ -105,6 +107,16 @@ class Scheduler:
             self._jobs.append(job)
             self._changed.notify()
         return job
+
+    def call(self, call: Callable[[], _T]) -> _T:
+        """The result of a short call that has to be made in the engine thread."""
+
+        def steps() -> Generator[None, None, _T]:
+            return call()
+            yield
+
+        result: _T = self.add(Job(steps())).future.result()
+        return result
 
     def wake(self) -> None:
         """Something that the engine thread may wait for has happened."""

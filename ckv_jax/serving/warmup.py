@@ -12,7 +12,9 @@ from ckv_jax.memory.memory import job_packs
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
+from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.request import Request
+from ckv_jax.serving.prefill_jobs import recover
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
@@ -33,13 +35,15 @@ def warm(
     """
     jobs = job_packs(prefix.layout)
     worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), prefix.num_chunks)
+    worker.landing.warm()
     chunked = worker.system.chunked
     units = prefix.num_chunks if chunked else prefix.num_tokens
     for batch in _powers(1, batch_bucket(max_batch)):
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
             tokens = np.zeros(min(suffix, max_suffix), np.int32)
             for budget in _distinct(budgets, units):
-                worker.first_tokens([_MadeUp(prefix, tokens, budget) for _ in range(batch)])
+                asked = [_MadeUp(prefix, tokens, budget) for _ in range(batch)]
+                yield from _first_tokens(worker, asked)
                 yield
                 if max_tokens and chunked:
                     yield from _warm_texts(worker, prefix, tokens, budget, batch, max_tokens)
@@ -55,10 +59,19 @@ def _warm_texts(
             _MadeUp(prefix, tokens, budget, 2 + (batch // (row + 1)).bit_length())
             for row in range(batch)
         ]
-        worker.first_tokens(texts)
+        yield from _first_tokens(worker, texts)
         worker.warm(texts, size, suffix_bucket(len(tokens)))
         while not all(text.done() for text in texts):
             yield  # the scheduler steps them, with everybody else
+
+
+def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, None, None]:
+    """As the scheduler does it: what the store cannot give is computed again, then tried again."""
+    while True:
+        try:
+            return worker.first_tokens(batch)
+        except RecoveryNeeded as needed:
+            yield from recover(needed)
 
 
 class _MadeUp(Sequence):

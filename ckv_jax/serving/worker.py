@@ -62,7 +62,9 @@ class Worker:
         self.residents = Residents(store, self.memory.tiers, digest_bytes=config.digest_bytes)
         self.prefills = Prefills(layers, block=config.prefill_block, window=config.prefill_window)
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
-        self.landing = landing_for(self.memory, layout, host_bytes=config.prefetch_host_bytes)
+        self.landing = landing_for(
+            self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
+        )
         self.reorderer: Reorderer | None = None
         self._placement = placement
         self._tokenizer = tokenizer
@@ -85,7 +87,7 @@ class Worker:
             self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
         else:
             if system.reorder:
-                self.reorderer = Reorderer(store, replaced=self.residents.drop)
+                self.reorderer = Reorderer(store, replaced=self.residents.drop, codec=system.coder)
             self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
         self._rows = KvRows(layers)
         self._running = Running(

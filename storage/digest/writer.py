@@ -7,6 +7,7 @@ from collections.abc import Callable
 import google_crc32c
 import numpy as np
 
+from ckv_jax.storage.codec import Codec, decoded
 from ckv_jax.storage.digest import pq
 from ckv_jax.storage.digest.data import as_float32, quantise
 from ckv_jax.storage.segment import crc
@@ -25,9 +26,17 @@ class DigestWriter:
       draft: the segment's manifest; its digest checksums are filled in.
       array: the digest's array.
       params: float32 [R, digest_params], inherited from the parent; None to make new ones.
+      codec: that of the packs.
     """
 
-    def __init__(self, draft: Manifest, array: ArrayWriter, params: np.ndarray | None) -> None:
+    def __init__(
+        self,
+        draft: Manifest,
+        array: ArrayWriter,
+        params: np.ndarray | None,
+        codec: Codec | None,
+    ) -> None:
+        self._codec = codec
         self._draft = draft
         self._layout = draft.layout
         self._array = array
@@ -78,8 +87,9 @@ class DigestWriter:
             layers = layout.group_layers(group)
             if row_of.keys().isdisjoint(layers):
                 continue
-            data = np.empty((chunks, *layout.pack_shape), layout.disk_dtype)
-            packs.get(group * chunks, data)
+            stored = np.empty((chunks, *layout.stored_shape), layout.stored_dtype)
+            packs.get(group * chunks, stored)
+            data = decoded(self._codec, stored, layout).view(layout.disk_dtype)
             step()
             for i, layer in enumerate(layers):
                 if layer not in row_of:

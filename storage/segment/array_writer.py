@@ -62,10 +62,10 @@ class ArrayWriter:
                 self._refused = True  # other alignment than a page's: through the page cache
         _write_all(self._fds[shard], data, start)
 
-    def get(self, entry: int, out: np.ndarray) -> None:
-        """Read back what `put` wrote at an entry into contiguous `out`."""
+    def get(self, entry: int, out: np.ndarray, offset: int = 0) -> None:
+        """Read back what `put` wrote from byte `offset` of an entry on, into contiguous `out`."""
         shard, slot = divmod(entry, self._spec.shard_entries)
-        view, at = memoryview(as_buffer(out)), slot * self._spec.entry_bytes
+        view, at = memoryview(as_buffer(out)), slot * self._spec.entry_bytes + offset
         while view:
             done = os.preadv(self._fds[shard], [view], at)
             if not done:

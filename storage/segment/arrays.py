@@ -11,7 +11,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PLAIN, Layout
 
 _MISSING = np.uint64(2**64 - 1)
 _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
@@ -122,32 +122,16 @@ class ArraySpec:
 def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
     """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest" if any.
 
-    packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values.
+    packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values; with a
+           codec uint8 [groups, M, codec_bytes].
     probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
     digest uint8 [R, X]: a record of params, scales and codes for each digest layer, X padded to
            whole pieces.
     """
     chunks = layout.num_chunks(tokens)
-    heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
+    dim, ct = layout.head_dim, layout.chunk_tokens
     disk = layout.disk_dtype.name
-    pl, kv = layout.pack_layers, 1 if layout.kv_together else 2
-    specs = {
-        "packs": ArraySpec(
-            name="packs",
-            data_type=disk,
-            shape=(-(-layout.num_layers // pl) * pl, chunks, 2, ct, heads, dim),
-            shard=(max(pl, 2), chunks, 2, ct, heads, dim),
-            inner=(pl, 1, 2 // kv, ct, heads, dim),
-            entries=layout.groups * chunks,
-            kv=kv,
-            attributes={
-                "element_type": layout.dtype,
-                "axes": ["layer", "chunk", "keys_values", "token", "kv_head", "dim"],
-                "layers": layout.num_layers,
-                "tokens": tokens,
-            },
-        )
-    }
+    specs = {"packs": _packs(layout, tokens)}
     if layout.probe_layers:
         block = layout.probe_block(chunks)
         blocks = -(-chunks // block)
@@ -186,3 +170,36 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             },
         )
     return specs
+
+
+def _packs(layout: Layout, tokens: int) -> ArraySpec:
+    chunks = layout.num_chunks(tokens)
+    if layout.codec != PLAIN:
+        size = layout.codec_bytes
+        return ArraySpec(
+            name="packs",
+            data_type="uint8",
+            shape=(layout.groups, chunks, size),
+            shard=(layout.shard_groups, chunks, size),
+            inner=(1, 1, size),
+            entries=layout.groups * chunks,
+            kv=1,
+            attributes={"codec": layout.codec, "layers": layout.num_layers, "tokens": tokens},
+        )
+    heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
+    pl, kv = layout.pack_layers, 1 if layout.kv_together else 2
+    return ArraySpec(
+        name="packs",
+        data_type=layout.disk_dtype.name,
+        shape=(-(-layout.num_layers // pl) * pl, chunks, 2, ct, heads, dim),
+        shard=(max(pl, 2), chunks, 2, ct, heads, dim),
+        inner=(pl, 1, 2 // kv, ct, heads, dim),
+        entries=layout.groups * chunks,
+        kv=kv,
+        attributes={
+            "element_type": layout.dtype,
+            "axes": ["layer", "chunk", "keys_values", "token", "kv_head", "dim"],
+            "layers": layout.num_layers,
+            "tokens": tokens,
+        },
+    )

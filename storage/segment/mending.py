@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ckv_jax.storage.codec import Codec, encoded
 from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment import crc
@@ -47,7 +48,9 @@ def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]
     return span, first_chunk - int(starts[which]) + span.first_chunk
 
 
-def mend(files: Files, segment: Segment, first: int, kv: np.ndarray) -> tuple[Manifest, int]:
+def mend(
+    files: Files, segment: Segment, first: int, kv: np.ndarray, codec: Codec | None
+) -> tuple[Manifest, int]:
     """Write again what is proven bad of some chunks; the caller is the only one who mends.
 
     Args:
@@ -56,6 +59,7 @@ def mend(files: Files, segment: Segment, first: int, kv: np.ndarray) -> tuple[Ma
       first: first chunk, counted within the segment.
       kv: [L, 2, t, K, D] of the layout's numpy_dtype, in stored order: whole chunks from `first`
         on, or up to the segment's end.
+      codec: the layout's.
 
     Returns:
       The manifest that holds now, and how many packs and chunks of probes were written.
@@ -70,6 +74,7 @@ def mend(files: Files, segment: Segment, first: int, kv: np.ndarray) -> tuple[Ma
     packs = pack(
         kv.view(layout.disk_dtype), layout, aligned(count * layout.groups * layout.pack_bytes)
     )
+    stored = [encoded(codec, data, layout) for data in packs]
     tables = {"packs": manifest.pack_crc.copy(), "probe": manifest.probe_crc.copy()}
     parts: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
 
@@ -83,7 +88,7 @@ def mend(files: Files, segment: Segment, first: int, kv: np.ndarray) -> tuple[Ma
 
     for at in range(count):
         for group in range(layout.groups):
-            consider("packs", group, first + at, packs[group, at])
+            consider("packs", group, first + at, stored[group][at])
         ct = layout.chunk_tokens
         tokens = slice(at * ct, min((at + 1) * ct, kv.shape[2]))
         for row, layer in enumerate(layout.probe_layers):

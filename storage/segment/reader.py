@@ -13,12 +13,8 @@ import tensorstore as ts
 
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.digest.reader import read_digest
-from ckv_jax.storage.errors import (
-    ReadTimeout,
-    SegmentDamaged,
-    StoreClosed,
-    StoreUnavailable,
-)
+from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, StoreClosed, StoreUnavailable
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.kernel_queue import KernelRead, fits
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
@@ -81,8 +77,8 @@ class PrefixReader:
         Args:
           group: layer group.
           chunks: global chunk ids, in any order.
-          out: [n, *layout.pack_shape] of layout.numpy_dtype, C-contiguous; filled in place. A
-            partial last chunk is zero past its tokens.
+          out: [n, *layout.stored_shape] of layout.stored_dtype, C-contiguous; filled in place with
+            packs as they lie on disk. A partial last chunk is zero past its tokens.
           rows: distinct int [n], the rows of an `out` of any length that the packs go to; None:
             the first n, in order. Other rows are left alone.
           deadline_s: seconds for the whole call; default: the reader's.
@@ -95,7 +91,8 @@ class PrefixReader:
         """
         layout = self.prefix.layout
         chunks = np.asarray(chunks)
-        self._check(out, (len(chunks) if rows is None else len(out), *layout.pack_shape))
+        size = len(chunks) if rows is None else len(out)
+        self._check(out, (size, *layout.stored_shape), layout.stored_dtype)
         layout.group_layers(group)
         if len(chunks) == 0:
             return np.zeros(0, bool)
@@ -104,10 +101,10 @@ class PrefixReader:
                 f"chunks: got ids in [{chunks.min()}, {chunks.max()}], "
                 f"expected [0, {self.prefix.num_chunks})"
             )
-        data = out.view(layout.disk_dtype)
+        data = out.view(layout.disk_dtype) if layout.codec == PLAIN else out
         places = np.arange(len(chunks)) if rows is None else rows
         good = np.zeros(len(chunks), bool)
-        size = max(1, _PIECE_BYTES // layout.pack_bytes)
+        size = max(1, _PIECE_BYTES // layout.stored_bytes)
         begun: list[tuple[slice, list[_Read]]] = []
         with self._deadline(deadline_s) as deadline:
             for start in range(0, len(chunks), size):
@@ -264,7 +261,8 @@ class PrefixReader:
         if layer not in layout.probe_layers:
             raise ValueError(f"layer: got {layer}, expected one of {layout.probe_layers}")
         row = layout.probe_layers.index(layer)
-        self._check(out, (self.prefix.num_tokens, layout.probe_heads, layout.head_dim))
+        shape = (self.prefix.num_tokens, layout.probe_heads, layout.head_dim)
+        self._check(out, shape, layout.numpy_dtype)
         data = out.view(layout.disk_dtype)
         with self._deadline(deadline_s) as deadline:
             for span, segment, start, end in self._runs.of_tokens():
@@ -372,9 +370,8 @@ class PrefixReader:
         if self._closed:
             raise StoreClosed("the reader is closed")
 
-    def _check(self, out: np.ndarray, shape: tuple[int, ...]) -> None:
+    def _check(self, out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._open()
-        dtype = self.prefix.layout.numpy_dtype
         if out.shape != shape or out.dtype != dtype:
             raise ValueError(f"out: got {out.dtype} {out.shape}, expected {dtype} {shape}")
         if not out.flags.c_contiguous or not out.flags.writeable:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.segment import crc
@@ -60,12 +61,12 @@ class Segment:
         return ts.open(spec, context=self._context, read=True, write=False)
 
     def _view(self, kind: str, row: int) -> Any:
-        """The array of one group or layer: packs [M, *pack], probe [T, K', D], digest [X]."""
+        """The array of one group or layer: packs [M, *stored], probe [T, K', D], digest [X]."""
         view = self._views.get((kind, row))
         if view is None:
             array = self._opened(kind)
             layout = self._layout
-            if kind != "packs":
+            if kind != "packs" or layout.codec != PLAIN:
                 view = array[row]
             elif layout.kv_together:
                 first = row * layout.pack_layers
@@ -101,7 +102,7 @@ class Segment:
     # -- packs -----------------------------------------------------------------------------------
 
     def begin_packs(self, group: int, chunks: np.ndarray, out: Any, batch: Any) -> Any:
-        """Start reading packs into `out`, a buffer or TensorStore [n, *pack] of disk_dtype.
+        """Start reading packs into `out`, a buffer or TensorStore [n, *stored]: bit patterns.
 
         Returns a future, or None when the data is known to be missing.
         """

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import numpy as np
 
+from ckv_jax.storage.codec import Codec, encoded
 from ckv_jax.storage.digest.writer import DigestWriter
 from ckv_jax.storage.errors import StoreClosed, StoreUnavailable, as_store_error
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -46,6 +47,7 @@ class SegmentWriter:
         *,
         direct: bool,
         params: np.ndarray | None,
+        codec: Codec | None,
         publish: Callable[[Manifest, Workspace], Prefix],
         release: Callable[[], None],
         patience: Patience,
@@ -61,6 +63,7 @@ class SegmentWriter:
         self._stuck = False
         self._written = 0
         self._closed = False
+        self._codec = codec
         layout = draft.layout
         row = layout.probe_heads * layout.head_dim * layout.disk_dtype.itemsize
         self._probe_bytes = len(layout.probe_layers) * layout.chunk_tokens * row  # of one chunk
@@ -82,7 +85,7 @@ class SegmentWriter:
             for name, spec in draft.arrays.items():
                 self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
             if layout.digest != "none":
-                self._digest = DigestWriter(draft, self._arrays["digest"], params)
+                self._digest = DigestWriter(draft, self._arrays["digest"], params, codec)
         except BaseException as e:
             self.close()
             if isinstance(e, OSError):
@@ -164,11 +167,12 @@ class SegmentWriter:
         writes: list[Future[None]] = []
         try:
             put = self._arrays["packs"].put
-            for group, data in enumerate(packs):
+            stored = [encoded(self._codec, data, layout) for data in packs]
+            for group, data in enumerate(stored):
                 writes.append(self._disk.submit(put, group * draft.chunks + first, data))
             if layout.probe_layers:
                 writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
-            for group, data in enumerate(packs):
+            for group, data in enumerate(stored):
                 crcs = crc.checksums(self._seeds["packs"], group, chunks, data, range(len(data)))
                 draft.pack_crc[group, chunks.start : chunks.stop] = crcs
             if self._digest is not None:
@@ -204,19 +208,29 @@ class SegmentWriter:
                 self._draft.probe_crc[row, chunk] = found
         return writes
 
-    def read_back(self, group: int, chunk: int, out: np.ndarray) -> None:
-        """Read one pack that `write` was given into `out` [*layout.pack_shape], once it is on disk.
+    def read_back(self, group: int, chunk: int, out: np.ndarray, *, layer: int = 0) -> None:
+        """Read packs that `write` was given, from `chunk` on, once they are on disk.
 
-        May be called in another thread than `write`. Raises `StoreError` where it cannot be read.
+        `out` [n, *layout.stored_shape] of layout.stored_dtype: as they lie there; without a codec
+        it may have fewer layers, those from place `layer` of the group on, and no others are read.
+        May be called in another thread than `write`. Raises `StoreError` where they cannot be read.
         """
-        index = bisect_right(self._ends, chunk)
-        if index == len(self._ends):
-            raise ValueError(f"chunk: got {chunk}, expected one that was written")
+        last = bisect_right(self._ends, chunk + len(out) - 1)
+        if last == len(self._ends):
+            raise ValueError(
+                f"chunk: got {chunk} and {len(out) - 1} more, expected some that were written"
+            )
         try:
-            self._blocks[index].result()
-            self._jobs[index].result()
-            entry = group * self._draft.chunks + chunk
-            self._arrays["packs"].get(entry, out.view(self.layout.disk_dtype))
+            for index in range(bisect_right(self._ends, chunk), last + 1):
+                self._blocks[index].result()
+                self._jobs[index].result()
+            entry, size = group * self._draft.chunks + chunk, out[:1].nbytes
+            if size == self.layout.stored_bytes:
+                self._arrays["packs"].get(entry, out)
+                return
+            offset = layer * (self.layout.pack_bytes // self.layout.pack_layers)
+            for at, row in enumerate(out):
+                self._arrays["packs"].get(entry + at, row, offset)
         except OSError as e:
             raise as_store_error(e) from e
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ckv_jax.storage.codec import CODECS, decoded
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -75,7 +76,7 @@ class PrefixInfo:
       id, num_tokens, num_chunks: which, and how long.
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
-      layers: statistics of every layer.
+      layers: statistics of every layer; none of a codec that is not in `CODECS`.
       importance: mean attention mass a chunk drew, over layer groups, [M]; None before a read.
     """
 
@@ -175,8 +176,9 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
     bad = 0
     layers = []
     step = 1 if layout.kv_together else 2
+    groups = layout.groups if layout.codec in CODECS else 0
     with store.reader(prefix) as reader:
-        for group in range(0, layout.groups, step):
+        for group in range(0, groups, step):
             totals = [_Totals() for _ in layout.group_layers(group)]
             for first in range(group, group + step):
                 bad += _read_group(reader, first, totals)
@@ -198,17 +200,18 @@ def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
     prefix, layout = reader.prefix, reader.prefix.layout
     kinds = (0, 1) if layout.kv_together else (group % 2,)
     step = max(1, _PIECE_BYTES // layout.pack_bytes)
-    out = np.empty((min(step, prefix.num_chunks), *layout.pack_shape), layout.numpy_dtype)
+    out = np.empty((min(step, prefix.num_chunks), *layout.stored_shape), layout.stored_dtype)
     bad = 0
     for first in range(0, prefix.num_chunks, step):
         chunks = np.arange(first, min(first + step, prefix.num_chunks))
         good = reader.read_packs(group, chunks, out[: len(chunks)])
+        packs = decoded(CODECS[layout.codec], out[: len(chunks)], layout)
         bad += int((~good).sum())
         tokens = np.minimum(prefix.num_tokens - chunks * layout.chunk_tokens, layout.chunk_tokens)
         valid = (np.arange(layout.chunk_tokens) < tokens[:, None]) & good[:, None]  # [n, C]
         for i, total in enumerate(totals):
             for j, kind in enumerate(kinds):
-                total.add(kind, out[: len(chunks), i, j][valid])
+                total.add(kind, packs[:, i, j][valid])
     return bad
 
 

@@ -153,8 +153,8 @@ def _check(
         (damages if proof else unread).append(Damage(id_, chunk, reason))
 
     with store.segment_reader(whole, segment, note) as reader:
-        step = max(1, _PIECE_BYTES // layout.pack_bytes)
-        out = np.empty((min(step, chunks), *layout.pack_shape), layout.numpy_dtype)
+        step = max(1, _PIECE_BYTES // layout.stored_bytes)
+        out = np.empty((min(step, chunks), *layout.stored_shape), layout.stored_dtype)
         try:
             for group in range(layout.groups):
                 for first in range(0, chunks, step):

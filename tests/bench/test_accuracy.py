@@ -10,7 +10,7 @@ import pytest
 
 from bench.accuracy import main, rule_of, summary
 from bench.cache_policies import recorded
-from bench.selection_study import quick_rules
+from bench.selection_study import interval, quick_rules
 from ckv_jax.data.reference import LEARNED
 from ckv_jax.systems import SYSTEMS
 
@@ -55,9 +55,19 @@ def test_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }  # fmt: skip
     for row in rows:
         assert row["task"] in (*LEARNED, "all")
-        low, high = row["ci95"]
-        assert 0 <= low <= row["accuracy"] <= high <= 1
-        assert 0 <= row["chunk_recall"] <= 1 and 0 <= row["needle"] <= 1
+        right = row["accuracy"] * row["questions"]
+        assert right == pytest.approx(round(right))
+        assert row["ci95"] == pytest.approx(interval(round(right), row["questions"]))
+    for system in ("as-lru", "impress", "ckv"):
+        *families, total = [row for row in rows if row["system"] == system]
+        assert total["task"] == "all" and total["questions"] == 50
+        assert sum(row["questions"] for row in families) == 50
+        right = sum(row["questions"] * row["accuracy"] for row in families)
+        assert total["accuracy"] == pytest.approx(right / 50)
+        assert len({(row["chunk_recall"], row["needle"]) for row in (*families, total)}) == 1
+        full = system == "as-lru"  # everything takes part, and the checkpoint has learned to look
+        assert (total["chunk_recall"], total["needle"]) == (1, 1) or not full
+        assert total["accuracy"] > 0.8 or not full
     assert {row["distance"] for row in report["coverage"]} == {1, 2, 4, 8}
     assert {row["name"] for row in report["study"]} == {"full", *few}
     assert plot.stat().st_size > 1000 and (tmp_path / "a_coverage.png").stat().st_size > 1000

@@ -37,6 +37,7 @@ def test_choices_are_those_that_were_read(tmp_path: Path) -> None:
         with lab.engine(PLAIN) as engine:
             found = chosen(lab, engine, 3, 0.1)
             sample = measured(lab, engine, 0, 3, 0.1)
+            asked = [chosen(lab, engine, question, 0.1) for question in range(2)]
         row = scatter(lab, 0.1)
     assert found.tokens.shape == found.importance.shape == (4, 512)
     assert (found.tokens.sum(1) == 52).all()  # a tenth of 512, rounded up
@@ -47,7 +48,9 @@ def test_choices_are_those_that_were_read(tmp_path: Path) -> None:
         assert sample.read_amplification == pytest.approx(read)
     assert row["amplification"] >= row["reordered"] >= 1.0
     assert row["saved"] == pytest.approx(row["amplification"] / row["reordered"])
-    assert 0 <= row["fallback_share"] <= 1 and 0 < row["jaccard"] <= 1
+    assert row["fallback_share"] == np.mean([one.fell_back for one in asked]) / 4
+    assert row["jaccard"] == pytest.approx(np.mean([one.agreement for one in asked]))
+    assert not all((one.agreement == 1).all() for one in asked)  # heads differ, or it says nothing
 
 
 def test_ours_stand_beside_what_is_published() -> None:

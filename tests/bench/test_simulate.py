@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 
 import pytest
 
 from bench.common import Setting
 from bench.lab import Lab
-from bench.simulate import predict, validate
+from bench.simulate import MODELS, PREFIXES, predict, validate
 
 
 @pytest.mark.slow
@@ -20,10 +20,15 @@ def test_measured_parameters_describe_this_machine(name: str) -> None:
     with Lab(setting) as lab:
         [row] = validate(lab, setting.systems)
     here = row["hardware"]
-    assert row["simulated_ms"] >= row["calls_ms"] > 0  # reads and the engine only add to them
+    assert row["simulated_ms"] >= row["calls_ms"]  # reads and the engine only add to them
     assert row["error"] == pytest.approx(row["simulated_ms"] / row["measured_ms"] - 1)
-    assert here["job_overhead"] > 0 and here["read_cpu"] > 0 and here["read_latency"] >= 0
-    assert here["pack_bandwidth"] >= here["thread_bandwidth"] > 0
+    assert here["pack_bandwidth"] >= here["thread_bandwidth"]
     assert 1 <= here["call_cores"] <= here["cores"] + 0.2
-    times = [p["ttft_ms"] for p in predict([row], "a800-990pro", 32)]
-    assert all(math.isfinite(ms) and ms > 0 for ms in times)
+    found = predict([row], "a800-990pro", 32)
+    for model in MODELS:
+        mine = [p for p in found if p["model"] == model and p["system"] == name]
+        dense = [p for p in found if p["model"] == model and p["system"] == "recompute"]
+        assert [p["prefix_tokens"] for p in mine] == list(PREFIXES)
+        for lines in (mine, dense):
+            assert all(a["ttft_ms"] < b["ttft_ms"] for a, b in itertools.pairwise(lines))
+        assert all(a["ttft_ms"] < b["ttft_ms"] for a, b in zip(mine, dense, strict=True))

@@ -46,7 +46,7 @@ FURTHER_CASES = {
 
 def arguments(case: Case) -> tuple[Any, ...]:
     """Fresh inputs; NaN wherever nobody may look."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     count, table = 8, np.asarray(case.table, np.int32)
     batch, entries = table.shape
     v_table = np.where(table >= 0, (table + 1) % count, table).astype(np.int32)

@@ -28,7 +28,7 @@ def random_pages(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_bit_for_bit(kernel: Callable[..., Any], dtype: str) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     pages = random_pages(rng, (7, 2, 16, 2, 32), dtype)
     table = np.asarray([[3, 3, -1, 0, 6], [7, 2, 5, 2**31 - 1, -(2**31)]], np.int32)
     out = kernel("gather", pages, jnp.asarray(table))
@@ -42,7 +42,7 @@ def test_copies_bit_for_bit(kernel: Callable[..., Any], dtype: str) -> None:
 
 
 def test_pages_larger_than_a_block(kernel: Callable[..., Any]) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     pages = random_pages(rng, (3, 6, 16, 2, 64), "bfloat16")  # 24 KiB, in blocks of 2 KiB
     table = np.asarray([[2, 0, 2]], np.int32)
     options = {"mosaic_gpu": {"bytes": 2048}, "tpu": {"entries": 2}}

@@ -70,6 +70,18 @@ def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
         assert layers * (CHUNKS + 1) <= packs <= 2 * layers * CHUNKS
 
 
+def test_every_layer_says_where_its_time_goes(served: tuple[Engine, Prefix]) -> None:
+    engine, prefix = served
+    spans = ask(engine, prefix, 0.05).trace.spans
+    for stage in ("submit", "dispatch", "book"):
+        layers = {span.args["layer"] for span in spans if span.name == stage and span.args}
+        assert layers == set(range(MODEL.num_layers))
+    others = {"open", "critical_io_wait", "compute"}
+    if engine.system.selector != "all":
+        others |= {"probe_io", "select"}
+    assert others <= {span.name for span in spans}
+
+
 def test_a_warm_engine_compiles_nothing(served: tuple[Engine, Prefix]) -> None:
     engine, prefix = served
     engine.warmup(prefix, max_suffix=16, budgets=[0.1, 0.3])

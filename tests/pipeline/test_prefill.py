@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_support import SMALL, tokens
+from engine_support import SMALL, small_engine, tokens
+from engine_tiny import TINY
 
+from ckv_jax.ingest import read_kv
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import Block, Prefills
@@ -22,9 +25,11 @@ class Kept:
     def __init__(self, kv: np.ndarray) -> None:
         self.kv = kv
         self.read_from: list[int] = []
+        self.asked: list[tuple[int, int]] = []
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         self.read_from.append(first)
+        self.asked += [(layer, token) for layer in layers for token in range(first, stop)]
         return self.kv[layers.start : layers.stop, :, first:stop]
 
 
@@ -70,10 +75,30 @@ def test_a_text_longer_than_the_window_comes_back_in_pieces(prefills: Prefills, 
     blocks = []
     while not prefill.done:
         assert prefill.needs <= prefill.next_first
+        del kept.asked[:]
         blocks.append(prefill.advance())
+        assert len(kept.asked) == len(set(kept.asked))  # nothing twice
     assert kept.read_from.count(WINDOW) >= SMALL.num_layers  # each layer reads what is past it
     np.testing.assert_allclose(kv_of(blocks), whole[:, :, start:], atol=1e-5)
     assert all(k.shape[1] == WINDOW for k, _ in prefill.kv)
+
+
+@pytest.mark.parametrize("pack_layers", [2, 1])
+def test_an_ingest_past_its_window_stores_what_a_wide_one_does(
+    tmp_path: Path, pack_layers: int
+) -> None:
+    """Layers alone and in packs, of what is stored before and of what is being written."""
+    text = tokens(230)
+    system = {"period": 2, "subperiod": 2, "pack_layers": pack_layers}
+    sizes = {"prefill_block": 16, "model": TINY, "overrides": system}
+    with (
+        small_engine(tmp_path / "wide", **sizes) as wide,
+        small_engine(tmp_path / "narrow", **sizes, prefill_window=32) as narrow,
+    ):
+        narrow.ingest(text[:90])
+        kept, expected = ((one.store, one.ingest(text)) for one in (narrow, wide))
+        assert len(kept[1].spans) == 2
+        np.testing.assert_allclose(read_kv(*kept), read_kv(*expected), atol=1e-5)
 
 
 def test_no_tokens_are_refused(prefills: Prefills) -> None:

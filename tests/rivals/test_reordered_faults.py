@@ -10,11 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request, Result
+from ckv_jax.model.weights import load_pretrained
 from ckv_jax.storage.prefix import Prefix
 
-MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
+MODEL = dataclasses.replace(
+    SMALL, num_layers=3, num_heads=8, num_kv_heads=4, tie_word_embeddings=False
+)
+"""Of sharp attention, so that a token in another's place changes the answer."""
 LENGTH = 250
 COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
 
@@ -42,7 +47,10 @@ def reordered_segments(engine: Engine, folder: Path) -> list[Path]:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Engine, Prefix]]:
     """An engine that serves the prefix from its reordered segments."""
-    with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
+    NumpyQwen(MODEL, seed=3).save(tmp_path / "model")
+    weights = load_pretrained(tmp_path / "model", dtype="float32")
+    store = tmp_path / "store"
+    with small_engine(store, system="impress", weights=weights, **COLD) as engine:
         prefix = engine.ingest(tokens(LENGTH))
         for _ in range(6):
             ask(engine, prefix, 0.1)
@@ -60,7 +68,7 @@ def test_reads_that_all_fail(
     assert not sparse.trace.counters.get("recomputed_packs")
     shards = [
         shard
-        for home in reordered_segments(engine, tmp_path)
+        for home in reordered_segments(engine, tmp_path / "store")
         for array in lost
         for shard in home.glob(f"{array}/c.*")
     ]

@@ -124,6 +124,28 @@ def test_blocks_may_be_reused_by_the_caller(store: ChunkStore) -> None:
     assert read_all(store, prefix).right == SMALL.groups * 4
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_is_being_written_is_read_back(store: ChunkStore, layout: Layout) -> None:
+    """Whole packs, or single layers of them, across blocks."""
+    tokens = some_tokens(layout.chunk_tokens * 7 + 5)
+    kv, size = kv_of(layout, tokens), layout.chunk_tokens * 3
+    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer:
+        for start in range(0, len(tokens), size):
+            writer.write(start, kv[:, :, start : start + size])
+        for group in range(layout.groups):
+            truth = packs_of(layout, tokens, group, np.arange(len(tokens)))[2:8]
+            whole = np.empty((6, *layout.pack_shape), layout.numpy_dtype)
+            writer.read_back(group, 2, whole)
+            np.testing.assert_array_equal(whole.view(np.uint8), truth.view(np.uint8))
+            for layer in range(layout.pack_layers):
+                one = np.empty((6, 1, *layout.pack_shape[1:]), layout.numpy_dtype)
+                writer.read_back(group, 2, one, layer=layer)
+                same = np.ascontiguousarray(truth[:, layer : layer + 1])
+                np.testing.assert_array_equal(one.view(np.uint8), same.view(np.uint8))
+        with pytest.raises(ValueError, match="written"):
+            writer.read_back(0, 7, np.empty((2, *layout.pack_shape), layout.numpy_dtype))
+
+
 def test_bad_input_is_refused(store: ChunkStore) -> None:
     tokens = some_tokens(40)
     prefix = ingest(store, tokens)

@@ -1,0 +1,30 @@
+"""Warm-up over a store that cannot give what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compilations import compilations
+from engine_support import TIGHT, scale_error, tokens
+from engine_tiny import tiny_engine
+from pipeline_support import UnsteadyStore
+
+from ckv_jax import Request, SamplingParams
+
+
+@pytest.mark.parametrize(("system", "failing"), [("ckv", 0.3), ("contiguous-kv", 1.0)])
+def test_what_cannot_be_read_is_recomputed(tmp_path: Path, system: str, failing: float) -> None:
+    with tiny_engine(tmp_path, system=system) as plain:
+        prefix = plain.ingest(tokens(200))
+        asked = Request(prefix=prefix, suffix=[1, 2, 3], budget=1.0)
+        expected = plain.recompute(asked)
+        unsteady = UnsteadyStore(plain.store, failing)
+        with plain.variant(plain.config, store=unsteady) as engine:
+            engine.warmup(prefix, max_suffix=4, budgets=[1.0], max_tokens=4)
+            warm = compilations()
+            (result,) = engine.reprefill([asked])
+            (text,) = engine.generate(asked, SamplingParams(max_tokens=4)).results()
+            assert compilations() == warm
+        assert scale_error(result.logits, expected.logits) < TIGHT
+        assert text.completion().token_ids[0] == expected.logits.argmax()
