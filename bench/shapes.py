@@ -33,6 +33,7 @@ import numpy as np
 from bench.common import Json, finish, result_file, save_plot, table
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.pipeline import mappings
 from ckv_jax.storage.prefix import Prefix
 
 GROWTH = 0.10
@@ -62,12 +63,6 @@ class Traffic:
     def to_json(self) -> Json:
         """Plain JSON values."""
         return dataclasses.asdict(self)
-
-
-def mappings() -> int:
-    """Memory mappings of this process."""
-    with Path("/proc/self/maps").open(encoding="utf-8") as lines:
-        return sum(1 for _ in lines)
 
 
 def prefixes(engine: Engine, traffic: Traffic) -> list[Prefix]:
@@ -120,7 +115,7 @@ def ask(engine: Engine, traffic: Traffic) -> list[Json]:
                 {
                     "requests": done,
                     "programs": engine.stats().programs,
-                    "mappings": mappings(),
+                    "mappings": mappings.held(),
                     "seconds": time.perf_counter() - start,
                 }
             )

@@ -32,6 +32,12 @@ def chunk_bucket(n: int) -> int:
     return bucket(n, least=8)
 
 
+def choice_bucket(n: int) -> int:
+    """Chunks that a selection may return: powers of four from 16. They are ids, not KV: more of
+    them than are wanted cost nothing, and programs that select are many."""
+    return max(16, 1 << 2 * (((n - 1).bit_length() + 1) // 2))
+
+
 def probe_bucket(chunks: int, *, step: int = 64) -> int:
     """Chunks of a probe: multiples of `step`, coarser above 16 steps."""
     return -(-chunks // step) * step if chunks <= 16 * step else bucket(chunks)

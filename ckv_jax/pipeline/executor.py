@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.buckets import batch_bucket, choice_bucket, chunk_bucket, suffix_bucket
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
@@ -148,7 +148,7 @@ class Executor:
         self._system = system
         self._score = system.score or attention_mass
         self._pieces = Piecewise(layers, memory)
-        self._take = layers.programs.jit(lambda hidden, rows: jnp.take(hidden, rows, axis=0))
+        self._latest = layers.programs.jit(_latest, static=("tokens",))
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
@@ -209,7 +209,10 @@ class Executor:
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         trace.add("compute", "compute", began, ready, period=period - 1)
-        found = [np.asarray(pick.ids) for pick in picks]
+        found = [
+            np.asarray(pick.ids)[:, : chunk_bucket(int(member.limits.max()))]
+            for member, pick in zip(batch.members, picks, strict=True)
+        ]
         selected = time.perf_counter_ns()
         trace.add("select", "host", ready, selected, period=period)
         self.ahead.pace.selected((selected - ready) * 1e-9 / len(picks))
@@ -242,8 +245,10 @@ class Executor:
         if guess:
             layers = layers[:1]
             limits = guessed_chunks(limits, self._system.overfetch)
+        skipped = self._skipped(member, hidden.shape[1])
         return self._layers.select(
-            layers, self._rows(batch, member, hidden), batch.start[member.rows], member.lengths,
+            layers, self._rows(batch, member, hidden, skipped),
+            batch.start[member.rows] + skipped, member.lengths - skipped,
             member.probes.get(layers, period), np.int32(resident.prefix.num_tokens),
             np.int32(resident.num_chunks), limits, **self._how(resident, limits),
         )  # fmt: skip
@@ -251,16 +256,29 @@ class Executor:
     def _how(self, resident: Resident, limits: np.ndarray) -> dict[str, Any]:
         return {
             "score": self._score,
-            "n": min(chunk_bucket(int(limits.max())), resident.probe_chunks),
+            "n": min(choice_bucket(int(limits.max())), resident.probe_chunks),
             "window": self._system.score_window,
             "chunk_tokens": self._system.chunk_tokens,
         }
 
-    def _rows(self, batch: Batch, member: Member, hidden: Array) -> Array:
-        """The hidden states of a member's rows."""
-        if len(batch.members) == 1:
+    def _tokens(self, suffix: int) -> int:
+        """Of so many suffix tokens, how many a selection is given: those that may score, in one
+        bucket whatever the suffix, since programs that select are many."""
+        window = self._system.score_window
+        return suffix if window is None else min(suffix, suffix_bucket(window))
+
+    def _skipped(self, member: Member, suffix: int) -> np.ndarray:
+        """Leading suffix tokens int32 [b] of each row that no selection is given."""
+        skipped: np.ndarray = np.maximum(member.lengths - self._tokens(suffix), 0)
+        return skipped
+
+    def _rows(self, batch: Batch, member: Member, hidden: Array, skipped: np.ndarray) -> Array:
+        """The hidden states of a member's rows, from the first token on that is not skipped."""
+        tokens = self._tokens(hidden.shape[1])
+        if len(batch.members) == 1 and tokens == hidden.shape[1]:
             return hidden
-        rows: Array = self._take((hidden.shape, len(member.rows)), hidden, member.rows)
+        key = (hidden.shape, len(member.rows), tokens)
+        rows: Array = self._latest(key, hidden, member.rows, skipped, tokens=tokens)
         return rows
 
     def _guess(
@@ -275,7 +293,7 @@ class Executor:
             layers = self._plan.scoring_layers(period + 1)[:1]
             limits = guessed_chunks(member.limits, self._system.overfetch)
             known = self._layers.selects_without_compiling(
-                layers, (len(member.rows), *hidden.shape[1:]),
+                layers, (len(member.rows), self._tokens(hidden.shape[1]), hidden.shape[2]),
                 member.probes.get(layers, period + 1), **self._how(member.resident, limits),
             )  # fmt: skip
             if not pays and known:
@@ -344,6 +362,12 @@ class Executor:
             resident.last_selection[period] = union
             taken = int((np.asarray(pick.ids) >= 0).sum())
             trace.count_chunks(selected=taken, total=len(member.real) * resident.num_chunks)
+
+
+def _latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:
+    """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
+    at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
+    return hidden[rows[:, None], at]
 
 
 def _by_row(batch: Batch, found: list[np.ndarray]) -> np.ndarray:

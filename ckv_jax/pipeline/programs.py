@@ -1,7 +1,8 @@
 """Compiled programs under one cap: a process has room for a limited number of them.
 
-Linux gives a process 65,530 memory mappings, and a program of XLA's CPU compiler takes about 25.
-Traffic of ever new shapes would use them up; so the least recently used programs are let go.
+Linux gives a process 65,530 memory mappings. XLA's CPU compiler takes three for each kernel of a
+program: about 140 for one that selects, 120 for one that runs four layers. A process that has used
+them up is ended by the compiler, so the least recently used programs are let go long before.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from typing import Any
 import jax
 
 from ckv_jax.kernels_pallas.dispatch import Choice, choices
+from ckv_jax.pipeline import mappings
 
 MOST_PROGRAMS = 1024
-"""At about 25 mappings each, a third of what a process may have."""
+"""Where programs are smaller, or mappings no concern."""
+
+MAPPED = 0.5
+"""Share of the process's mappings that may be in use when a program is to be compiled."""
 
 Watcher = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Given a function's name, the jitted function and its arguments, calls it; returns its result."""
@@ -31,10 +36,11 @@ class Programs:
     walk over the arguments. A program that was let go is compiled again when it is next called.
     """
 
-    def __init__(self, most: int = MOST_PROGRAMS) -> None:
+    def __init__(self, most: int = MOST_PROGRAMS, mapped: float = MAPPED) -> None:
         if most < 1:
             raise ValueError(f"got room for {most} programs, expected 1 or more")
         self._most = most
+        self._mapped = int(mapped * mappings.allowed())
         self._known: OrderedDict[tuple[Program, Hashable], Callable[..., Any]] = OrderedDict()
         self._chosen: dict[tuple[str, Hashable], tuple[Choice, ...]] = {}
         self._lock = threading.Lock()
@@ -79,12 +85,18 @@ class Programs:
         with self._lock:
             jitted = self._known.get((program, key))
             if jitted is None:
+                if mappings.held() > self._mapped:
+                    self._release(-(-len(self._known) // 4))
+                self._release(len(self._known) + 1 - self._most)
                 jitted = self._known[program, key] = program.make(key)
-                while len(self._known) > self._most:
-                    (other, old), _ = self._known.popitem(last=False)
-                    self._chosen.pop((other.function.__name__, old), None)
             self._known.move_to_end((program, key))
         return jitted
+
+    def _release(self, count: int) -> None:
+        """Lets the `count` least recently used go."""
+        for _ in range(count):
+            (program, key), _ = self._known.popitem(last=False)
+            self._chosen.pop((program.function.__name__, key), None)
 
     @property
     def chosen(self) -> dict[tuple[str, Hashable], tuple[Choice, ...]]:

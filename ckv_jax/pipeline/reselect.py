@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckv_jax.buckets import chunk_bucket
+from ckv_jax.buckets import choice_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
@@ -54,7 +54,7 @@ class Reselect:
             np.array([len(recent)], np.int32), probes.get(layers, period),
             np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks), limits,
             score=self._system.score or attention_mass,
-            n=min(chunk_bucket(self._limit), resident.probe_chunks),
+            n=min(choice_bucket(self._limit), resident.probe_chunks),
             window=None, chunk_tokens=self._system.chunk_tokens,
         )  # fmt: skip
         ids = np.asarray(selection.ids)[0]

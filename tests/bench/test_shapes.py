@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.random_engine import random_engine
-from bench.shapes import Traffic, ask, calls, levelled, mappings, prefixes
+from bench.shapes import Traffic, ask, calls, levelled, prefixes
+from ckv_jax.pipeline import mappings
 from tests.engine_support import SMALL
 
 TRAFFIC = Traffic(
@@ -40,13 +41,13 @@ def test_levelling_off_is_of_the_last_quarter() -> None:
 def test_mappings_grow_with_what_is_mapped(tmp_path: Path) -> None:
     import mmap
 
-    before = mappings()
+    before = mappings.held()
     held = []
     for index in range(20):  # files of their own, so that none are merged
         file = tmp_path / str(index)
         file.write_bytes(b"x" * 4096)
         with file.open("r+b") as opened:
             held.append(mmap.mmap(opened.fileno(), 4096))
-    assert mappings() >= before + 20
+    assert mappings.held() >= before + 20
     for one in held:
         one.close()

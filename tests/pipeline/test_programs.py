@@ -1,0 +1,48 @@
+"""Programs under a cap: by their number, and by the memory mappings they take."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ckv_jax.pipeline import mappings
+from ckv_jax.pipeline.programs import Programs
+
+
+def many_kernels(x: jax.Array) -> jax.Array:
+    """What XLA cannot fuse into one kernel."""
+    for _ in range(4):
+        x = jnp.sort(jnp.tanh(x @ x.T) @ x, axis=-1)
+    return x
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    programs = Programs(most=2)
+    double = programs.jit(lambda x: 2 * x)
+    for key in (1, 2, 1, 3):
+        assert double(key, np.full(key, 1.0, np.float32)).shape == (key,)
+    assert [double.compiled(key) for key in (1, 2, 3)] == [True, False, True]
+
+
+def test_mappings_of_endless_shapes_stay_bounded() -> None:
+    if not mappings.held():
+        pytest.skip("this system does not tell its mappings")
+    gc.collect()
+    room = 150
+    before = mappings.held()
+    programs = Programs(mapped=(before + room) / mappings.allowed())
+    call = programs.jit(many_kernels)
+    took = 0
+    for rows in range(1, 41):
+        start = mappings.held()
+        call(rows, np.ones((rows, 8), np.float32)).block_until_ready()
+        took = max(took, mappings.held() - start)
+    assert took * 40 > 2 * room  # without a cap they would not fit
+    assert mappings.held() - before <= room + 2 * took
+    again = call(1, np.ones((1, 8), np.float32))  # let go, and compiled again
+    np.testing.assert_allclose(again, many_kernels(jnp.ones((1, 8))), rtol=1e-6)
+    assert not call.compiled(2) and call.compiled(40)
