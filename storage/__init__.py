@@ -1,5 +1,6 @@
 """ckv_jax.storage: KV of shared prefixes on disk, in chunks. numpy and tensorstore, never jax."""
 
+from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.errors import (
@@ -29,6 +30,7 @@ from ckv_jax.storage.tools.verify import VerifyReport, verify_store
 __all__ = [
     "ChunkStore",
     "CkvError",
+    "Codec",
     "DigestData",
     "Eviction",
     "Fingerprint",
