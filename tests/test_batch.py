@@ -288,10 +288,12 @@ def test_a_closed_engine_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_after_warm_up(served: Served, prefix: Prefix) -> None:
+def test_nothing_is_compiled_after_warm_up(tmp_path: Path) -> None:
     rng = random.Random(0)
-    config = dataclasses.replace(served.engine.config, max_batch=2, device_cache_bytes=2**15)
-    with served.engine.variant(config) as engine:
+    with tiny_engine(
+        tmp_path, nothing_compiled=True, max_batch=2, device_cache_bytes=2**15
+    ) as engine:
+        prefix = engine.ingest(tokens(140))
         engine.warmup(prefix, max_batch=2, max_suffix=16, budgets=[0.2], max_tokens=40)
         warm = compilations()
         for _ in range(12):
