@@ -342,11 +342,12 @@ def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, 
     assert here("verify", store, "--repair")[0] == 0
 
     def ask(of: Path) -> int:
-        done = ckv(
+        code, out, _ = here(
             "ask", home / "checkpoint", "why?", "--store", of, "--prefix", prefix["prefix"],
-            "--budget", 1, "--no-warm-up", "--json", cache=home,
+            "--budget", 1, "--no-warm-up", "--json",
         )  # fmt: skip
-        return json.loads(done.stdout)["token_id"]
+        assert code == 0
+        return json.loads(out)["token_id"]
 
     assert ask(store) == ask(home / "kv")  # what is damaged is computed again
 

@@ -44,7 +44,10 @@ def test_kl_divergence_is_that_of_the_definition() -> None:
 
 @pytest.mark.slow
 def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
-    made = Demo.prepare(tmp_path, text=handbook(nights=1)[:1500])
+    small = random_checkpoint(
+        tmp_path / "small", num_layers=6, hidden_size=64, num_heads=2, num_kv_heads=1
+    )
+    made = replace(Demo.prepare(tmp_path, text=handbook(nights=1)[:1500]), checkpoint=small)
     report = made.run(tmp_path / "store", system="ckv").to_json()
     assert [row["budget"] for row in report["rows"]] == list(BUDGETS)
     files = (tmp_path / "store" / "segments").rglob("*")
