@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -42,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: whichever worker ends early finds short ones to take over."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking through it again and again took a sixth of the time that
+    tests need when nothing is compiled."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
