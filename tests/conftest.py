@@ -52,6 +52,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Programs that tests share are let go before they take the process's memory mappings, with
+    which engines would begin to compile again what they have just compiled."""
+    yield
+    from engine_support import compiled_layers
+
+    from ckv_jax.pipeline import mappings
+
+    if mappings.held() > mappings.allowed() // 4:
+        compiled_layers.cache_clear()
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharp]:
     """A model that many tests share, and what is compiled for it."""
