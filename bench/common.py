@@ -35,7 +35,7 @@ SHAPES: dict[str, ModelConfig] = {
     **PUBLISHED,
     "tiny": dataclasses.replace(
         PUBLISHED["kv7b-thin"],
-        vocab_size=512, hidden_size=128, intermediate_size=128, num_layers=4, head_dim=64,
+        vocab_size=512, hidden_size=128, intermediate_size=128, num_layers=3, head_dim=64,
         max_position_embeddings=8192,
     ),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -35,6 +36,34 @@ if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: whichever worker ends early finds short ones to take over."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking through it again and again took a sixth of the time that
+    tests need when nothing is compiled."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Programs that tests share are let go before they take the process's memory mappings, with
+    which engines would begin to compile again what they have just compiled."""
+    yield
+    from engine_support import compiled_layers
+
+    from ckv_jax.pipeline import mappings
+
+    if mappings.held() > mappings.allowed() // 4:
+        compiled_layers.cache_clear()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

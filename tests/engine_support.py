@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.qwen2 import Qwen2
 from ckv_jax.model.weights import random_model
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_named
 
@@ -43,6 +46,14 @@ def tokens(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, SMALL.vocab_size, n).astype(np.int32)
 
 
+@functools.cache
+def compiled_layers(model: ModelConfig, dtype: str, seed: int) -> tuple[Layers, Fingerprint]:
+    """A random model, whose engines share what is compiled for it: tests of one process
+    mostly ask for the same few, and compiling is most of what they do."""
+    weights = random_model(model, dtype=dtype, seed=seed)
+    return Layers(weights), random_fingerprint(weights)
+
+
 def small_engine(
     folder: Path,
     *,
@@ -51,9 +62,13 @@ def small_engine(
     weights: Qwen2 | None = None,
     seed: int = 0,
     overrides: dict[str, object] | None = None,
+    nothing_compiled: bool = False,
     **config: object,
 ) -> Engine:
-    """An engine over a store in `folder`, with `weights` or a random model."""
+    """An engine over a store in `folder`, with `weights` or a random model.
+
+    `nothing_compiled`: for tests that count programs, which must all be compiled by themselves.
+    """
     preset = system_named(system) if isinstance(system, str) else system
     values: dict[str, object] = {
         "dtype": "float32",
@@ -61,7 +76,7 @@ def small_engine(
         "host_cache_bytes": MIB,
         "prefetch_device_bytes": 8 * MIB,
         "prefetch_host_bytes": 8 * MIB,
-        "prefill_block": 64,
+        "prefill_block": 128,
         "io_threads": 2,
     }
     engine_config = EngineConfig(
@@ -69,10 +84,11 @@ def small_engine(
         **(values | config),
     )
     if weights is None:
-        weights = random_model(model, dtype=engine_config.dtype, seed=seed)
-    return Engine(
-        weights, None, ChunkStore.open(folder), random_fingerprint(weights), engine_config
-    )
+        make = compiled_layers.__wrapped__ if nothing_compiled else compiled_layers
+        layers, fingerprint = make(model, engine_config.dtype, seed)
+    else:
+        layers, fingerprint = Layers(weights), random_fingerprint(weights)
+    return Engine(layers, None, ChunkStore.open(folder), fingerprint, engine_config)
 
 
 def scale_error(got: np.ndarray, expected: np.ndarray) -> float:

@@ -14,7 +14,14 @@ TINY = dataclasses.replace(
 )
 
 
-def tiny_engine(folder: Path, *, system: str = "ckv", seed: int = 0, **config: object) -> Engine:
+def tiny_engine(
+    folder: Path,
+    *,
+    system: str = "ckv",
+    seed: int = 0,
+    nothing_compiled: bool = False,
+    **config: object,
+) -> Engine:
     """Four layers: two periods of two layers, one layer a call and a pack."""
     return small_engine(
         folder,
@@ -22,5 +29,6 @@ def tiny_engine(folder: Path, *, system: str = "ckv", seed: int = 0, **config: o
         model=TINY,
         seed=seed,
         overrides={"period": 2, "subperiod": 1, "pack_layers": 1},
+        nothing_compiled=nothing_compiled,
         **config,
     )

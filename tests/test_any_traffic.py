@@ -17,6 +17,10 @@ from ckv_jax import Engine, Request, Result, SamplingParams
 from ckv_jax.storage.prefix import Prefix
 
 PREFIXES = 20
+POOL = 240
+"""Slots of the cold engine: one that has as many shares its programs."""
+TALL = dataclasses.replace(TINY, num_layers=5)
+"""Two packs of the presets, of four layers and of one."""
 BUDGETS = (0.05, 0.3, 0.6, 0.9, 1.0)
 
 
@@ -25,7 +29,7 @@ class Cold:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.prefixes = [engine.ingest(tokens(40 + 9 * i, i)) for i in range(PREFIXES)]
+        self.prefixes = [engine.ingest(tokens(40 + 4 * i, i)) for i in range(PREFIXES)]
         self._known: dict[tuple[int, int, float, int], object] = {}
 
     def request(self, which: int, seed: int, budget: float) -> Request:
@@ -50,14 +54,17 @@ class Cold:
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cold]:
     with tiny_engine(
-        tmp_path_factory.mktemp("cold"), max_batch=4, device_cache_bytes=0, host_cache_bytes=0
-    ) as engine:
-        yield Cold(engine)
+        tmp_path_factory.mktemp("cold"), max_batch=2, device_cache_bytes=0, host_cache_bytes=0
+    ) as small:
+        pool = POOL * small.layout.pack_bytes
+        config = dataclasses.replace(small.config, prefetch_device_bytes=pool)
+        with small.variant(config) as engine:
+            yield Cold(engine)
 
 
 @pytest.mark.parametrize(
     ("work_packs", "cache_packs", "failing"),
-    [(3, 0, 0.0), (9, 6, 0.0), (9, 6, 0.2), (40, 200, 0.05)],
+    [(3, 0, 0.0), (9, 6, 0.0), (9, 6, 0.2), (40, POOL - 40, 0.05)],
 )
 def test_a_warm_engine_answers_whatever_a_cold_one_answers(
     cold: Cold, work_packs: int, cache_packs: int, failing: float
@@ -101,8 +108,8 @@ def test_a_warm_engine_answers_whatever_a_cold_one_answers(
 
 @pytest.mark.parametrize("system", ["ckv", "contiguous-kv"])
 def test_everything_of_a_prefix_four_times_the_pools(tmp_path: Path, system: str) -> None:
-    with small_engine(tmp_path, system=system, device_cache_bytes=0) as large:
-        prefix = large.ingest(tokens(640))
+    with small_engine(tmp_path, system=system, model=TALL, device_cache_bytes=0) as large:
+        prefix = large.ingest(tokens(256))
         requests = [Request(prefix=prefix, suffix=tokens(7, i), budget=1.0) for i in range(2)]
         expected = [result.logits for result in large.reprefill(requests)]
         (text,) = large.generate(requests[0], SamplingParams(max_tokens=4)).results()

@@ -84,11 +84,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=vocab,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=4096,
     )
     transformers.Qwen2ForCausalLM(config).save_pretrained(checkpoint)
@@ -168,15 +168,16 @@ def test_a_converted_checkpoint_answers_the_same(
     home: Path, answer: dict, tmp_path: Path, here: Here
 ) -> None:
     folder = tmp_path / "orbax"
-    made = json.loads(ckv("convert", home / "checkpoint", folder, "--json", cache=home).stdout)
-    assert (made["checkpoint"], made["format"]) == (str(folder), "orbax")
+    code, out, _ = here("convert", home / "checkpoint", folder, "--json")
+    made = json.loads(out)
+    assert (code, made["checkpoint"], made["format"]) == (0, str(folder), "orbax")
     assert not list(folder.glob("*.safetensors"))
-    ckv("ingest", folder, home / "text.txt", "--store", tmp_path / "kv", cache=home)
-    done = ckv(
-        "ask", folder, QUESTION, "--store", tmp_path / "kv", "--budget", "0.25", "--json",
-        cache=home,
-    )  # fmt: skip
-    again = json.loads(done.stdout)
+    assert here("ingest", folder, home / "text.txt", "--store", tmp_path / "kv")[0] == 0
+    code, out, _ = here(
+        "ask", folder, QUESTION, "--store", tmp_path / "kv", "--budget", "0.25", "--json"
+    )
+    assert code == 0
+    again = json.loads(out)
     same = ("token_id", "text", "prefix_tokens", "chunks", "attention_mass")
     assert [again[name] for name in same] == [answer[name] for name in same]
 
@@ -286,15 +287,15 @@ def test_a_wrong_system_makes_no_store(home: Path, tmp_path: Path, here: Here) -
 def test_a_full_disk_leaves_nothing_half_written(home: Path, tmp_path: Path, here: Here) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small disk needs more rights")
     try:
-        done = ckv(
-            "ingest", home / "checkpoint", home / "text.txt", "--store", disk / "kv",
-            cache=home, code=1,
-        )  # fmt: skip
-        assert "room" in done.stderr or "full" in done.stderr
+        code, _, err = here(
+            "ingest", home / "checkpoint", home / "text.txt", "--store", disk / "kv"
+        )
+        assert code == 1 and len(err.strip().splitlines()) == 1
+        assert "room" in err or "full" in err
         found = json.loads(here("inspect", disk / "kv", "--json")[1])
         assert (found["prefixes"], found["segments"]) == ({}, [])
         assert not list(disk.rglob("*.zarr")) and not list(disk.rglob("zarr.json"))
@@ -314,10 +315,9 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
         found: dict = json.loads(out)
         return found
 
-    shown = json.loads(ckv("inspect", store, name, "--json", cache=home).stdout)
-    assert shown["prefix"] == look_after("inspect", store, name)["prefix"]
+    shown = look_after("inspect", store, name)
     assert shown["prefixes"] == {name: prefix["tokens"]}
-    assert len(shown["prefix"]["layers"]) == 4
+    assert len(shown["prefix"]["layers"]) == 2
     assert name in here("inspect", store, name[:5])[1]
     assert look_after("verify", store)["ok"]
 
@@ -329,27 +329,25 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
 
 
 @pytest.mark.slow
-def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path) -> None:
+def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, here: Here) -> None:
     store = tmp_path / "kv"
     shutil.copytree(home / "kv", store)
     largest = max(store.rglob("packs/c.*"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
-    broken = subprocess.run(
-        [sys.executable, "-m", "ckv_jax.cli", "verify", str(store), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert broken.returncode == 1
-    assert len(json.loads(broken.stdout)["damages"]) == 1
-    ckv("verify", store, "--repair", cache=home)
+    code, out, _ = here("verify", store, "--json")
+    assert code == 1
+    assert len(json.loads(out)["damages"]) == 1
+    assert here("verify", store, "--repair")[0] == 0
 
     def ask(of: Path) -> int:
-        done = ckv(
+        code, out, _ = here(
             "ask", home / "checkpoint", "why?", "--store", of, "--prefix", prefix["prefix"],
-            "--budget", 1, "--no-warm-up", "--json", cache=home,
+            "--budget", 1, "--no-warm-up", "--json",
         )  # fmt: skip
-        return json.loads(done.stdout)["token_id"]
+        assert code == 0
+        return json.loads(out)["token_id"]
 
     assert ask(store) == ask(home / "kv")  # what is damaged is computed again
 
@@ -375,7 +373,7 @@ def broken(home: Path) -> None:
     (home / "long.txt").write_text(TEXT * 8)
 
 
-def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict) -> None:
+def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict, here: Here) -> None:
     stored = prefix["prefix"]
     lines = [
         {"id": "a", "prefix": stored, "question": "What is the lamp of room 1?"},
@@ -401,9 +399,9 @@ def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict) -> None:
 
     torn = out.read_bytes().splitlines(keepends=True)[0]
     out.write_bytes(torn + torn[: len(torn) // 2])  # killed in the middle of its second line
-    second = ckv(*command, cache=home)
-    assert json.loads(second.stdout)["kept"] == 1
-    assert json.loads(second.stdout)["answered"] == 1
+    code, said, _ = here(*command)
+    second = json.loads(said)
+    assert (code, second["kept"], second["answered"]) == (0, 1, 1)
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(result["token_id"] for result in again if "error" not in result) == sorted(
         result["token_id"] for result in results if "error" not in result

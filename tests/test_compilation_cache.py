@@ -21,11 +21,7 @@ jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 before = {before}
 compilation_cache.enable({folder})
 compilation_cache.enable()  # a second call changes nothing
-
-from ckv_jax.model.sampling import SamplingParams, sample, stack_params
-params = stack_params([SamplingParams(temperature=0.5, top_k=2)])
-sample(jnp.ones((1, 8)), params, jnp.zeros(1, int)).block_until_ready()
-jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((16, 16))).block_until_ready()
+{after}
 print(json.dumps({{
     "folder": jax.config.jax_compilation_cache_dir,
     "asked": events.count("/jax/compilation_cache/compile_requests_use_cache"),
@@ -33,14 +29,25 @@ print(json.dumps({{
 }}))
 """
 
+COMPILED = """
+from ckv_jax.model.sampling import SamplingParams, sample, stack_params
+params = stack_params([SamplingParams(temperature=0.5, top_k=2)])
+sample(jnp.ones((1, 8)), params, jnp.zeros(1, int)).block_until_ready()
+jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((16, 16))).block_until_ready()
+"""
+
 
 def run(
-    *, folder: str = "", before: str = "None", environment: dict[str, str] | None = None
+    *,
+    folder: str = "",
+    before: str = "None",
+    after: str = COMPILED,
+    environment: dict[str, str] | None = None,
 ) -> dict:
     """One process that enables the cache and compiles; what it asked the cache for, and found."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "CKV_", "XDG_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(folder=folder, before=before)],
+        [sys.executable, "-c", PROGRAM.format(folder=folder, before=before, after=after)],
         capture_output=True,
         text=True,
         env=inherited | {"JAX_PLATFORMS": "cpu"} | (environment or {}),
@@ -83,5 +90,5 @@ def test_what_is_said_otherwise_is_respected(
     environment: dict[str, str], folder: str | None, tmp_path: Path
 ) -> None:
     said = {name: value.format(home=tmp_path) for name, value in environment.items()}
-    found = run(environment=said)["folder"]
+    found = run(after="", environment=said)["folder"]
     assert found == (folder and folder.format(home=tmp_path))

@@ -10,6 +10,7 @@ import pytest
 
 from ckv_jax.data.handbook import QUESTION, handbook, night_log
 from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.data.reference import demo_document
 from ckv_jax.demo import BUDGETS, Demo, kl_divergence
 from ckv_jax.model.tokenizer import load_tokenizer
 
@@ -43,7 +44,10 @@ def test_kl_divergence_is_that_of_the_definition() -> None:
 
 @pytest.mark.slow
 def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
-    made = Demo.prepare(tmp_path, text=handbook(nights=1)[:4000])
+    small = random_checkpoint(
+        tmp_path / "small", num_layers=6, hidden_size=64, num_heads=2, num_kv_heads=1
+    )
+    made = replace(Demo.prepare(tmp_path, text=handbook(nights=1)[:1500]), checkpoint=small)
     report = made.run(tmp_path / "store", system="ckv").to_json()
     assert [row["budget"] for row in report["rows"]] == list(BUDGETS)
     files = (tmp_path / "store" / "segments").rglob("*")
@@ -60,7 +64,8 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
 def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
     made = Demo.trained_on_ledgers()
     assert len(made.questions) == 50
-    made = replace(made, questions=made.questions[:4], compared=2)
+    text, questions = demo_document(1, 480, questions=4)  # longer ones compile for longer
+    made = replace(made, text=text, questions=tuple(questions), compared=2)
     report = made.run(tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0)).to_json()
     assert report["trained"]
     assert report["rows"][-1]["accuracy"] >= 0.75  # of four, all KV in attention

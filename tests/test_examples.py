@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small weights; a tokenizer that reads any text."""
     folder = tmp_path_factory.mktemp("examples") / "checkpoint"
-    return random_checkpoint(folder, num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2)
+    return random_checkpoint(folder, num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1)
 
 
 def example(name: str, *args: object, stdin: str = "") -> str:

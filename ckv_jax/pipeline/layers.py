@@ -59,6 +59,7 @@ class Layers:
             return nnx.merge(rest_graph, state)
 
         self.layer_of = layer_of
+        self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
         jit = self.programs.jit
         self._embed = jit(_embed_of(rest_of))
         self._head = jit(_head_of(rest_of))
@@ -79,6 +80,10 @@ class Layers:
     def weights(self) -> tuple[list[LayerState], LayerState]:
         """Every layer's arrays, and those of embedding and head."""
         return self._layers, self._rest
+
+    def once(self, make: Callable[..., Callable[..., Any]], *of: Any) -> Callable[..., Any]:
+        """`make(*of)`, made once: all engines over these layers share what it compiles to."""
+        return self._made.setdefault((make, *of), make(*of))
 
     def state(self, layer: int) -> LayerState:
         """The arrays of one layer, as `layer_of` takes them inside a jitted call."""

@@ -36,11 +36,12 @@ class Pieces:
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         jit = layers.programs.jit
-        self._open = jit(_open_of(layers.layer_of))
-        self._pages = jit(_over_pages_of(layers.target))
-        self._rows = jit(_over_rows_of(layers.target))
+        target, once = layers.target, layers.once
+        self._open = jit(once(_open_of, layers.layer_of))
+        self._pages = jit(once(_over_pages_of, target))
+        self._rows = jit(once(_over_rows_of, target))
         self._insert = jit(insert, donate=("buffers",))
-        self._close = jit(_close_of(layers.layer_of, layers.target), static=("context",))
+        self._close = jit(once(_close_of, layers.layer_of, target), static=("context",))
 
     def open(
         self, layer: int, hidden: Float[Array, "B S E"], start: Int32[np.ndarray, " B"]

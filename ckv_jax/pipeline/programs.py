@@ -43,6 +43,7 @@ class Programs:
         self._mapped = int(mapped * mappings.allowed())
         self._known: OrderedDict[tuple[Program, Hashable], Callable[..., Any]] = OrderedDict()
         self._chosen: dict[tuple[str, Hashable], tuple[Choice, ...]] = {}
+        self._jitted: dict[Hashable, Program] = {}
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
 
@@ -57,8 +58,12 @@ class Programs:
         static: Sequence[str] = (),
         donate: Sequence[str] = (),
     ) -> Program:
-        """`function` jitted, with these arguments static or donated, by name."""
-        return Program(self, function, tuple(static), tuple(donate))
+        """`function` jitted, with these arguments static or donated, by name.
+
+        The same function gives the same program: whoever asks again compiles nothing again.
+        """
+        made = Program(self, function, tuple(static), tuple(donate))
+        return self._jitted.setdefault((function, made.static, made.donate), made)
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
@@ -125,8 +130,8 @@ class Program:
     ) -> None:
         self.function = function
         self._owner = owner
-        self._static = static
-        self._donate = donate
+        self.static = static
+        self.donate = donate
 
     def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
         return self._owner.call(self, key, args, named)
@@ -147,4 +152,4 @@ class Program:
             self._owner.note(self, key, made)
             return out
 
-        return jax.jit(own, static_argnames=self._static, donate_argnames=self._donate)
+        return jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)

@@ -49,11 +49,12 @@ class RivalLayers:
     def __init__(self, layers: Layers) -> None:
         self._state = layers.state
         jit = layers.programs.jit
-        self._project = jit(_project_of(layers.layer_of))
-        self._by_keys = jit(_by_keys_of(layers.target), static=("n",))
+        target, once = layers.target, layers.once
+        self._project = jit(once(_project_of, layers.layer_of))
+        self._by_keys = jit(once(_by_keys_of, target), static=("n",))
         self._by_probe = jit(_by_probe, static=("n", "chunk_tokens"))
-        self._attend_tokens = jit(_attend_tokens_of(layers.layer_of, layers.target))
-        self._attend_all = jit(_attend_all_of(layers.layer_of, layers.target))
+        self._attend_tokens = jit(once(_attend_tokens_of, layers.layer_of, target))
+        self._attend_all = jit(once(_attend_all_of, layers.layer_of, target))
 
     def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, B]) -> Qkv:
         """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""

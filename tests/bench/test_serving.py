@@ -11,7 +11,7 @@ from bench.random_engine import random_engine, random_prefix, random_tokens
 from bench.serving import Serving, bars, run
 from tests.engine_support import SMALL
 
-MODEL = dataclasses.replace(SMALL, num_layers=4)
+MODEL = dataclasses.replace(SMALL, num_layers=2, num_heads=2, num_kv_heads=1)
 TINY = Serving(
     model=MODEL, beside=MODEL, budget=0.1, prefix_tokens=100, suffix_tokens=5, new_tokens=6,
     sequences=2, repeats=2, ingest_tokens=256, every_s=5e-3, prefill_block=16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from bench.shapes import Traffic, ask, calls, levelled, prefixes
 from ckv_jax.pipeline import mappings
 from tests.engine_support import SMALL
 
+MODEL = dataclasses.replace(SMALL, num_layers=2, num_heads=2, num_kv_heads=1)
 TRAFFIC = Traffic(
     requests=12, every=4, prefixes=3, longest_prefix=80, longest_suffix=9, most_batch=3,
     most_tokens=3,
@@ -18,7 +20,7 @@ TRAFFIC = Traffic(
 
 
 def test_programs_and_mappings_are_noted_after_every_few_requests(tmp_path: Path) -> None:
-    with random_engine(SMALL, tmp_path, dtype="float32") as engine:
+    with random_engine(MODEL, tmp_path, dtype="float32") as engine:
         stored = prefixes(engine, TRAFFIC)
         batches = [len(batch) for batch in calls(engine, stored, TRAFFIC)]
         rows = ask(engine, TRAFFIC)

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from bench.cache_policies import recorded
 from bench.digests import KINDS, bytes_per_token, compress
@@ -43,18 +44,22 @@ def oracle(model: Qwen2) -> Oracle:
     return Oracle(model, make_ledger(np.random.default_rng(1), 256, questions=8))
 
 
+dense = nnx.jit(lambda model, tokens: model(tokens))
+
+
 def test_stacked_layers_compute_what_the_model_does(model: Qwen2) -> None:
     tokens = jnp.asarray(repeats(np.random.default_rng(0), 2, 24).tokens)
     ours = text_logits(split(model), _CONFIG, tokens)
-    np.testing.assert_allclose(ours, model(tokens), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ours, dense(model, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_question_sees_its_prefix_and_itself_alone(model: Qwen2) -> None:
     batch = ledger_batch(np.random.default_rng(2), 1, 256, 5)
     ours = answer_logits(split(model), _CONFIG, batch.tokens, batch.questions, batch.lengths)
     for i, length in enumerate(batch.lengths[0]):
-        text = np.concatenate([batch.tokens[0], batch.questions[0, i, :length]])[None]
-        np.testing.assert_allclose(ours[0, i], model(text)[0, -1], rtol=1e-3, atol=1e-3)
+        text = np.concatenate([batch.tokens[0], batch.questions[0, i]])[None]  # padded at the end
+        last = dense(model, text)[0, len(batch.tokens[0]) + length - 1]
+        np.testing.assert_allclose(ours[0, i], last, rtol=1e-3, atol=1e-3)
 
 
 def test_everything_chosen_is_the_dense_pass(model: Qwen2, oracle: Oracle) -> None:

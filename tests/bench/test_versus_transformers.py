@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from bench.versus_transformers import measure
 from ckv_jax.model.weights import random_model, save_pretrained
 from tests.engine_support import SMALL
 
+MODEL = dataclasses.replace(SMALL, num_layers=2, num_heads=2, num_kv_heads=1)
+
 
 def test_every_figure_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    save_pretrained(random_model(SMALL, seed=1), folder)
+    save_pretrained(random_model(MODEL, seed=1), folder)
     args = argparse.Namespace(
         model="small", system="ckv", budgets=[0.1, 1.0], prefix_tokens=200, suffix_tokens=8,
         repeats=2, recomputes=1, seed=0,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compilations import compilations
-from engine_support import SMALL, small_engine, tokens
+from engine_support import SMALL, scale_error, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
 from ckv_jax.rivals.reorder import REORDER_AFTER, average_importance, reordered
@@ -34,10 +34,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def ask(engine: Engine, prefix: Prefix, budget: float, suffix: np.ndarray = SUFFIX) -> Result:
     (result,) = engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=budget)])
     return result
-
-
-def scale_error(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def test_full_budget_equals_recompute(served: tuple[Engine, Prefix]) -> None:
@@ -82,13 +78,17 @@ def test_every_layer_says_where_its_time_goes(served: tuple[Engine, Prefix]) -> 
     assert others <= {span.name for span in spans}
 
 
-def test_a_warm_engine_compiles_nothing(served: tuple[Engine, Prefix]) -> None:
-    engine, prefix = served
-    engine.warmup(prefix, max_suffix=16, budgets=[0.1, 0.3])
-    before = compilations()
-    for seed, (budget, length) in enumerate([(0.1, 3), (0.3, 16), (0.1, 9)]):
-        ask(engine, prefix, budget, tokens(length, 20 + seed))
-    assert compilations() == before
+@pytest.mark.parametrize("system", RIVALS)
+def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: str) -> None:
+    with small_engine(
+        tmp_path, system=system, model=MODEL, nothing_compiled=True, **COLD
+    ) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        engine.warmup(prefix, max_suffix=16, budgets=[0.1, 0.3])
+        before = compilations()
+        for seed, (budget, length) in enumerate([(0.1, 3), (0.3, 16), (0.1, 9)]):
+            ask(engine, prefix, budget, tokens(length, 20 + seed))
+        assert compilations() == before
 
 
 def test_batch_equals_one_by_one(served: tuple[Engine, Prefix]) -> None:

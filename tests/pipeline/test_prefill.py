@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,13 +11,31 @@ import numpy as np
 import pytest
 from engine_support import SMALL, small_engine, tokens
 from engine_tiny import TINY
+from flax import nnx
 
 from ckv_jax.ingest import read_kv
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.pipeline.prefill import Block, Prefills
+from ckv_jax.pipeline.prefill import STEP_LAYERS, Block, Prefills
 
+MODEL = dataclasses.replace(SMALL, num_layers=STEP_LAYERS + 1, num_heads=2, num_kv_heads=1)
+"""A call of every kind: of as many layers as there may be in one, and of fewer."""
 WINDOW = 64
+BLOCK = 32
+LONG = tokens(240)
+"""Past the window by more than what is read back at once."""
+SHORT = tokens(100)
+
+
+class Dense:
+    """A model's own pass over a text, and prefills of its layers."""
+
+    def __init__(self, dtype: str) -> None:
+        model = random_model(MODEL, dtype=dtype, seed=0)
+        passed = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(SHORT[None]))
+        self.logits = np.asarray(passed)[0]
+        self.prefills = Prefills(Layers(model), block=BLOCK, window=WINDOW)
+        self.tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
 
 
 class Kept:
@@ -35,31 +54,40 @@ class Kept:
 
 @pytest.fixture(scope="module")
 def prefills() -> Prefills:
-    layers = Layers(random_model(SMALL, dtype="float32", seed=0))
-    return Prefills(layers, block=32, window=WINDOW)
+    layers = Layers(random_model(MODEL, dtype="float32", seed=0))
+    return Prefills(layers, block=BLOCK, window=WINDOW)
+
+
+@pytest.fixture(scope="module")
+def whole(prefills: Prefills) -> np.ndarray:
+    """The KV of `LONG`, computed in one go."""
+    return kv_of(prefills.run(LONG))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dense(request: pytest.FixtureRequest) -> Dense:
+    return Dense(request.param)
 
 
 def kv_of(blocks: Iterable[Block]) -> np.ndarray:
     return np.concatenate([block.tokens_kv(np.dtype(np.float32)) for block in blocks], axis=2)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("length", [1, 31, 32, 100])
-def test_logits_equal_the_dense_pass(dtype: str, tolerance: float, length: int) -> None:
-    model = random_model(SMALL, dtype=dtype, seed=0)
-    prefills = Prefills(Layers(model), block=32, window=WINDOW)
-    *_, block = prefills.run(tokens(length))
-    logits, token = prefills.layers.head(block.hidden, np.array([block.length - 1], np.int32))
-    expected = np.asarray(model(jnp.asarray(tokens(length)[None])))[0, -1]
-    assert np.abs(np.asarray(logits)[0] - expected).max() < tolerance * np.abs(expected).max()
+def test_logits_equal_the_dense_pass(dense: Dense, length: int) -> None:
+    *_, block = dense.prefills.run(SHORT[:length])
+    last = np.array([block.length - 1], np.int32)
+    logits, token = dense.prefills.layers.head(block.hidden, last)
+    expected = dense.logits[length - 1]
+    assert np.abs(np.asarray(logits)[0] - expected).max() < dense.tolerance * np.abs(expected).max()
     assert int(token[0]) == int(np.asarray(logits)[0].argmax())
 
 
 @pytest.mark.parametrize("start", [32, 48, 80])
-def test_going_on_from_stored_kv_equals_doing_all(prefills: Prefills, start: int) -> None:
-    text = tokens(150)
-    whole = kv_of(prefills.run(text))
-    prefill = prefills.begin(text[start:], start=start, earlier=Kept(whole), bounded=False)
+def test_going_on_from_stored_kv_equals_doing_all(
+    prefills: Prefills, whole: np.ndarray, start: int
+) -> None:
+    prefill = prefills.begin(LONG[start:], start=start, earlier=Kept(whole), bounded=False)
     rest = []
     while not prefill.done:
         rest.append(prefill.advance())
@@ -67,18 +95,18 @@ def test_going_on_from_stored_kv_equals_doing_all(prefills: Prefills, start: int
 
 
 @pytest.mark.parametrize("start", [0, 16, 112])
-def test_a_text_longer_than_the_window_comes_back_in_pieces(prefills: Prefills, start: int) -> None:
-    text = tokens(300)
-    whole = kv_of(prefills.run(text))
+def test_a_text_longer_than_the_window_comes_back_in_pieces(
+    prefills: Prefills, whole: np.ndarray, start: int
+) -> None:
     kept = Kept(whole)
-    prefill = prefills.begin(text[start:], start=start, earlier=kept)
+    prefill = prefills.begin(LONG[start:], start=start, earlier=kept)
     blocks = []
     while not prefill.done:
         assert prefill.needs <= prefill.next_first
         del kept.asked[:]
         blocks.append(prefill.advance())
         assert len(kept.asked) == len(set(kept.asked))  # nothing twice
-    assert kept.read_from.count(WINDOW) >= SMALL.num_layers  # each layer reads what is past it
+    assert kept.read_from.count(WINDOW) >= MODEL.num_layers  # each layer reads what is past it
     np.testing.assert_allclose(kv_of(blocks), whole[:, :, start:], atol=1e-5)
     assert all(k.shape[1] == WINDOW for k, _ in prefill.kv)
 

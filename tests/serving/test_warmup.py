@@ -15,7 +15,7 @@ from ckv_jax import Request, SamplingParams
 
 @pytest.mark.parametrize(("system", "failing"), [("ckv", 0.3), ("contiguous-kv", 1.0)])
 def test_what_cannot_be_read_is_recomputed(tmp_path: Path, system: str, failing: float) -> None:
-    with tiny_engine(tmp_path, system=system) as plain:
+    with tiny_engine(tmp_path, system=system, nothing_compiled=True) as plain:
         prefix = plain.ingest(tokens(200))
         asked = Request(prefix=prefix, suffix=[1, 2, 3], budget=1.0)
         expected = plain.recompute(asked)
