@@ -205,7 +205,9 @@ def _ask(
         else:
             logits = jnp.einsum("kgrd,kmd->kgrm", jnp.maximum(q, 0), high[at])
             logits = logits + jnp.einsum("kgrd,kmd->kgrm", jnp.minimum(q, 0), low[at])
-        logits = logits + jnp.log(size[at].astype(jnp.float32))[:, None, None, :]  # -inf: nobody is in it
+        logits = (
+            logits + jnp.log(size[at].astype(jnp.float32))[:, None, None, :]
+        )  # -inf: nobody is in it
         return pooled(jax.nn.softmax(logits, axis=-1))
 
     def by_token(q: jax.Array, at: jax.Array, probe: jax.Array) -> jax.Array:

@@ -144,26 +144,29 @@ def show(rows: Sequence[Json]) -> str:
 
 
 def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Accuracy against budget, heads each at the left and pooled at the right."""
+    """Accuracy against budget: heads each, pooled, and pooled over four layers."""
+    import matplotlib
+
     rows = [row for row in rows if row["task"] == "all"]
     [full] = [row["accuracy"] for row in rows if row["name"] == "everything"]
     axes = figure.subplots(1, 3, sharey=True)
-    parts = ("each head", "heads pooled", "period 4")
-    for axis, part in zip(axes, parts, strict=True):
-        names = [n for n in dict.fromkeys(row["name"] for row in rows) if part in n]
-        if part == "heads pooled":
-            names = [name for name in names if "period" not in name]
-        for name in names:
+    for axis, part in zip(axes, ("each head", "heads pooled", "period 4"), strict=True):
+        names = [n for n in dict.fromkeys(row["name"] for row in rows) if n.endswith(part)]
+        for number, name in enumerate(names):
             mine = sorted((r["budget"], r["accuracy"]) for r in rows if r["name"] == name)
             label = name.replace(f", {part}", "").replace(", heads pooled", "")
-            axis.plot(*np.array(mine).T, "o-", ms=3, label=label)
+            color, style = (
+                matplotlib.colormaps["tab10"](number % 10),
+                "o-" if number < 10 else "s--",
+            )
+            axis.plot(*np.array(mine).T, style, ms=3, color=color, label=label)
         axis.axhline(full, color="0.6", ls=":")
-        axis.set(xscale="log", title=part, xlabel="budget, share of the prefix")
+        axis.set(xscale="log", title=part, xlabel="budget, share of the prefix", ylim=(0, 1.02))
         ticks = sorted({row["budget"] for row in rows if row["name"] != "everything"})
         axis.set_xticks(ticks, [f"{tick:.1%}" for tick in ticks], minor=False)
         axis.minorticks_off()
-        axis.legend(fontsize=7, loc="lower right")
-    axes[0].set_ylabel("right answers")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    axes[0].set_ylabel("right answers (dotted: everything attended)")
 
 
 def main() -> None:
@@ -187,7 +190,7 @@ def main() -> None:
     rows = study(model, rules(), budgets, pages)
     print(show(rows))
     if args.plot:
-        save_plot(args.plot, lambda figure: draw(figure, rows), size=(13, 5))
+        save_plot(args.plot, lambda figure: draw(figure, rows), size=(13, 6))
     if args.json:
         found = {"checkpoint": folder.name, "tokens": args.tokens, "documents": count,
                  "rows": rows}  # fmt: skip
