@@ -1,7 +1,8 @@
 """Keys compressed and given back, as a study sees them: what each digest forgets.
 
 `int8` and `int4` scale every token's head by its largest value, as the store does; `int3`, the
-means and the 1/8 product quantiser are the alternatives that were tried.
+means, the signs (beside the mean size of an element) and the product quantisers are the
+alternatives that were tried.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import numpy as np
 __all__ = ["KINDS", "bytes_per_token", "compress"]
 
 # probe -> bits for one element of a key, beside the float32 scale of a token and head
-KINDS = {"keys": 16.0, "int8": 8.0, "int4": 4.0, "int3": 3.0, "pq8": 2.0, "pq16": 1.0, "mean": 1.0}
+KINDS = {
+    "keys": 16.0, "int8": 8.0, "int4": 4.0, "int3": 3.0, "pq8": 2.0, "pq16": 1.0, "signs": 1.0,
+    "mean": 1.0,
+}  # fmt: skip
 _LEVELS = {"int8": 127, "int4": 7, "int3": 3}
 _WIDTH = {"pq8": 4, "pq16": 8}  # dimensions that one byte stands for
 _ROUNDS = 8
@@ -23,7 +27,7 @@ _ROUNDS = 8
 
 def bytes_per_token(kind: str, *, layers: int, kv_heads: int, dim: int) -> float:
     """Bytes of such a probe of so many layers for one prefix token, without codebooks."""
-    scale = 4 if kind in _LEVELS else 0
+    scale = 4 if kind in _LEVELS or kind == "signs" else 0
     return layers * kv_heads * (dim * KINDS[kind] / 8 + scale)
 
 
@@ -41,6 +45,9 @@ def compress(keys: np.ndarray, kind: str, *, chunk_tokens: int = 16) -> np.ndarr
         layers, tokens = keys.shape[:2]
         parts = centred.reshape(layers, tokens // chunk_tokens, chunk_tokens, *keys.shape[2:])
         return np.repeat(parts.mean(axis=2), chunk_tokens, axis=1)
+    if kind == "signs":
+        size = np.abs(centred).mean(axis=-1, keepdims=True)
+        return np.where(centred < 0, -size, size)
     if kind in _LEVELS:
         levels = _LEVELS[kind]
         scale = np.abs(centred).max(axis=-1, keepdims=True) / levels

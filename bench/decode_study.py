@@ -1,0 +1,201 @@
+"""Which choice should decode make? Accuracy of rules on the shipped checkpoint, without an engine.
+
+    python -m bench.decode_study [--quick] [--json OUT] [--plot PNG]
+
+Every token of a question chooses for itself what it attends to (`bench.decode_oracle`), as decode
+does: units are tokens side by side or alike ones, an index scores them, heads choose each or
+together, layers each or in periods. The first 16 and the last 64 tokens of the prefix are attended
+beside the budget. JSON: `{"rows": [{"name", "rule", "budget", "task", "accuracy", "ci95",
+"needle", "attended", "index_bytes", ...}]}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from bench.common import Json, budget_share, existing_path, result_file, save_plot, table
+from bench.decode_oracle import DecodeOracle, DecodeRule
+from bench.digests import bytes_per_token
+from bench.selection_study import interval
+from ckv_jax.data.ledger import FAMILIES
+from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.weights import load_pretrained
+
+BUDGETS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
+
+
+def rules() -> dict[str, DecodeRule]:
+    """Every rule, at no budget yet."""
+    base = DecodeRule(budget=1.0)
+    named = {
+        "means of 8, each head": replace(base, unit_tokens=8),
+        "means of 16, each head": base,
+        "alike means of 16 (balanced), each head": replace(base, unit="balanced"),
+        "alike means of 16 (k-means), each head": replace(base, unit="kmeans"),
+        "bounds of 8, each head": replace(base, unit_tokens=8, index="bounds"),
+        "bounds of 8, each head, 2 dense layers": replace(
+            base, unit_tokens=8, index="bounds", dense_layers=2
+        ),
+        "bounds of 16, each head": replace(base, index="bounds"),
+        "pq16, each head": replace(base, index="pq16"),
+        "signs, each head": replace(base, index="signs"),
+        "int4, each head": replace(base, index="int4"),
+        "keys, each head": replace(base, index="keys"),
+        "means, then int4, each head": replace(base, index="int4", coarse=4),
+    }
+    for name, rule in list(named.items()):
+        together = replace(rule, heads="pooled")
+        named[name.replace("each head", "heads pooled")] = together
+    ours = replace(base, heads="pooled", every=4, layers=3)
+    for index in ("int4", "keys"):
+        named[f"{index}, heads pooled, period 4"] = replace(ours, index=index)
+    for index in ("signs", "pq16"):
+        named[f"{index}, heads pooled, period 4"] = replace(ours, index=index)
+    for first in ("means", "signs", "pq16"):
+        for times in (4, 16) if first == "means" else (2, 4):
+            named[f"{first}, then int4 of {times} x, heads pooled, period 4"] = replace(
+                ours, index="int4", coarse_index=first, coarse=times
+            )
+    return named
+
+
+def index_bytes(rule: DecodeRule, config: ModelConfig) -> float:
+    """Bytes of index per prefix token that a step reads, all layers; records in bfloat16."""
+    heads, dim = config.num_kv_heads, config.head_dim
+    record = heads * dim * 2 / rule.unit_tokens
+    layers = config.num_layers * rule.layers / rule.every
+    per_record = {"means": record, "bounds": 2 * record}
+    if rule.index in per_record:
+        return layers * per_record[rule.index]
+    fine = bytes_per_token(rule.index, layers=1, kv_heads=heads, dim=dim)
+    if not rule.coarse:
+        return layers * fine
+    first = record
+    if rule.coarse_index != "means":
+        first = bytes_per_token(rule.coarse_index, layers=1, kv_heads=heads, dim=dim)
+    return layers * (first + min(1.0, rule.coarse * rule.budget) * fine)
+
+
+def study(
+    model: Any, named: Mapping[str, DecodeRule], budgets: Sequence[float], pages: Sequence[Any]
+) -> list[Json]:
+    """One row per rule, budget and task; "all" is every question."""
+    found: dict[tuple[str, float], list[np.ndarray]] = {}
+    for number, page in enumerate(pages):
+        began = time.monotonic()
+        oracle = DecodeOracle(model, page)
+
+        def tally(rule: DecodeRule, oracle: DecodeOracle = oracle) -> np.ndarray:
+            got = oracle.ask(rule)
+            right = got.logits.argmax(-1) == oracle.page.answers
+            return np.stack([oracle.page.families, right, got.needle, got.attended], axis=1)
+
+        found.setdefault(("everything", 1.0), []).append(
+            tally(DecodeRule(budget=1.0, index="keys"))
+        )
+        for name, rule in named.items():
+            for budget in budgets:
+                found.setdefault((name, budget), []).append(tally(replace(rule, budget=budget)))
+        print(f"document {number}: {time.monotonic() - began:.0f} s", flush=True)
+    rows: list[Json] = []
+    for (name, budget), parts in found.items():
+        rule = replace(named.get(name, DecodeRule(budget=1.0)), budget=budget)
+        about = {"name": name, "budget": budget, "rule": asdict(rule)}
+        if name in named:
+            about["index_bytes"] = index_bytes(rule, model.config)
+        rows += [about | row for row in _rows(np.concatenate(parts))]
+    return rows
+
+
+def _rows(tally: np.ndarray) -> Iterable[Json]:
+    for number, family in enumerate((*FAMILIES, "all")):
+        mine = tally if family == "all" else tally[tally[:, 0] == number]
+        if len(mine):
+            right = int(mine[:, 1].sum())
+            yield {
+                "task": family,
+                "questions": len(mine),
+                "accuracy": right / len(mine),
+                "ci95": interval(right, len(mine)),
+                "needle": float(mine[:, 2].mean()),
+                "attended": float(mine[:, 3].mean()),
+            }
+
+
+def show(rows: Sequence[Json]) -> str:
+    """Right answers in percent, one line per rule."""
+    rows = [row for row in rows if row["task"] == "all"]
+    budgets = sorted({row["budget"] for row in rows if row["name"] != "everything"})
+    cells = {}
+    for row in rows:
+        cells.setdefault(row["name"], {})[row["budget"]] = f"{100 * row['accuracy']:.1f}"
+    full = cells.pop("everything")[1.0]
+    lines = [[name, *(by.get(budget, "") for budget in budgets)] for name, by in cells.items()]
+    return table([["everything", *[full] * len(budgets)], *lines],
+                 ("right, %", *(f"{budget:.2%}" for budget in budgets)))  # fmt: skip
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Accuracy against budget: heads each, pooled, and pooled over four layers."""
+    import matplotlib
+
+    rows = [row for row in rows if row["task"] == "all"]
+    [full] = [row["accuracy"] for row in rows if row["name"] == "everything"]
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, part in zip(axes, ("each head", "heads pooled", "period 4"), strict=True):
+        names = [n for n in dict.fromkeys(row["name"] for row in rows) if n.endswith(part)]
+        for number, name in enumerate(names):
+            mine = sorted((r["budget"], r["accuracy"]) for r in rows if r["name"] == name)
+            label = name.replace(f", {part}", "").replace(", heads pooled", "")
+            color, style = (
+                matplotlib.colormaps["tab10"](number % 10),
+                "o-" if number < 10 else "s--",
+            )
+            axis.plot(*np.array(mine).T, style, ms=3, color=color, label=label)
+        axis.axhline(full, color="0.6", ls=":")
+        axis.set(xscale="log", title=part, xlabel="budget, share of the prefix", ylim=(0, 1.02))
+        ticks = sorted({row["budget"] for row in rows if row["name"] != "everything"})
+        axis.set_xticks(ticks, [f"{tick:.1%}" for tick in ticks], minor=False)
+        axis.minorticks_off()
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    axes[0].set_ylabel("right answers (dotted: everything attended)")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one document, two budgets")
+    parser.add_argument("--json", type=result_file, help="write the rows here")
+    parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
+    parser.add_argument(
+        "--checkpoint", type=existing_path, help="default: the reference checkpoint"
+    )
+    parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--budgets", nargs="+", type=budget_share)
+    args = parser.parse_args()
+    folder = args.checkpoint or reference_folder()
+    budgets = args.budgets or (BUDGETS[:2] if args.quick else BUDGETS)
+    count = args.documents or (1 if args.quick else 8)
+    pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    model = load_pretrained(folder, dtype="float32")
+    rows = study(model, rules(), budgets, pages)
+    print(show(rows))
+    if args.plot:
+        save_plot(args.plot, lambda figure: draw(figure, rows), size=(13, 6))
+    if args.json:
+        found = {"checkpoint": folder.name, "tokens": args.tokens, "documents": count,
+                 "rows": rows}  # fmt: skip
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
