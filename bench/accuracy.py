@@ -30,7 +30,7 @@ from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.config import PUBLISHED
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.request import Request
 from ckv_jax.systems import SYSTEMS
@@ -65,7 +65,7 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
 class Recall:
     """What the rule of a system gives every layer of one ledger, against what it would choose."""
 
-    def __init__(self, model: Qwen2, page: Ledger) -> None:
+    def __init__(self, model: Transformer, page: Ledger) -> None:
         self._oracle = Oracle(model, page)
         self._full: dict[int, Answers] = {}
 

@@ -20,7 +20,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import read_kv
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.rivals.reorder import REORDER_AFTER
@@ -181,7 +181,7 @@ class Lab:
         )
 
 
-def _model_and_work(setting: Setting) -> tuple[Qwen2, Fingerprint, Synthetic | FewShot]:
+def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthetic | FewShot]:
     """Structured weights and random tokens, or a checkpoint and a task."""
     if setting.checkpoint is None:
         config, work = SHAPES[setting.model], _synthetic(setting)

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from bench.oracle import Answers, Oracle, Rule, best
 from ckv_jax.data.ledger import FAMILIES, Ledger
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 
 __all__ = ["coverage", "interval", "quick_rules", "rules", "study", "tally", "traces"]
 
@@ -88,7 +88,7 @@ def interval(right: int, asked: int) -> tuple[float, float]:
 
 
 def study(
-    model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], *, say: Say = print
+    model: Transformer, named: dict[str, Rule], pages: Sequence[Ledger], *, say: Say = print
 ) -> list[dict[str, Any]]:
     """One row a rule and task ("all" is their mean over questions).
 
@@ -145,7 +145,7 @@ def _rows(name: str, rule: Rule, tally: np.ndarray) -> Iterable[dict[str, Any]]:
         }
 
 
-def coverage(model: Qwen2, pages: Sequence[Ledger], *, budget: float) -> list[dict[str, Any]]:
+def coverage(model: Transformer, pages: Sequence[Ledger], *, budget: float) -> list[dict[str, Any]]:
     """How much of a layer's true choice an earlier layer knew, `distance` layers before.
 
     `previous`: by the choice it made itself (the paper's Figure 7b); `lookahead`: by the later
@@ -176,7 +176,7 @@ def coverage(model: Qwen2, pages: Sequence[Ledger], *, budget: float) -> list[di
     return rows
 
 
-def traces(model: Qwen2, named: dict[str, Rule], pages: Sequence[Ledger], path: Path) -> None:
+def traces(model: Transformer, named: dict[str, Rule], pages: Sequence[Ledger], path: Path) -> None:
     """Chosen chunks of many questions, for `bench.cache_policies --traces`.
 
     For each rule an int16 array `[documents, questions, groups, n]` of chunk ids under its name,

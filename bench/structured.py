@@ -34,7 +34,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Attention, Qwen2
+from ckv_jax.model.decoder import Attention, Transformer
 from ckv_jax.model.weights import random_model
 
 TOPICS = 64
@@ -65,7 +65,7 @@ def structured_model(
     dtype: str = "bfloat16",
     seed: int = 42,
     structure: Structure | None = None,
-) -> Qwen2:
+) -> Transformer:
     """A random model of `config` with `structure` written into its embedding, keys and queries."""
     s = structure or Structure()
     if 2 * s.features > min(config.hidden_size, config.head_dim):

@@ -18,7 +18,8 @@ from ckv_jax.config import EngineConfig, SystemConfig, check_budget
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.generation import generation_defaults
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
@@ -61,13 +62,17 @@ class Engine:
 
     def __init__(
         self,
-        model: Qwen2 | Layers,
+        model: Transformer | Layers,
         tokenizer: Tokenizer | None,
         store: ChunkStore,
         fingerprint: Fingerprint,
         config: EngineConfig | None = None,
+        *,
+        default_sampling: SamplingParams | None = None,
     ) -> None:
         """Over a model, or over the layers of another engine's. `store` is closed with the engine.
+
+        `default_sampling`: of a `generate` that is told none; None is greedy.
 
         Raises `ValueError` for a configuration that does not suit the model, or whose pools
         cannot hold one chunk of one layer group.
@@ -75,6 +80,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         layers = model if isinstance(model, Layers) else Layers(model)
         self.tokenizer = tokenizer
+        self.default_sampling = default_sampling or SamplingParams()
         self.store = store
         self.fingerprint = fingerprint
         self.model_config = layers.config
@@ -128,6 +134,7 @@ class Engine:
     ) -> Self:
         """Loads a checkpoint folder (HF or Orbax) and opens or creates the store at a URL.
 
+        `default_sampling` is what the folder's `generation_config.json` says.
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
         `ValueError` for a system that does not exist or does not suit the model. A store is made
         only when all else is right.
@@ -137,13 +144,14 @@ class Engine:
         path = Path(folder)
         if config.compilation_cache:
             compilation_cache.enable()
+        _layout(system, ModelConfig.from_hf(path), config)  # refuses before anything is loaded
+        sampling = generation_defaults(path).sampling
         model = load_pretrained(path, dtype=config.dtype)
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
-        _layout(system, model.config, config)
         opened = ChunkStore.open(store, config=store_config)
         try:
-            return cls(model, tokenizer, opened, fingerprint, config)
+            return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)
         except BaseException:
             opened.close()
             raise
@@ -157,7 +165,10 @@ class Engine:
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
         layers = self._worker.layers
-        other = Engine(layers, self.tokenizer, store or self.store, self.fingerprint, config)
+        other = Engine(
+            layers, self.tokenizer, store or self.store, self.fingerprint, config,
+            default_sampling=self.default_sampling,
+        )  # fmt: skip
         other._owns_store = False
         return other
 
@@ -182,9 +193,13 @@ class Engine:
 
     # -- texts and prefixes -----------------------------------------------------------------------
 
-    def encode(self, text: str | Several[int] | np.ndarray) -> Tokens:
-        """Token ids int32 [n] of a text; ids are checked and passed through."""
-        return self._placement.encode(text)
+    def encode(self, text: str | Several[int] | np.ndarray, *, begins: bool = False) -> Tokens:
+        """Token ids int32 [n] of a text; ids are checked and passed through.
+
+        `begins`: whether a sequence begins with it, as what is ingested does: then the tokenizer's
+        begin-of-text stands before it, if it has one.
+        """
+        return self._placement.encode(text, begins=begins)
 
     def chat(self, messages: str | Several[dict[str, str]]) -> str:
         """Messages as text for the model to go on from, by the tokenizer's own template.
@@ -209,7 +224,7 @@ class Engine:
 
         A block at a time between the tokens of others; `progress` is called in this thread.
         """
-        tokens = self.encode(text)
+        tokens = self.encode(text, begins=True)
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
         self._placement.check_context(len(tokens), 0)
@@ -261,12 +276,12 @@ class Engine:
         generated. All running texts are decoded together, whatever their prefix and `sampling`.
 
         Args:
-            sampling: for all requests, or one each; None is greedy.
+            sampling: for all requests, or one each; None: `default_sampling`.
             reselect_every: choose the chunks again after so many tokens, by the queries of the
                 latest ones; 0: never.
             keep_kv: keep keys and values in host memory for `append`.
         """
-        asked, ways = sampled(requests, sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling or self.default_sampling, reselect_every, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
         return TokenStream(self._intake.submit(asked, ways, listener=items.put), items)
 
@@ -289,7 +304,7 @@ class Engine:
         keep_kv: bool = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        asked, ways = sampled(requests, sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling or self.default_sampling, reselect_every, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
             return self._intake.submit(asked, ways, listener=listener)

@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 
 from ckv_jax.folders import cache_folder
+from ckv_jax.model.checkpoint import weight_files
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import tokenizer_files
-from ckv_jax.model.weights import weight_files
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 
 KV_ARITHMETIC = 1
@@ -37,7 +37,7 @@ def model_fingerprint(folder: Path, config: ModelConfig, *, dtype: str) -> Finge
     )
 
 
-def random_fingerprint(model: Qwen2) -> Fingerprint:
+def random_fingerprint(model: Transformer) -> Fingerprint:
     """Of a model that is in no folder: the content of its arrays."""
     content = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
@@ -51,6 +51,9 @@ def _fingerprint(config: ModelConfig, *, dtype: str, weights: str, tokenizer: st
     values = asdict(config)
     for name in ("eos_token_ids", "max_position_embeddings"):
         del values[name]  # these say when a text ends, not what its keys and values are
+    for name in ("attention_bias", "mlp_bias"):
+        if not values[name]:
+            del values[name]  # it went without saying when there was nothing to say
     rope = {key: values.pop(key) for key in ("rope_theta", "rope_scaling")}
     return Fingerprint(
         {

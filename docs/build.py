@@ -21,6 +21,7 @@ PAGES = (
     "docs/quickstart",
     "docs/requests",
     "docs/concepts",
+    "docs/models",
     "docs/operations",
     "docs/storage",
     "docs/kernels",

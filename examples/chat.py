@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Chat about a text.")
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
     parser.add_argument("--text", type=Path, help="what the chat is about")
-    parser.add_argument("--checkpoint", type=Path, help="a Qwen2.5 folder; default: the demo's")
+    parser.add_argument("--checkpoint", type=Path, help="a model's folder; default: the demo's")
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()

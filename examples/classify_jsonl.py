@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help='JSONL of {"text"}')
     parser.add_argument("--examples", type=Path, required=True, help='JSONL of {"text", "label"}')
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
-    parser.add_argument("--checkpoint", type=Path, help="a Qwen2.5 folder; default: the demo's")
+    parser.add_argument("--checkpoint", type=Path, help="a model's folder; default: the demo's")
     parser.add_argument("--budget", type=float, default=0.25)
     args = parser.parse_args()
 

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("question")
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
-    parser.add_argument("--checkpoint", type=Path, help="a Qwen2.5 folder; default: the demo's")
+    parser.add_argument("--checkpoint", type=Path, help="a model's folder; default: the demo's")
     parser.add_argument("--budget", type=float, default=0.10)
     args = parser.parse_args()
 

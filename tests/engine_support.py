@@ -12,7 +12,7 @@ from ckv_jax import Engine, EngineConfig
 from ckv_jax.config import SystemConfig
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -59,7 +59,7 @@ def small_engine(
     *,
     system: str | SystemConfig = "contiguous-kv",
     model: ModelConfig = SMALL,
-    weights: Qwen2 | None = None,
+    weights: Transformer | None = None,
     seed: int = 0,
     overrides: dict[str, object] | None = None,
     nothing_compiled: bool = False,

@@ -14,6 +14,9 @@ from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.data.reference import reference_folder
+from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.rope_scaling import YarnScaling
+from ckv_jax.model.weights import random_model
 from ckv_jax.storage.errors import FingerprintMismatch
 
 MODEL = dataclasses.replace(
@@ -107,3 +110,30 @@ def test_each_is_named_when_it_alone_differs(tmp_path: Path) -> None:
     with opened(copied, store) as same:
         same.check_prefix(prefix)
         assert same.ingest(text) == prefix
+
+
+def test_what_qwen_models_stored_before_is_still_theirs() -> None:
+    """Fields of a fingerprint as they were when there was no other family."""
+    yarn = YarnScaling(factor=4.0, original_max_position_embeddings=16)
+    model = random_model(dataclasses.replace(MODEL, rope_scaling=yarn), dtype="float32")
+    fields = random_fingerprint(model).fields
+    assert fields["config"] == (
+        '{"head_dim": 16, "hidden_size": 16, "intermediate_size": 16, "model_type": "qwen2", '
+        '"num_heads": 1, "num_kv_heads": 1, "num_layers": 2, "rms_norm_eps": 1e-06, '
+        '"tie_word_embeddings": false, "vocab_size": 1355}'
+    )
+    assert fields["rope"] == (
+        '{"rope_scaling": {"attention_factor": null, "beta_fast": 32.0, "beta_slow": 1.0, '
+        '"factor": 4.0, "mscale": null, "mscale_all_dim": null, '
+        '"original_max_position_embeddings": 16, "truncate": true}, "rope_theta": 10000.0}'
+    )
+    assert set(fields) == {"weights", "config", "tokenizer", "rope", "dtype"}
+
+
+def test_a_switch_of_biases_is_another_model() -> None:
+    llama = dataclasses.replace(MODEL, model_type="llama")
+    plain, biased = (
+        random_fingerprint(random_model(config, dtype="float32"))
+        for config in (llama, dataclasses.replace(llama, mlp_bias=True))
+    )
+    assert "config" in plain.differences(biased)

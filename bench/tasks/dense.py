@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Layer, Qwen2
+from ckv_jax.model.decoder import Layer, Transformer
 
 __all__ = [
     "Params",
@@ -33,7 +33,7 @@ _BLOCK = 256  # prefix queries scored at once
 _ABREAST = 16  # questions scored at once
 
 
-def split(model: Qwen2) -> Params:
+def split(model: Transformer) -> Params:
     """A model's parameters with the layers stacked."""
     layers = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in model.layers]
     rest = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -41,9 +41,9 @@ def split(model: Qwen2) -> Params:
     return {"layers": jax.tree.map(lambda *a: jnp.stack(a), *layers), "rest": rest}
 
 
-def join(params: Params, config: ModelConfig, *, dtype: str = "bfloat16") -> Qwen2:
+def join(params: Params, config: ModelConfig, *, dtype: str = "bfloat16") -> Transformer:
     """The model of stacked parameters, cast to `dtype`."""
-    model = Qwen2.abstract(config, dtype=dtype)
+    model = Transformer.abstract(config, dtype=dtype)
     state = nnx.state(model, nnx.Param)
     pure = dict(params["rest"])
     pure["layers"] = {
@@ -110,7 +110,7 @@ def prefix_kv(
 def layer_of(config: ModelConfig, state: Any) -> Layer:
     """A layer with the given parameters."""
     whole = {name: getattr(config, name) for name in config.__slots__}
-    one = Qwen2.abstract(ModelConfig(**whole | {"num_layers": 1}))
+    one = Transformer.abstract(ModelConfig(**whole | {"num_layers": 1}))
     layer: Layer = nnx.merge(nnx.graphdef(one.layers[0]), nnx.State(state))
     return layer
 

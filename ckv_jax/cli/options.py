@@ -25,8 +25,8 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Folder of a Qwen2.5 model in Hugging Face format (config.json, *.safetensors and "
-        "the tokenizer's files), or one that `ckv convert` wrote.",
+        help="Folder of a Qwen2.5, Qwen3, Llama or Mistral model in Hugging Face format "
+        "(config.json, *.safetensors and the tokenizer's files), or one that `ckv convert` wrote.",
     ),
 ]
 Store = Annotated[

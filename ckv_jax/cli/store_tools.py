@@ -1,4 +1,4 @@
-"""`ckv inspect`, `verify`, `prune` and `pin`: looking after a store. None of them loads JAX."""
+"""`ckv inspect`, `verify`, `prune` and `pin`: looking after a store, without loading JAX."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckv_jax.cli.inspection import show_inspection
-from ckv_jax.cli.options import Json
+from ckv_jax.cli.model_inspection import inspect_checkpoint, is_checkpoint
+from ckv_jax.cli.options import Dtype, Json
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
-from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.errors import PrefixNotFound, StoreError
 
 if TYPE_CHECKING:
     from ckv_jax.storage.config import StoreConfig
@@ -40,7 +41,9 @@ _UNITS = {
 
 
 def inspect(
-    store: _StoreArgument,
+    store: Annotated[
+        str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint folder.")
+    ],
     prefix: Annotated[
         str | None, typer.Argument(metavar="[PREFIX]", help="An id, or how it begins.")
     ] = None,
@@ -50,16 +53,26 @@ def inspect(
             "--plot", metavar="FILE.png", help="Draw the importance of the prefix's chunks."
         ),
     ] = None,
+    dtype: Dtype = "bfloat16",
     json: Json = False,
 ) -> None:
-    """Show which prefixes a store holds; for one of them, statistics of its keys and values."""
+    """Show which prefixes a store holds; for one of them, statistics of its keys and values.
+
+    Of a checkpoint: its family and sizes, the bytes of KV a token in --dtype, and what fits where.
+    """
+    terminal = Terminal(as_json=json)
+    if is_checkpoint(store):
+        if prefix is not None or plot is not None:
+            raise ValueError(f"{store} is a checkpoint, which has no prefixes to show")
+        inspect_checkpoint(terminal, Path(store), dtype=dtype)
+        return
+
     from ckv_jax.storage.tools.inspect import inspect_store, plot_importance
 
     check_writable(plot)
-    terminal = Terminal(as_json=json)
     if plot is not None and prefix is None:
         raise ValueError("--plot draws one prefix: say which")
-    with open_store(store, readonly=True) as opened, terminal.status("reading"):
+    with _open_to_look(store) as opened, terminal.status("reading"):
         try:
             found = inspect_store(opened, prefix)
         except PrefixNotFound as error:
@@ -183,6 +196,16 @@ def open_store(
     if "://" not in path and not (Path(path).is_dir() and any(Path(path).iterdir())):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
     return ChunkStore.open(url, config=config, readonly=readonly)
+
+
+def _open_to_look(url: str) -> ChunkStore:
+    """`open_store`; what is neither a store nor a checkpoint is told to be neither."""
+    try:
+        return open_store(url, readonly=True)
+    except (StoreError, ValueError) as error:
+        if type(error) not in (StoreError, ValueError):
+            raise  # a store that cannot be asked just now
+        raise ValueError(f"{error}; nor is it a checkpoint: it has no config.json") from error
 
 
 def store_config(

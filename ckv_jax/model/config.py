@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of one Qwen2.5 model, read from and written to HF's `config.json`."""
+"""ModelConfig: the shape of one model, read from and written to HF's `config.json`."""
 
 from __future__ import annotations
 
@@ -9,48 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
+from ckv_jax.model.families import FAMILIES, Family
+from ckv_jax.model.families.refused import family_of
+from ckv_jax.model.rope_scaling import RopeScaling, scaling_from_hf, scaling_to_hf
 
-__all__ = ["PUBLISHED", "ModelConfig", "RopeScaling"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """YaRN context extension (arXiv 2309.00071), with HF's names and HF's defaults."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # multiplies cos and sin; None: from factor and mscale
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True  # round the ramp's ends to whole dimensions
-
-    def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise ValueError(f"got a rope factor of {self.factor}, expected at least 1")
-        if self.original_max_position_embeddings < 1:
-            got = self.original_max_position_embeddings
-            raise ValueError(f"got original_max_position_embeddings {got}, expected at least 1")
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], *, max_positions: int) -> RopeScaling:
-        """Read the yarn entry of `rope_parameters` or `rope_scaling`."""
-        known = {name: values[name] for name in cls.__slots__ if values.get(name) is not None}
-        known.setdefault("original_max_position_embeddings", max_positions)
-        original = known["original_max_position_embeddings"]
-        known.setdefault("factor", max_positions / original)
-        return cls(**known)
-
-    def to_hf(self) -> dict[str, Any]:
-        """The entry that `from_hf` reads back, without the fields left open."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in values.items() if value is not None}
+__all__ = ["PUBLISHED", "ModelConfig", "read_generation_config"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Qwen2.5 model's shape: grouped-query attention with QKV bias, SwiGLU MLP, RoPE, RMSNorm.
+    """A model's shape: grouped-query attention, SwiGLU MLP, RoPE, RMSNorm, as its family has them.
 
     Hashable, so it can be a static jit argument.
     """
@@ -62,17 +30,23 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    model_type: str = "qwen2"
+    model_type: str = "qwen2"  # of `FAMILIES`
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 32768  # positions that may be used, stretched ones included
     tie_word_embeddings: bool = False
+    attention_bias: bool = False  # HF's switch: biases on all four projections of attention
+    mlp_bias: bool = False  # HF's switch: biases on all three projections of the MLP
     eos_token_ids: tuple[int, ...] = ()  # generation stops at any of these
 
     def __post_init__(self) -> None:
-        if self.model_type != "qwen2":
-            raise UnsupportedModel(f"got model_type {self.model_type!r}, expected 'qwen2'")
+        if self.model_type not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UnsupportedModel(f"got model_type {self.model_type!r}, expected one of {known}")
+        for name in ("attention_bias", "mlp_bias"):
+            if getattr(self, name) and name not in self.family.bias_switches:
+                raise ValueError(f"got {name}, which {self.family.title} models do not have")
         for name in _POSITIVE:
             value = getattr(self, name)
             if not value > 0:
@@ -84,6 +58,16 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"got head_dim {self.head_dim}, expected an even number (RoPE pairs)")
+
+    @property
+    def family(self) -> Family:
+        """What sets models of this `model_type` apart."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return self.family.always_biased or self.attention_bias
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
@@ -98,19 +82,21 @@ class ModelConfig:
         with the reason, for a config this model would compute wrongly.
         """
         values, generation = _read(source)
-        _refuse_unsupported(values)
         try:
+            family = family_of(values)
+            values = {**family.defaults, **values}
             heads = int(values["num_attention_heads"])
             hidden = int(values["hidden_size"])
             positions = int(values.get("max_position_embeddings", 32768))
             theta, scaling = _read_rope(values, positions)
             if scaling is not None:
-                positions = int(scaling.factor * scaling.original_max_position_embeddings)
+                positions = scaling.positions(positions)
             ends = [*_token_ids(values), *_token_ids(generation)]
             return cls(
                 vocab_size=int(values["vocab_size"]),
                 hidden_size=hidden,
                 intermediate_size=int(values["intermediate_size"]),
+                model_type=family.model_type,
                 num_layers=int(values["num_hidden_layers"]),
                 num_heads=heads,
                 num_kv_heads=int(values.get("num_key_value_heads") or heads),
@@ -120,6 +106,7 @@ class ModelConfig:
                 rope_scaling=scaling,
                 max_position_embeddings=positions,
                 tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+                **{name: bool(values.get(name, False)) for name in family.bias_switches},
                 eos_token_ids=tuple(dict.fromkeys(ends)),
             )
         except KeyError as error:
@@ -131,10 +118,10 @@ class ModelConfig:
         """HF's `config.json` as transformers 5 writes it; `dtype` is that of the saved weights."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
-            rope |= {"rope_type": "yarn"} | self.rope_scaling.to_hf()
+            rope |= scaling_to_hf(self.rope_scaling)
         eos = self.eos_token_ids
         return {
-            "architectures": ["Qwen2ForCausalLM"],
+            "architectures": [self.family.architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -148,7 +135,8 @@ class ModelConfig:
             "rope_parameters": rope,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "use_sliding_window": False,
+            **self.family.written,
+            **{name: getattr(self, name) for name in self.family.bias_switches},
             "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
             "dtype": dtype,
         }
@@ -170,8 +158,16 @@ def _read(
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise CheckpointError(f"not a checkpoint: there is no {path}")
-    generation = path.with_name("generation_config.json")
-    return _read_json(path), _read_json(generation) if generation.is_file() else {}
+    return _read_json(path), read_generation_config(path.parent)
+
+
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
+    """A checkpoint folder's `generation_config.json`; empty where there is none.
+
+    Raises `CheckpointError` for a file that holds no JSON object.
+    """
+    path = folder / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -184,30 +180,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    """Everything that would change the computation and is not built here."""
-    kind = values.get("model_type")
-    if kind != "qwen2":
-        raise UnsupportedModel(f"got model_type {kind!r}, expected 'qwen2' (Qwen2 and Qwen2.5)")
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"got hidden_act {activation!r}, expected 'silu'")
-    layers = values.get("num_hidden_layers", 0)
-    slides = bool(values.get("use_sliding_window")) and values.get("sliding_window") is not None
-    types = values.get("layer_types")
-    if types is not None:
-        active = any(kind != "full_attention" for kind in types)
-    else:
-        active = slides and values.get("max_window_layers", 28) < layers
-    if active:
-        raise UnsupportedModel(
-            "sliding window attention is active in this config "
-            f"(sliding_window {values.get('sliding_window')}); only full attention is supported"
-        )
-    if values.get("quantization_config"):
-        raise UnsupportedModel("the weights are quantised (quantization_config); use the originals")
-
-
 def _read_rope(values: Mapping[str, Any], positions: int) -> tuple[float, RopeScaling | None]:
     """RoPE base and scaling from either spelling; transformers' own default base is 10,000."""
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
@@ -218,9 +190,9 @@ def _read_rope(values: Mapping[str, Any], positions: int) -> tuple[float, RopeSc
         raise UnsupportedModel(f"got partial_rotary_factor {share}, expected 1")
     if kind == "default":
         return theta, None
-    if kind == "yarn":
-        return theta, RopeScaling.from_hf(rope, max_positions=positions)
-    raise UnsupportedModel(f"got rope type {kind!r}, expected 'default' or 'yarn'")
+    if kind in ("yarn", "llama3"):
+        return theta, scaling_from_hf(kind, rope, positions=positions)
+    raise UnsupportedModel(f"got rope type {kind!r}, expected 'default', 'yarn' or 'llama3'")
 
 
 def _token_ids(values: Mapping[str, Any]) -> list[int]:

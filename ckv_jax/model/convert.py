@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.model.checkpoint import stored_dtype
 from ckv_jax.model.orbax_store import save_orbax
 from ckv_jax.model.tokenizer import tokenizer_files
-from ckv_jax.model.weights import load_pretrained, save_pretrained, stored_dtype
+from ckv_jax.model.weights import load_pretrained, save_pretrained
 
 __all__ = ["Format", "convert"]
 

@@ -4,54 +4,44 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.checkpoint import (
+    CONFIG,
+    ORBAX_WEIGHTS,
+    Shapes,
+    check_fit,
+    is_orbax,
+    stored_dtype,
+)
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 
-__all__ = ["is_orbax", "orbax_dtype", "orbax_files", "restore_orbax", "save_orbax"]
+__all__ = ["restore_orbax", "save_orbax"]
 
-_CONFIG = "config.json"
-_WEIGHTS = "weights"
 _ORDER = "kernels_out_first"
 
 
-def is_orbax(folder: str | Path) -> bool:
-    """Whether `save_orbax` wrote this folder (or something that looks like it)."""
-    return (Path(folder) / _WEIGHTS).is_dir()
-
-
-def orbax_files(folder: str | Path) -> list[Path]:
-    """The files that hold the weights, sorted."""
-    return sorted(path for path in (Path(folder) / _WEIGHTS).rglob("*") if path.is_file())
-
-
-def save_orbax(model: Qwen2, folder: str | Path) -> None:
+def save_orbax(model: Transformer, folder: str | Path) -> None:
     """Write the weights in their dtype, with the config beside them; replaces what was there."""
     import orbax.checkpoint as ocp  # slow to import, and only needed here
 
     folder = Path(folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / _WEIGHTS, nnx.to_pure_dict(nnx.state(model)), force=True)
+        checkpointer.save(folder / ORBAX_WEIGHTS, nnx.to_pure_dict(nnx.state(model)), force=True)
     config = model.config.to_hf(dtype=model.dtype.name) | {_ORDER: model.out_first}
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def orbax_dtype(folder: str | Path) -> str:
-    """The element type in which `save_orbax` wrote the weights."""
-    saved = json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8"))
-    dtype: str = saved.get("dtype", "bfloat16")
-    return dtype
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def restore_orbax(
     folder: str | Path, *, dtype: str | None = None, target: Target | None = None
-) -> Qwen2:
+) -> Transformer:
     """The model that `save_orbax` wrote, on the default device, in its own dtype or `dtype`.
 
     Raises `CheckpointError` if the folder is not such a checkpoint or does not fit its config.
@@ -61,11 +51,11 @@ def restore_orbax(
     folder = Path(folder).absolute()
     config = ModelConfig.from_hf(folder)
     if not is_orbax(folder):
-        raise CheckpointError(f"not an Orbax checkpoint: {folder} has no {_WEIGHTS} folder")
-    saved = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    model = Qwen2.abstract(
+        raise CheckpointError(f"not an Orbax checkpoint: {folder} has no {ORBAX_WEIGHTS} folder")
+    saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    model = Transformer.abstract(
         config,
-        dtype=dtype or orbax_dtype(folder),
+        dtype=dtype or stored_dtype(folder),
         out_first=saved.get(_ORDER, False),
         target=target,
     )
@@ -75,8 +65,19 @@ def restore_orbax(
     )
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            values = checkpointer.restore(folder / _WEIGHTS, wanted)
+            written = checkpointer.metadata(folder / ORBAX_WEIGHTS).item_metadata.tree
+            check_fit(folder, _shapes(wanted), _shapes(written))
+            values = checkpointer.restore(folder / ORBAX_WEIGHTS, wanted)
     except (FileNotFoundError, KeyError, ValueError) as error:
         raise CheckpointError(f"cannot restore {folder}: {error}") from error
     nnx.update(model, values)
     return model
+
+
+def _shapes(tree: Any) -> Shapes:
+    """The shape of each array of a tree, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+    }

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ckv_jax.model.config import ModelConfig, RopeScaling
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
 
 __all__ = ["apply_rope", "inverse_frequencies", "rope_tables"]
 
@@ -17,9 +18,11 @@ __all__ = ["apply_rope", "inverse_frequencies", "rope_tables"]
 def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Radians a token for each pair of dimensions, and the factor on cos and sin.
 
-    Returns `(float32 [D/2], factor)`. Plain RoPE has factor 1. YaRN (arXiv 2309.00071, §3)
-    keeps fast pairs, divides slow ones by the scaling factor, and ramps between; its numbers
-    follow transformers, so that the same config gives the same rotation.
+    Returns `(float32 [D/2], factor)`. Plain RoPE has factor 1. YaRN (arXiv 2309.00071, §3) and
+    Llama 3 keep fast pairs, divide slow ones by the scaling factor, and pass from one to the
+    other between: YaRN evenly over the pairs' indices, Llama 3 over their turns within the
+    trained length. The numbers follow transformers, so that the same config gives the same
+    rotation.
     """
     dim = config.head_dim
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
@@ -29,6 +32,9 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     if scaling is None:
         return fast, 1.0
     slow = np.float32(1) / (np.float32(scaling.factor) * periods)
+    if isinstance(scaling, Llama3Scaling):
+        keep = _share_kept(scaling, fast)
+        return slow * (1 - keep) + fast * keep, 1.0
     keep = 1 - _ramp(*_ramp_ends(scaling, dim, config.rope_theta), dim // 2)
     return slow * (1 - keep) + fast * keep, _attention_factor(scaling)
 
@@ -59,7 +65,7 @@ def apply_rope(
     return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
 
 
-def _attention_factor(scaling: RopeScaling) -> float:
+def _attention_factor(scaling: YarnScaling) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
@@ -70,7 +76,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
     return scale(1.0)
 
 
-def _ramp_ends(scaling: RopeScaling, dim: int, theta: float) -> tuple[float, float]:
+def _ramp_ends(scaling: YarnScaling, dim: int, theta: float) -> tuple[float, float]:
     """The pair indices between which YaRN passes from keeping to dividing."""
 
     def turns_at(rotations: float) -> float:
@@ -81,6 +87,14 @@ def _ramp_ends(scaling: RopeScaling, dim: int, theta: float) -> tuple[float, flo
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     return max(low, 0), min(high, dim - 1)
+
+
+def _share_kept(scaling: Llama3Scaling, fast: np.ndarray) -> np.ndarray:
+    """How much of each pair's own speed Llama 3 keeps: float32 [D/2] from 0 to 1."""
+    turns = fast * np.float32(scaling.original_max_position_embeddings / (2 * math.pi))
+    low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
+    share: np.ndarray = np.clip((turns - low) / (high - low), 0, 1)
+    return share
 
 
 def _ramp(low: float, high: float, size: int) -> np.ndarray:

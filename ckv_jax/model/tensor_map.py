@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckv_jax.model.config import ModelConfig
 
-__all__ = ["Slot", "tensor_slots"]
+__all__ = ["Slot", "count_parameters", "tensor_shapes", "tensor_slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,53 +26,58 @@ class Slot:
 
 def tensor_slots(config: ModelConfig) -> list[Slot]:
     """Every parameter of the model, in the order of the forward pass."""
+    names = config.family.names
     hidden, vocab = config.hidden_size, config.vocab_size
-    slots = [_plain(("embedding",), "model.embed_tokens.weight", (vocab, hidden))]
+    slots = [_whole(("embedding",), names["embedding"], (vocab, hidden))]
     for layer in range(config.num_layers):
         slots += _layer(config, layer)
-    slots.append(_plain(("final_norm", "weight"), "model.norm.weight", (hidden,)))
+    slots.append(_whole(("final_norm", "weight"), names["final_norm"], (hidden,)))
     if not config.tie_word_embeddings:
-        slots.append(_plain(("head",), "lm_head.weight", (vocab, hidden)))
+        slots.append(_whole(("head",), names["head"], (vocab, hidden)))
     return slots
 
 
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every HF tensor of the model, by its name."""
+    return dict(tensor for slot in tensor_slots(config) for tensor in slot.tensors)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """How many numbers the model's weights are."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
 def _layer(config: ModelConfig, layer: int) -> Iterator[Slot]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    ours, theirs = ("layers", layer), f"model.layers.{layer}"
-    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-    yield _plain((*ours, "input_norm", "weight"), f"{theirs}.input_layernorm.weight", (hidden,))
-    yield from (
-        Slot(
-            path=(*ours, "attention", f"{name}_{part}"),
-            tensors=tuple(
-                (f"{attention}.{proj}_proj.{'weight' if part == 'kernel' else 'bias'}", shape)
-                for proj in projections
-                for shape in [(rows, hidden) if part == "kernel" else (rows,)]
-            ),
-            kernel=part == "kernel",
-        )
-        for name, projections, rows in (("query", "q", queries), ("kv", "kv", kv))
-        for part in ("kernel", "bias")
-    )
-    yield Slot(
-        path=(*ours, "attention", "output_kernel"),
-        tensors=((f"{attention}.o_proj.weight", (hidden, queries)),),
-        kernel=True,
-    )
-    post_norm = f"{theirs}.post_attention_layernorm.weight"
-    yield _plain((*ours, "post_norm", "weight"), post_norm, (hidden,))
-    yield Slot(
-        path=(*ours, "mlp", "gate_up_kernel"),
-        tensors=tuple((f"{mlp}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")),
-        kernel=True,
-    )
-    yield Slot(
-        path=(*ours, "mlp", "down_kernel"),
-        tensors=((f"{mlp}.down_proj.weight", (hidden, inner)),),
-        kernel=True,
-    )
+    names, at = config.family.names, config.family.names["layer"].format(layer)
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, kv = config.num_heads * dim, config.num_kv_heads * dim
+
+    def norm(part: str, size: int, *path: str) -> Slot:
+        return _whole(("layers", layer, *path, "weight"), f"{at}.{names[part]}", (size,))
+
+    def linear(
+        module: str, ours: str, parts: tuple[str, ...], rows: int, columns: int, biased: bool
+    ) -> Iterator[Slot]:
+        """A kernel made of the weights `[rows, columns]` of HF's `parts`, and its bias."""
+        path = ("layers", layer, module)
+        theirs = [f"{at}.{names[part]}" for part in parts]
+        weights = tuple((f"{name}.weight", (rows, columns)) for name in theirs)
+        yield Slot(path=(*path, f"{ours}_kernel"), tensors=weights, kernel=True)
+        if biased:
+            biases = tuple((f"{name}.bias", (rows,)) for name in theirs)
+            yield Slot(path=(*path, f"{ours}_bias"), tensors=biases)
+
+    yield norm("input_norm", hidden, "input_norm")
+    yield from linear("attention", "query", ("query",), queries, hidden, config.qkv_bias)
+    yield from linear("attention", "kv", ("key", "value"), kv, hidden, config.qkv_bias)
+    if config.family.query_key_norm:
+        yield norm("query_norm", dim, "attention", "query_norm")
+        yield norm("key_norm", dim, "attention", "key_norm")
+    yield from linear("attention", "output", ("output",), hidden, queries, config.attention_bias)
+    yield norm("post_norm", hidden, "post_norm")
+    yield from linear("mlp", "gate_up", ("gate", "up"), inner, hidden, config.mlp_bias)
+    yield from linear("mlp", "down", ("down",), hidden, inner, config.mlp_bias)
 
 
-def _plain(path: tuple[str | int, ...], name: str, shape: tuple[int, ...]) -> Slot:
-    return Slot(path=path, tensors=((name, shape),))
+def _whole(path: tuple[str | int, ...], name: str, shape: tuple[int, ...]) -> Slot:
+    return Slot(path=path, tensors=((f"{name}.weight", shape),))

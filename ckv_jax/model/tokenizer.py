@@ -22,10 +22,20 @@ _EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 
 class Tokenizer:
-    """Text to token ids and back; adds no special tokens, so that prefix and suffix just join."""
+    """Text to token ids and back, so that prefix and suffix just join.
+
+    What the tokenizer puts in front of every text (Llama's and Mistral's begin-of-text; Qwen's
+    has nothing) stands once, before a text that begins a sequence, and not before one that goes
+    on from another. No other special tokens are added.
+    """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        plain, whole = (backend.encode("a", add_special_tokens=extra) for extra in (False, True))
+        added = max(0, len(whole) - len(plain))
+        self._front: list[int] = next(
+            (whole[:at] for at in range(added + 1) if whole[at : at + len(plain)] == plain), []
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -38,11 +48,18 @@ class Tokenizer:
         value: int | None = self._backend.eos_token_id
         return value
 
-    def encode(self, text: str) -> Int[np.ndarray, " n"]:
-        """Token ids, int32; empty for an empty text. `ValueError` if it is not Unicode."""
+    def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " n"]:
+        """Token ids, int32; empty for an empty text. `ValueError` if it is not Unicode.
+
+        `begins`: whether a sequence begins with it. A chat template that writes the begin-of-text
+        itself adds no second one, and none where the text goes on from another.
+        """
         check_text(text)
-        ids = self._backend.encode(text, add_special_tokens=False)
-        return np.asarray(ids, np.int32)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        front, rest = self._front, ids
+        if front and ids[: len(front)] == front:
+            rest = ids[len(front) :]
+        return np.asarray([*front, *rest] if begins and ids else rest, np.int32)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of token ids, byte for byte; a split character shows as U+FFFD."""

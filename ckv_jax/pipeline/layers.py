@@ -23,7 +23,7 @@ from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, page_tables, positions, storage_dtype
-from ckv_jax.model.qwen2 import Layer, Qwen2
+from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
@@ -37,7 +37,7 @@ LayerKv = tuple[tuple[Array, Array], ...]
 class Layers:
     """Jitted calls over one model's layers."""
 
-    def __init__(self, model: Qwen2) -> None:
+    def __init__(self, model: Transformer) -> None:
         self.config = model.config
         self.dtype = jnp.dtype(model.dtype)
         self.target = model.target
@@ -55,7 +55,7 @@ class Layers:
         def layer_of(state: LayerState) -> Layer:
             return nnx.merge(graph, state)
 
-        def rest_of(state: LayerState) -> Qwen2:
+        def rest_of(state: LayerState) -> Transformer:
             return nnx.merge(rest_graph, state)
 
         self.layer_of = layer_of
@@ -198,14 +198,14 @@ def _dtypes(probe: Probe) -> tuple[object, ...]:
     return tuple(leaf.dtype for leaf in jax.tree.leaves(probe))
 
 
-def _embed_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., Array]:
+def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:
     def embed(rest: LayerState, tokens: Array) -> Array:
         return rest_of(rest).embed(tokens)
 
     return embed
 
 
-def _head_of(rest_of: Callable[[LayerState], Qwen2]) -> Callable[..., tuple[Array, Array]]:
+def _head_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., tuple[Array, Array]]:
     def head(rest: LayerState, hidden: Array, last: Array) -> tuple[Array, Array]:
         row = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [B, 1, E]
         logits = rest_of(rest).logits(row)[:, 0]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, positions
-from ckv_jax.model.qwen2 import Layer
+from ckv_jax.model.decoder import Layer
 from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
 
 

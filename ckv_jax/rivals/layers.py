@@ -19,7 +19,7 @@ from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, positions
-from ckv_jax.model.qwen2 import Layer
+from ckv_jax.model.decoder import Layer
 from ckv_jax.pipeline.layers import Layers, LayerState
 from ckv_jax.selection.base import choose, chunk_counts, share_held
 from ckv_jax.selection.h2o import column_sums

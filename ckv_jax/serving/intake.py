@@ -103,14 +103,14 @@ def several(requests: Several[Request]) -> list[Request]:
 
 def sampled(
     requests: Request | Several[Request],
-    sampling: SamplingParams | Several[SamplingParams] | None,
+    sampling: SamplingParams | Several[SamplingParams],
     reselect_every: int,
     keep_kv: bool,
 ) -> tuple[list[Request], list[Way]]:
     """Each request of a `generate` call with how it goes on."""
     asked = [requests] if isinstance(requests, Request) else several(requests)
-    if sampling is None or isinstance(sampling, SamplingParams):
-        sampling = [sampling or SamplingParams()] * len(asked)
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(asked)
     if len(sampling) != len(asked):
         raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one a request")
     return asked, [

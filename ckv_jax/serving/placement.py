@@ -41,12 +41,15 @@ class Placement:
         self._system = system
         self._config = config
 
-    def encode(self, text: str | Several[int] | np.ndarray) -> np.ndarray:
-        """Token ids int32 [n] of a text; ids are checked and passed through."""
+    def encode(self, text: str | Several[int] | np.ndarray, *, begins: bool = False) -> np.ndarray:
+        """Token ids int32 [n] of a text; ids are checked and passed through.
+
+        `begins`: whether the text is the first of a sequence (see `Tokenizer.encode`).
+        """
         if isinstance(text, str):
             if self._tokenizer is None:
                 raise ValueError("got text, expected token ids: this engine has no tokenizer")
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, begins=begins)
         if not isinstance(text, (Several, np.ndarray)):
             raise ValueError(f"got {type(text).__name__}, expected a text or token ids")
         try:
@@ -73,7 +76,7 @@ class Placement:
         if sampling is not None and sampling.stop and self._tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
         new_tokens = sampling.max_tokens if sampling is not None else 0
-        suffix = self.encode(request.suffix)
+        suffix = self.encode(request.suffix, begins=_nothing(request.prefix))
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
         if isinstance(request.prefix, str):
@@ -83,7 +86,7 @@ class Placement:
         elif isinstance(request.prefix, Prefix):
             prefix = request.prefix
         else:
-            tokens = self.encode(request.prefix)
+            tokens = self.encode(request.prefix, begins=True)
             prefix = self.longest(tokens)
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
         self.check_prefix(prefix)
@@ -131,3 +134,8 @@ class Placement:
                 f"got {prefix} prefix and {suffix} suffix tokens{more}, "
                 f"expected at most {limit} together (the model's context)"
             )
+
+
+def _nothing(prefix: object) -> bool:
+    """Whether this names no prefix: an empty list of tokens."""
+    return prefix.size == 0 if isinstance(prefix, np.ndarray) else prefix in ([], ())

@@ -20,7 +20,7 @@ from bench.tasks.suffixes import lengthened
 from ckv_jax.data import words
 from ckv_jax.data.ledger import make_ledger
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 
 _CONFIG = ModelConfig(
     vocab_size=len(words.vocabulary()),
@@ -35,25 +35,25 @@ _CONFIG = ModelConfig(
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2:
+def model() -> Transformer:
     return join(initial(_CONFIG, 0), _CONFIG, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def oracle(model: Qwen2) -> Oracle:
+def oracle(model: Transformer) -> Oracle:
     return Oracle(model, make_ledger(np.random.default_rng(1), 256, questions=8))
 
 
 dense = nnx.jit(lambda model, tokens: model(tokens))
 
 
-def test_stacked_layers_compute_what_the_model_does(model: Qwen2) -> None:
+def test_stacked_layers_compute_what_the_model_does(model: Transformer) -> None:
     tokens = jnp.asarray(repeats(np.random.default_rng(0), 2, 24).tokens)
     ours = text_logits(split(model), _CONFIG, tokens)
     np.testing.assert_allclose(ours, dense(model, tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_a_question_sees_its_prefix_and_itself_alone(model: Qwen2) -> None:
+def test_a_question_sees_its_prefix_and_itself_alone(model: Transformer) -> None:
     batch = ledger_batch(np.random.default_rng(2), 1, 256, 5)
     ours = answer_logits(split(model), _CONFIG, batch.tokens, batch.questions, batch.lengths)
     for i, length in enumerate(batch.lengths[0]):
@@ -62,7 +62,7 @@ def test_a_question_sees_its_prefix_and_itself_alone(model: Qwen2) -> None:
         np.testing.assert_allclose(ours[0, i], last, rtol=1e-3, atol=1e-3)
 
 
-def test_everything_chosen_is_the_dense_pass(model: Qwen2, oracle: Oracle) -> None:
+def test_everything_chosen_is_the_dense_pass(model: Transformer, oracle: Oracle) -> None:
     page = oracle.page
     dense = answer_logits(
         split(model), _CONFIG, page.tokens[None], page.questions[None], page.lengths[None]
@@ -129,7 +129,7 @@ def test_intervals_hold_the_share() -> None:
     assert low < 0.96 < high and (low, high) == pytest.approx((0.865, 0.989), abs=2e-3)
 
 
-def test_a_study_has_a_row_for_every_rule_and_task(model: Qwen2) -> None:
+def test_a_study_has_a_row_for_every_rule_and_task(model: Transformer) -> None:
     named = {"period 3": Rule(budget=0.25, every=3)}
     pages = [make_ledger(np.random.default_rng(4), 256)]
     rows = study(model, named, pages, say=lambda line: None)
@@ -141,7 +141,7 @@ def test_a_study_has_a_row_for_every_rule_and_task(model: Qwen2) -> None:
     assert len(rules()) > 40
 
 
-def test_traces_are_what_the_cache_replay_reads(model: Qwen2, tmp_path: Path) -> None:
+def test_traces_are_what_the_cache_replay_reads(model: Transformer, tmp_path: Path) -> None:
     pages = [make_ledger(np.random.default_rng(seed), 256, questions=5) for seed in (5, 6)]
     named = {"ours": Rule(budget=0.25, every=3, probe="int8"), "theirs": Rule(budget=0.5, every=6)}
     traces(model, named, pages, tmp_path / "traces.npz")
@@ -157,7 +157,7 @@ def test_traces_are_what_the_cache_replay_reads(model: Qwen2, tmp_path: Path) ->
     np.testing.assert_allclose(read["theirs"].attention[0, :, 0].sum(-1), shares, rtol=1e-5)
 
 
-def test_a_window_scores_with_the_question_alone(model: Qwen2) -> None:
+def test_a_window_scores_with_the_question_alone(model: Transformer) -> None:
     page = make_ledger(np.random.default_rng(7), 256, questions=6)
     long = lengthened(page, 32)
     assert long.questions.shape == (6, 32) and (long.lengths == 32).all()

@@ -13,13 +13,13 @@ from bench.oracle import Oracle, Rule
 from bench.reference_answers import by_engine, by_transformers, counts
 from ckv_jax.data import words
 from ckv_jax.data.reference import LEARNED, demo_document, demo_ledger, reference_folder
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2:
+def model() -> Transformer:
     return load_pretrained(reference_folder(), dtype="float32")
 
 
@@ -30,7 +30,7 @@ def test_the_folder_is_small_and_complete() -> None:
     assert load_tokenizer(reference_folder()).vocab_size == len(words.vocabulary())
 
 
-def test_transformers_computes_the_same_logits(model: Qwen2) -> None:
+def test_transformers_computes_the_same_logits(model: Transformer) -> None:
     page = demo_ledger(0, 256, questions=1)
     tokens = np.concatenate([page.tokens, page.questions[0, : page.lengths[0]]])[None]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -51,7 +51,7 @@ def test_three_families_are_answered_at_4096_tokens_by_both() -> None:
         assert len(good) >= 3, (answers.__name__, found)
 
 
-def test_a_demo_document_reads_back_and_is_answered(model: Qwen2) -> None:
+def test_a_demo_document_reads_back_and_is_answered(model: Transformer) -> None:
     text, asked = demo_document(1, 512, questions=20)
     page = demo_ledger(1, 512, questions=20, asked=LEARNED)
     tokenizer = load_tokenizer(reference_folder())

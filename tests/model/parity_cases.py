@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ckv_jax.model.config import ModelConfig, RopeScaling
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.rope_scaling import YarnScaling
 from ckv_jax.model.weights import random_model
 
 GREEDY_PROMPT, GREEDY_TOKENS = 12, 32
@@ -40,8 +41,8 @@ def _config(**changes: object) -> ModelConfig:
     return ModelConfig(**(values | changes))  # type: ignore[arg-type]
 
 
-_YARN = RopeScaling(factor=4.0, original_max_position_embeddings=16)
-_YARN_FULL = RopeScaling(
+_YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16)
+_YARN_FULL = YarnScaling(
     factor=8.0,
     original_max_position_embeddings=32,
     beta_fast=16.0,
@@ -77,7 +78,7 @@ CASES = {
 }
 
 
-def parity_model(case: ParityCase) -> Qwen2:
+def parity_model(case: ParityCase) -> Transformer:
     """Random weights, four times HF's scale, so that attention is far from uniform.
 
     Biases and norms are random too: at their initial values they would hide mistakes.

@@ -25,9 +25,19 @@ CHAT = (
 )
 
 
-def write_tokenizer(folder: Path, *, chat: bool = True) -> None:
-    """A byte-level BPE tokenizer like Qwen's, trained on a few words, in HF format."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+LLAMA_CHAT = (
+    "{{ bos_token }}{% for m in messages %}<h>{{ m.role }}</h>\n\n{{ m.content | trim }}<eot>"
+    "{% endfor %}{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}"
+)
+"""In the manner of Llama 3: it writes the begin-of-text itself."""
+
+
+def write_tokenizer(folder: Path, *, chat: bool = True, begin: str | None = None) -> None:
+    """A byte-level BPE tokenizer like Qwen's, trained on a few words, in HF format.
+
+    With `begin` it is one like Llama 3's: this token goes before every text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
@@ -35,12 +45,20 @@ def write_tokenizer(folder: Path, *, chat: bool = True) -> None:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", *([begin] if begin else [])],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(["the cat sat on the mat", "the dog sat"] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    if begin:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A",
+            pair=f"{begin} $A {begin} $B",
+            special_tokens=[(begin, backend.token_to_id(begin))],
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", bos_token=begin
+    )
     if chat:
-        fast.chat_template = CHAT
+        fast.chat_template = LLAMA_CHAT if begin else CHAT
     fast.save_pretrained(str(folder))

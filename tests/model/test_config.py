@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,56 @@ from typing import Any
 import pytest
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
-from ckv_jax.model.config import PUBLISHED, ModelConfig, RopeScaling
+from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.rope_scaling import YarnScaling
+from ckv_jax.model.tensor_map import count_parameters
 
 PARAMETERS = {
     "0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "14B": 14.770, "32B": 32.764,
     "72B": 72.706,
+}  # fmt: skip
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA_31 = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "rope_scaling": LLAMA3, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+OTHER_FAMILIES: dict[str, tuple[dict[str, Any], float, int]] = {
+    "Llama-3.1-8B": (LLAMA_31, 8.030, 131072),
+    "Llama-3.2-1B": (
+        LLAMA_31
+        | {
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+            "head_dim": 64, "tie_word_embeddings": True, "rope_scaling": LLAMA3 | {"factor": 32.0},
+        },
+        1.236,
+        131072,
+    ),
+    "Qwen3-8B": (
+        {
+            "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+            "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+            "sliding_window": None, "use_sliding_window": False, "max_window_layers": 36,
+        },
+        8.191,
+        40960,
+    ),
+    "Mistral-7B-v0.3": (
+        {
+            "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None,
+        },
+        7.248,
+        32768,
+    ),
 }  # fmt: skip
 
 
@@ -33,13 +79,31 @@ def hf(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_sizes_have_the_published_parameters(name: str) -> None:
-    c = PUBLISHED[name]
-    queries, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention = c.hidden_size * (2 * queries + 2 * kv) + queries + 2 * kv
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
-    tables = (1 if c.tie_word_embeddings else 2) * c.vocab_size * c.hidden_size
-    total = tables + c.num_layers * layer + c.hidden_size
+    total = count_parameters(PUBLISHED[name])
     assert total / 1e9 == pytest.approx(PARAMETERS[name], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+def test_published_configs_of_other_families_read_as_they_are(name: str) -> None:
+    values, billions, positions = OTHER_FAMILIES[name]
+    config = ModelConfig.from_hf(values)
+    assert count_parameters(config) / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert config.max_position_embeddings == positions
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+def test_what_a_config_leaves_out_is_what_its_family_takes_for_it() -> None:
+    qwen3 = ModelConfig.from_hf(hf(model_type="qwen3"))
+    assert (qwen3.head_dim, qwen3.eos_token_ids) == (128, ())
+    del (bare := hf(model_type="mistral", sliding_window=None, num_attention_heads=16))[
+        "num_key_value_heads"
+    ]
+    mistral = ModelConfig.from_hf(bare)
+    assert (mistral.num_kv_heads, mistral.eos_token_ids) == (8, (2,))
+    assert ModelConfig.from_hf(hf(model_type="llama", eos_token_id=None)).eos_token_ids == ()
+    assert not ModelConfig.from_hf(hf(attention_bias=True)).attention_bias  # HF's has none there
+    with pytest.raises(ValueError, match=r"attention_bias, which Qwen2\.5 models do not have"):
+        dataclasses.replace(PUBLISHED["0.5B"], attention_bias=True)
 
 
 def test_thin_model_has_the_kv_shape_of_7b() -> None:
@@ -56,7 +120,7 @@ def test_both_spellings_of_rope_agree() -> None:
     config = ModelConfig.from_hf(old)
     assert config == ModelConfig.from_hf(new)
     assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling(factor=4.0, original_max_position_embeddings=1024)
+    assert config.rope_scaling == YarnScaling(factor=4.0, original_max_position_embeddings=1024)
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -71,7 +135,7 @@ def test_defaults_are_those_of_transformers() -> None:
 def test_yarn_without_original_length_stretches_the_whole_context() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}
     scaling = ModelConfig.from_hf(hf(rope_parameters=rope)).rope_scaling
-    assert scaling == RopeScaling(factor=2.0, original_max_position_embeddings=4096)
+    assert scaling == YarnScaling(factor=2.0, original_max_position_embeddings=4096)
 
 
 @pytest.mark.parametrize("stated", [32768, 131072])
@@ -119,13 +183,30 @@ def test_to_hf_reads_back(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "llama"}, "llama"),
-        ({"model_type": "qwen3"}, "qwen3"),
+        ({"model_type": "gpt2"}, r"'gpt2', a family .* not built here; .*llama \(Llama\), mistral"),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": ["llama"]}, "a family whose layers"),
+        ({"model_type": "mixtral"}, "'mixtral', which is a mixture of experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "'qwen3_moe', which is a mixture"),
+        ({"model_type": "new", "n_routed_experts": 8}, r"'new', .* mixture .*n_routed_experts 8"),
+        ({"num_experts": 8}, "'qwen2', which is a mixture of experts"),
+        ({"model_type": "jamba"}, "'jamba', which has layers that keep a running state .*Mamba"),
+        ({"model_type": "new", "mamba_d_state": 16}, "running state .*mamba_d_state"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "running state .*linear_att"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text', which has layers .* sliding window"),
+        (
+            {"model_type": "mistral", "max_position_embeddings": 32768},
+            r"'mistral', .*sliding window .*\(sliding_window 4096\)",
+        ),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window 64"),
+        ({"model_type": "new", "sliding_window": 64}, "sliding_window 64"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1}, "sliding"),
+        ({"model_type": "mllama", "text_config": {}}, "more than text"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
@@ -140,6 +221,9 @@ def test_inactive_sliding_window_is_no_reason_to_refuse() -> None:
         {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
         {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": 4096},  # as long as the context
+        {"model_type": "llama", "sliding_window": 64},  # of which Llama knows nothing
     ):
         assert ModelConfig.from_hf(hf(**inactive)).num_layers == 2
 
@@ -149,6 +233,8 @@ def test_inactive_sliding_window_is_no_reason_to_refuse() -> None:
     [
         ({"num_key_value_heads": 3}, "KV heads"),
         ({"head_dim": 7}, "head_dim 7"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"hidden_size": "many"}, "many"),
     ],
@@ -174,6 +260,6 @@ def test_missing_fields_and_files_are_named(tmp_path: Path) -> None:
 
 def test_rope_scaling_is_checked() -> None:
     with pytest.raises(ValueError, match="factor"):
-        RopeScaling(factor=0.5, original_max_position_embeddings=10)
+        YarnScaling(factor=0.5, original_max_position_embeddings=10)
     with pytest.raises(ValueError, match="original_max"):
-        RopeScaling(factor=2.0, original_max_position_embeddings=0)
+        YarnScaling(factor=2.0, original_max_position_embeddings=0)

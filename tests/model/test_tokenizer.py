@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.detokenizer import Detokenizer
@@ -63,6 +64,68 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     for wrong in (5, [5], [None], [{5: 1, "a": 2}]):
         with pytest.raises(ValueError, match=r"messages=5|a message"):
             tokenizer.apply_chat(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("begin", [None, "<|begin_of_text|>"])
+def test_chat_templates_are_those_of_transformers(begin: str | None, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path, begin=begin)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    messages = [
+        {"role": "system", "content": " sit on the mat "},
+        {"role": "user", "content": "the dog? größer 🙂"},
+    ]
+    for prompt in (True, False):
+        text = ours.apply_chat(messages, add_generation_prompt=prompt)
+        ways = {"add_generation_prompt": prompt}
+        assert text == theirs.apply_chat_template(messages, tokenize=False, **ways)
+        ids = theirs.apply_chat_template(messages, return_dict=False, **ways)
+        np.testing.assert_array_equal(ours.encode(text, begins=True), ids)
+
+
+def test_the_begin_of_text_stands_once_and_only_at_the_beginning(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, begin="<s>")
+    llama = load_tokenizer(tmp_path)
+    begin = llama.encode("<s>the cat", begins=True)[0]
+    plain = llama.encode("the cat")
+    assert begin not in plain
+    for text in ("the cat", "<s>the cat"):
+        np.testing.assert_array_equal(llama.encode(text, begins=True), [begin, *plain])
+        np.testing.assert_array_equal(llama.encode(text), plain)
+    assert len(llama.encode("", begins=True)) == 0
+
+
+def test_a_tokenizer_without_begin_of_text_adds_none(tokenizer: Tokenizer) -> None:
+    text = "the cat sat"
+    np.testing.assert_array_equal(tokenizer.encode(text, begins=True), tokenizer.encode(text))
+
+
+def test_pieces_with_spaces_inside_stream_as_they_decode(tmp_path: Path) -> None:
+    """In the manner of Llama 2 and Mistral: ▁ for spaces, bytes for what has no piece."""
+    letters = ["▁", *"abcdehnostu", "▁the", "th", "▁c", "at"]
+    vocabulary = {f"<0x{i:02X}>": i for i in range(256)}
+    vocabulary |= {piece: 256 + i for i, piece in enumerate(letters)} | {"<s>": 300}
+    merges = [("t", "h"), ("a", "t"), ("▁", "c")]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, fuse_unk=True)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 300)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(tmp_path)
+    mistral = load_tokenizer(tmp_path)
+    for text in ("the cat on the  coast", "é 漢字 🙂 the"):
+        ids = mistral.encode(text)
+        stream = TextStream(mistral)
+        assert "".join([*map(stream.push, map(int, ids)), stream.finish()]) == text
+        assert mistral.decode(ids) == text
+        assert mistral.encode(text, begins=True).tolist() == [300, *ids]
 
 
 def test_without_a_chat_template(tmp_path: Path) -> None:

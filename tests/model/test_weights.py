@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.model.checkpoint import is_orbax, stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.convert import convert
-from ckv_jax.model.orbax_store import is_orbax
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
 from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.model.weights import (
@@ -26,16 +26,15 @@ from ckv_jax.model.weights import (
     restore_orbax,
     save_orbax,
     save_pretrained,
-    stored_dtype,
-    weight_files,
 )
 from ckv_jax.storage.fingerprint import hash_files
+from tests.model.hf_checkpoints import write_checkpoint
 from tests.model.small import CONFIG, write_tokenizer
 
 Edit = Callable[[dict[str, np.ndarray]], None]
 
 
-def equal(one: Qwen2, two: Qwen2) -> bool:
+def equal(one: Transformer, two: Transformer) -> bool:
     same = jax.tree.map(lambda a, b: bool((a == b).all()), nnx.state(one), nnx.state(two))
     return jax.tree.all(same)
 
@@ -286,6 +285,29 @@ def test_conversion_there_and_back_keeps_every_bit(dtype: str, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "orbax"]
 
 
+@pytest.mark.parametrize("name", ["qwen3-odd", "llama-odd", "mistral-odd"])
+def test_every_family_is_converted_there_and_back(name: str, tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path / "hf", name)
+    write_tokenizer(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "orbax", to="orbax")
+    convert(tmp_path / "orbax", tmp_path / "back", to="hf")
+    original, orbax, back = (
+        ModelConfig.from_hf(tmp_path / folder) for folder in ("hf", "orbax", "back")
+    )
+    assert orbax == back == original
+    again = type(theirs).from_pretrained(tmp_path / "back")
+    for key, value in theirs.state_dict().items():
+        assert bool((again.state_dict()[key] == value).all()), key
+
+
+def test_orbax_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    save_orbax(random_model(CONFIG, dtype="float32"), tmp_path)
+    wider = CONFIG.to_hf(dtype="float32") | {"intermediate_size": 56}
+    (tmp_path / "config.json").write_text(json.dumps(wider))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp.* shape \(48, 32\), .*\(56, 32\)"):
+        load_pretrained(tmp_path)
+
+
 def test_conversion_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "hf")
     save_pretrained(random_model(CONFIG), tmp_path / "hf")
@@ -326,7 +348,7 @@ def test_orbax_faults_are_named(tmp_path: Path) -> None:
     save_orbax(random_model(CONFIG), tmp_path)
     deeper = CONFIG.to_hf() | {"num_hidden_layers": 5}
     (tmp_path / "config.json").write_text(json.dumps(deeper))
-    with pytest.raises(CheckpointError, match="cannot restore"):
+    with pytest.raises(CheckpointError, match=r"do not fit its config: missing .*layers\.3"):
         restore_orbax(tmp_path)
     save_pretrained(random_model(CONFIG), tmp_path / "hf")
     with pytest.raises(CheckpointError, match="not an Orbax checkpoint"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ckv_jax.model.qwen2 import Layer, Mlp, causal_attention
+from ckv_jax.model.decoder import Layer, Mlp, causal_attention
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.weights import random_model
 from tests.model.small import CONFIG

@@ -1,4 +1,4 @@
-"""Qwen2.5 in Flax nnx: grouped-query attention with QKV bias, SwiGLU, RMSNorm, RoPE.
+"""The decoder of every family in Flax nnx: grouped-query attention, SwiGLU, RMSNorm, RoPE.
 
 Parameters live in the model's dtype. Every matmul accumulates in float32; norms, softmax and
 rotation are computed in float32; the hidden state between layers is in the model's dtype.
@@ -21,7 +21,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.matmul import einsum, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 
-__all__ = ["Attend", "Attention", "Layer", "Mlp", "Qwen2", "RMSNorm", "causal_attention"]
+__all__ = ["Attend", "Attention", "Layer", "Mlp", "RMSNorm", "Transformer", "causal_attention"]
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B S H D], k, v [B S K D] -> heads [B S H D]
 
@@ -30,22 +30,25 @@ _QUERY_BLOCK = 512  # queries whose dense scores are held at once
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a learned scale `[E]`."""
+    """Root-mean-square normalisation of the last axis, with a learned scale `[size]`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
+    def __init__(self, size: int, config: ModelConfig, *, dtype: str) -> None:
         self.eps = config.rms_norm_eps
-        self.weight = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
 
-    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+    def __call__(self, x: Float[Array, "B S *heads E"]) -> Float[Array, "B S *heads E"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(mean_square + self.eps)
         weight = self.weight[...].astype(jnp.float32)
-        return (normed * weight[None, None, :]).astype(x.dtype)
+        return (normed * jnp.expand_dims(weight, range(x.ndim - 1))).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """The projections of one attention layer; the attention itself belongs to the caller."""
+    """The projections of one attention layer; the attention itself belongs to the caller.
+
+    Biases, and norms of each head's queries and keys, are there if the config says so.
+    """
 
     def __init__(
         self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
@@ -56,42 +59,52 @@ class Attention(nnx.Module):
         hidden, dim = config.hidden_size, config.head_dim
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         self.query_kernel = _kernel(rngs, (hidden, queries), dtype, out_first)
-        self.query_bias = nnx.Param(jnp.zeros((queries,), dtype))
         self.kv_kernel = _kernel(rngs, (hidden, 2 * kv), dtype, out_first)  # keys, then values
-        self.kv_bias = nnx.Param(jnp.zeros((2 * kv,), dtype))
         self.output_kernel = _kernel(rngs, (queries, hidden), dtype, out_first)
+        if config.qkv_bias:
+            self.query_bias = _bias(queries, dtype)
+            self.kv_bias = _bias(2 * kv, dtype)
+        if config.attention_bias:
+            self.output_bias = _bias(hidden, dtype)
+        if config.family.query_key_norm:
+            self.query_norm = RMSNorm(dim, config, dtype=dtype)
+            self.key_norm = RMSNorm(dim, config, dtype=dtype)
 
     def project(
         self, x: Float[Array, "B S E"], positions: Int[Array, "B S"]
     ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
         """Queries, keys and values of normed `x`, in its dtype; queries and keys rotated."""
         cos, sin = rope_tables(self.config, positions)
-        q = self._heads(x, self.query_kernel, self.query_bias)
-        k, v = jnp.split(self._heads(x, self.kv_kernel, self.kv_bias), 2, axis=2)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
+        q = self._rotated_queries(x, cos, sin)
+        k, v = jnp.split(self._heads(x, self.kv_kernel, "kv_bias"), 2, axis=2)
+        if self.config.family.query_key_norm:
+            k = self.key_norm(k)
+        return q, apply_rope(k, cos, sin).astype(x.dtype), v.astype(x.dtype)
 
     def query(
         self, x: Float[Array, "B S E"], positions: Int[Array, "B S"]
     ) -> Float[Array, "B S H D"]:
         """The queries of `project` alone."""
-        cos, sin = rope_tables(self.config, positions)
-        q = self._heads(x, self.query_kernel, self.query_bias)
-        return apply_rope(q, cos, sin).astype(x.dtype)
+        return self._rotated_queries(x, *rope_tables(self.config, positions))
 
     def output(self, heads: Float[Array, "B S H D"]) -> Float[Array, "B S E"]:
         """Attended heads back to the hidden size, in the dtype of `heads`."""
         flat = heads.reshape(*heads.shape[:2], -1)  # [B, S, H*D]
-        return _matmul(self, flat, self.output_kernel).astype(heads.dtype)
+        out = _linear(self, flat, self.output_kernel, "output_bias")
+        return out.astype(heads.dtype)
+
+    def _rotated_queries(
+        self, x: Float[Array, "B S E"], cos: Float[Array, "B S D"], sin: Float[Array, "B S D"]
+    ) -> Float[Array, "B S H D"]:
+        q = self._heads(x, self.query_kernel, "query_bias")
+        if self.config.family.query_key_norm:
+            q = self.query_norm(q)
+        return apply_rope(q, cos, sin).astype(x.dtype)
 
     def _heads(
-        self,
-        x: Float[Array, "B S E"],
-        kernel: nnx.Param[Array],
-        bias: nnx.Param[Array],
+        self, x: Float[Array, "B S E"], kernel: nnx.Param[Array], bias: str
     ) -> Float[Array, "B S N D"]:
-        flat = _matmul(self, x, kernel) + bias[...].astype(jnp.float32)[None, None, :]
-        return flat.reshape(*x.shape[:2], -1, self.config.head_dim)
+        return _linear(self, x, kernel, bias).reshape(*x.shape[:2], -1, self.config.head_dim)
 
 
 class Mlp(nnx.Module):
@@ -105,12 +118,15 @@ class Mlp(nnx.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_kernel = _kernel(rngs, (hidden, 2 * inner), dtype, out_first)  # gate, then up
         self.down_kernel = _kernel(rngs, (inner, hidden), dtype, out_first)
+        if config.mlp_bias:
+            self.gate_up_bias = _bias(2 * inner, dtype)
+            self.down_bias = _bias(hidden, dtype)
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        both = _matmul(self, x, self.gate_up_kernel)
+        both = _linear(self, x, self.gate_up_kernel, "gate_up_bias")
         gate, up = jnp.split(both, 2, axis=-1)  # [B, S, F] each
         inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return _matmul(self, inner, self.down_kernel).astype(x.dtype)
+        return _linear(self, inner, self.down_kernel, "down_bias").astype(x.dtype)
 
 
 class Layer(nnx.Module):
@@ -123,11 +139,11 @@ class Layer(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
     ) -> None:
-        self.input_norm = RMSNorm(config, dtype=dtype)
+        self.input_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.attention = Attention(
             config, dtype=dtype, rngs=rngs, out_first=out_first, target=target
         )
-        self.post_norm = RMSNorm(config, dtype=dtype)
+        self.post_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.mlp = Mlp(config, dtype=dtype, rngs=rngs, out_first=out_first, target=target)
 
     def __call__(
@@ -156,11 +172,11 @@ class Layer(nnx.Module):
         return hidden + self.mlp(self.post_norm(hidden))
 
 
-class Qwen2(nnx.Module):
-    """A Qwen2.5 decoder with its embedding and head.
+class Transformer(nnx.Module):
+    """A decoder of any family with its embedding and head.
 
     A fresh model draws kernels and embeddings from N(0, 0.02²), zero biases and unit norms, like
-    HF. `Qwen2.abstract` gives the same tree of shapes without memory, to load weights into.
+    HF. `Transformer.abstract` gives the same tree of shapes without memory, to load weights into.
     """
 
     def __init__(
@@ -184,7 +200,7 @@ class Qwen2(nnx.Module):
                 for _ in range(config.num_layers)
             ]
         )
-        self.final_norm = RMSNorm(config, dtype=dtype)
+        self.final_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         if not config.tie_word_embeddings:
             self.head = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
 
@@ -196,10 +212,10 @@ class Qwen2(nnx.Module):
         dtype: str = "bfloat16",
         out_first: bool = False,
         target: Target | None = None,
-    ) -> Qwen2:
+    ) -> Transformer:
         """The module tree with `jax.ShapeDtypeStruct` in place of every array."""
         target = target or Target.here()
-        model: Qwen2 = nnx.eval_shape(
+        model: Transformer = nnx.eval_shape(
             lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=target)
         )
         return model
@@ -259,8 +275,19 @@ def _attend_block(
     return out.reshape(batch, stop - start, heads, dim).astype(q.dtype)
 
 
-def _matmul(module: Attention | Mlp, x: Array, kernel: nnx.Param[Array]) -> Array:
-    return matmul(x, kernel[...], module.out_first, module.target)
+def _linear(
+    module: Attention | Mlp, x: Float[Array, "B S I"], kernel: nnx.Param[Array], bias: str
+) -> Float[Array, "B S O"]:
+    """A projection of `module` in float32, with the bias of that name if it has one."""
+    out = matmul(x, kernel[...], module.out_first, module.target)
+    if not hasattr(module, bias):
+        return out
+    wide: Array = getattr(module, bias)[...].astype(jnp.float32)
+    return out + wide[None, None, :]
+
+
+def _bias(size: int, dtype: str) -> nnx.Param[Array]:
+    return nnx.Param(jnp.zeros((size,), dtype))
 
 
 def _kernel(

@@ -1,0 +1,64 @@
+"""Family: what sets one model family apart from the others, beside the sizes of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["NAMES", "Family", "no_windows"]
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "embedding": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+        "layer": "model.layers.{}",
+        "input_norm": "input_layernorm",
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "output": "self_attn.o_proj",
+        "post_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+)
+"""Our parts of a model, and what Hugging Face calls them in most families."""
+
+
+def no_windows(config: Mapping[str, Any]) -> bool:
+    """Of a family that has no sliding windows: none of its layers has one."""
+    del config
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of decoder-only models: the one decoder layer does the rest."""
+
+    model_type: str
+    """Its name in `config.json`."""
+    title: str
+    """Its name for people."""
+    architecture: str
+    """The class of transformers that loads what we save."""
+    names: Mapping[str, str]
+    """Our parts of the model to HF's names; `query_norm` and `key_norm` only if it has them."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What HF takes for what a `config.json` leaves out, where that depends on the family."""
+    always_biased: bool = False
+    """Whether queries, keys and values have biases without the config saying so."""
+    bias_switches: tuple[str, ...] = ()
+    """Which of the config's `attention_bias` and `mlp_bias` the family knows."""
+    slides: Callable[[Mapping[str, Any]], bool] = no_windows
+    """Whether a config of the family, `defaults` filled in, has a layer with a sliding window."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """What a saved `config.json` has to say so that HF computes the same."""
+
+    @property
+    def query_key_norm(self) -> bool:
+        """Whether each head's queries and keys are normalised before they are rotated."""
+        return "query_norm" in self.names

@@ -1,0 +1,112 @@
+"""`ckv inspect MODEL`: what a checkpoint is, told from its config and its files' headers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckv_jax.cli import main
+from ckv_jax.model.convert import convert
+from tests.model.hf_checkpoints import LLAMA3, write_checkpoint
+from tests.model.small import write_tokenizer
+
+Inspect = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["ckv", "inspect", *map(str, args)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        code = exit_.value.code
+        return code if isinstance(code, int) else int(code is not None), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    theirs = write_checkpoint(folder / "hf", "llama")
+    (folder / "parameters").write_text(str(sum(p.numel() for p in theirs.parameters())))
+    write_tokenizer(folder / "hf")
+    convert(folder / "hf", folder / "orbax", to="orbax")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+def test_a_checkpoint_of_either_format(form: str, llama: Path, inspect: Inspect) -> None:
+    code, out, _ = inspect(llama / form, "--json", "--dtype", "float16")
+    found = json.loads(out)
+    parameters = int((llama / "parameters").read_text())
+    assert code == 0
+    assert (found["family"], found["format"], found["rope_type"]) == ("Llama", form, "llama3")
+    assert (found["parameters"], found["weight_bytes"]) == (parameters, 2 * parameters)
+    assert found["stored_dtype"] == "float32"
+    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 12 * 2  # K and V, layers, heads, size, bytes
+    assert found["kv_bytes_of_full_context"] == 128 * found["kv_bytes_per_token"]
+    for fit in found["fits"]:
+        assert fit["room"] == int(0.9 * fit["bytes"]) - 2 * parameters
+        assert fit["tokens"] == fit["room"] // found["kv_bytes_per_token"] > 0
+    assert found["generation_ignored"] == {}
+
+
+def test_people_read_the_same(llama: Path, inspect: Inspect) -> None:
+    code, out, _ = inspect(llama / "hf")
+    assert code == 0
+    for fact in ("Llama (llama)", "192 B a token", "stretched from 32 by 8 (llama3)", "H200"):
+        assert fact in out
+
+
+def test_a_model_too_large_for_a_device_is_told(
+    llama: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    values = json.loads((llama / "orbax" / "config.json").read_text())
+    values |= {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    values |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    settings = {"repetition_penalty": 1.05, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    code, out, err = inspect(tmp_path)
+    assert code == 0 and "too small" in out and "none" in out
+    assert "not built here: repetition_penalty 1.05" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "nor is it a checkpoint: it has no config.json"),
+        ({"model_type": "mixtral"}, "'mixtral', which is a mixture of experts"),
+        ({"model_type": "llama"}, "the config lacks 'num_attention_heads'"),
+        ({"num_hidden_layers": 3, "rope_parameters": LLAMA3}, "do not fit its config"),
+    ],
+)
+def test_what_is_no_model_is_one_clear_line(
+    config: dict | None, says: str, llama: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    (tmp_path / "README.txt").write_text("no model")
+    if config is not None:
+        if "model_type" not in config:
+            config = json.loads((llama / "hf" / "config.json").read_text()) | config
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").symlink_to(llama / "hf" / "model.safetensors")
+    code, out, err = inspect(tmp_path)
+    assert (code, out) == (1, "")
+    assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
+    assert says in err
+
+
+def test_a_checkpoint_has_no_prefixes(llama: Path, inspect: Inspect) -> None:
+    code, _, err = inspect(llama / "hf", "3f9a")
+    assert code == 1 and "is a checkpoint" in err
+    assert inspect(llama / "hf", "--dtype", "int3")[0] == 1
