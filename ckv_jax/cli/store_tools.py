@@ -80,7 +80,7 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Remove or fence off what is damaged, and rebuild the index."
+            "--repair", help="Mend, remove or fence off what is damaged, and rebuild the index."
         ),
     ] = False,
     json: Json = False,
@@ -105,6 +105,7 @@ def verify(
         done = [
             f"{len(ids)} {name}"
             for name, ids in (
+                ("made whole", report.remade),
                 ("removed", report.removed),
                 ("limited to their good chunks", report.quarantined),
                 ("found whole again", report.pardoned),

@@ -10,7 +10,6 @@ import numpy as np
 from ckv_jax.storage.digest import pq
 from ckv_jax.storage.digest.data import as_float32, quantise
 from ckv_jax.storage.segment import crc
-from ckv_jax.storage.segment.array_writer import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys
 
@@ -23,14 +22,19 @@ class DigestWriter:
 
     Args:
       draft: the segment's manifest; its digest checksums are filled in.
-      array: the digest's array.
+      put: writes data at an entry of the digest's array, from an offset on; see `ArrayWriter`.
       params: float32 [R, digest_params], inherited from the parent; None to make new ones.
     """
 
-    def __init__(self, draft: Manifest, array: ArrayWriter, params: np.ndarray | None) -> None:
+    def __init__(
+        self,
+        draft: Manifest,
+        put: Callable[[int, np.ndarray, int], None],
+        params: np.ndarray | None,
+    ) -> None:
         self._draft = draft
         self._layout = draft.layout
-        self._array = array
+        self._put = put
         self._params = params
         self._sizes = self._layout.digest_record(len(draft.tokens))
         self._pieces = draft.arrays["digest"].entries // len(self._layout.digest_layers)
@@ -63,8 +67,13 @@ class DigestWriter:
             self._params = fresh
             self._put_params(fresh)
 
-    def finish(self, packs: ArrayWriter, step: Callable[[], None]) -> None:
-        """Encode what could not be encoded before the end; `step` is told of each layer group."""
+    def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
+        """Encode what could not be encoded before the end.
+
+        Args:
+          get: reads what lies from an entry of the packs on into an array; see `ArrayWriter`.
+          step: told of each layer group that was read.
+        """
         layout, draft = self._layout, self._draft
         if layout.digest != "pq":
             return
@@ -79,7 +88,7 @@ class DigestWriter:
             if row_of.keys().isdisjoint(layers):
                 continue
             data = np.empty((chunks, *layout.pack_shape), layout.disk_dtype)
-            packs.get(group * chunks, data)
+            get(group * chunks, data)
             step()
             for i, layer in enumerate(layers):
                 if layer not in row_of:
@@ -102,7 +111,7 @@ class DigestWriter:
     def _append(self, row: int, part: int, offset: int, data: np.ndarray) -> None:
         """Write bytes of a record, in order within the part, and extend its checksum."""
         start = sum(self._sizes[:part])
-        self._array.put(row * self._pieces, data, start + offset)
+        self._put(row * self._pieces, data, start + offset)
         table = self._draft.digest_crc
         view = crc.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
         table[row, part] = google_crc32c.extend(int(table[row, part]), view)

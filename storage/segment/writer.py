@@ -82,7 +82,7 @@ class SegmentWriter:
             for name, spec in draft.arrays.items():
                 self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
             if layout.digest != "none":
-                self._digest = DigestWriter(draft, self._arrays["digest"], params)
+                self._digest = DigestWriter(draft, self._arrays["digest"].put, params)
         except BaseException as e:
             self.close()
             if isinstance(e, OSError):
@@ -254,7 +254,7 @@ class SegmentWriter:
         for job in (*self._blocks, *self._jobs):  # every block has its job by now
             job.result()
         if self._digest is not None:
-            self._digest.finish(self._arrays["packs"], self._step)
+            self._digest.finish(self._arrays["packs"].get, self._step)
         for array in self._arrays.values():
             array.finish(self._step)
         write_file(self._workspace.path / "zarr.json", manifests.GROUP)
