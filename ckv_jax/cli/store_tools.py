@@ -99,7 +99,7 @@ def verify(
         for miss in report.unread:
             terminal.say(f"unread   {miss.segment_id}, chunk {miss.chunk}: {miss.what}")
         for segment_id in report.foreign:
-            terminal.say(f"foreign  {segment_id}: of another version, left alone")
+            terminal.say(f"foreign  {segment_id}: of another version, left alone; ingest again")
         for segment_id in report.unindexed:
             terminal.say(f"index    {segment_id}: not as on disk")
         done = [

@@ -74,17 +74,17 @@ class Index:
         """Bring the catalog in line with what is there, as far as that can be read."""
         self.catalog.reconcile()
 
-    def require_complete(self) -> None:
-        """Raise StoreUnavailable while the index lacks what is there but could not be read.
+    def unknown(self) -> set[str]:
+        """Ids of segments that the index lacks, as their manifests cannot be read.
 
-        What continues what, and what is pinned, cannot be told then: nothing may be evicted.
+        Raises StoreUnavailable while it cannot even be told which segments there are.
         """
         if self._unread or not self.catalog.listed:
             self._unread.clear()
             self.refresh()
-        if self._unread or not self.catalog.listed:
-            what = f"{len(self._unread)} manifests" if self._unread else "the folder of segments"
-            raise StoreUnavailable(f"{what} cannot be read: nothing is evicted")
+        if not self.catalog.listed:
+            raise StoreUnavailable("the folder of segments cannot be read: nothing is evicted")
+        return set(self._unread)
 
     # -- finding ---------------------------------------------------------------------------------
 

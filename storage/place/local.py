@@ -81,6 +81,14 @@ class LocalFiles:
             text = f"{self.root}: cannot be used as a store: {e.strerror}"
             raise (StoreError if e.errno in ABSENT else StoreUnavailable)(text) from e
 
+    def require(self) -> None:
+        try:
+            os.lstat(self.root / marker.FILE)
+        except OSError as e:
+            raise StoreUnavailable(
+                f"{self.root}: there is no store any more, is its disk still mounted? {e.strerror}"
+            ) from e
+
     @staticmethod
     def _make_folder(path: Path) -> None:
         try:
@@ -102,6 +110,7 @@ class LocalFiles:
     # -- looking -----------------------------------------------------------------------------------
 
     def segment_ids(self) -> set[str]:
+        self.require()
         found: set[str] = set()
         root = self.root / "segments"
         try:
@@ -224,11 +233,12 @@ class LocalFiles:
     def workspace(self) -> LocalWorkspace:
         if self.readonly:
             raise StoreError(f"{self.root}: opened to look only, cannot be written")
+        self.require()
         self.make()
         try:
             return LocalWorkspace(self.root)
         except OSError as e:
-            raise as_store_error(e) from e
+            raise as_store_error(self.root / "tmp", e) from e
 
     def dead(self, names: Iterable[str]) -> set[str]:
         found = set()
@@ -259,13 +269,13 @@ class LocalFiles:
                 os.close(fd)
             sync_folder(path.parent)
         except OSError as e:
-            raise as_store_error(e) from e
+            raise as_store_error(path, e) from e
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         try:
             replace_file(self._folder(segment_id) / manifests.FILE, data, self.root / "tmp")
         except OSError as e:
-            raise as_store_error(e) from e
+            raise as_store_error(self._folder(segment_id), e) from e
 
     def pins(self) -> dict[str, bytes]:
         folder = self.root / "pins"

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from ckv_jax.storage.digest.writer import DigestWriter
-from ckv_jax.storage.errors import StoreClosed, StoreUnavailable, as_store_error
+from ckv_jax.storage.errors import StoreClosed, StoreError, StoreUnavailable, as_store_error
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Workspace
@@ -86,7 +86,7 @@ class SegmentWriter:
         except BaseException as e:
             self.close()
             if isinstance(e, OSError):
-                raise as_store_error(e) from e
+                raise self._refused(e) from e
             raise
 
     @property
@@ -218,7 +218,7 @@ class SegmentWriter:
             entry = group * self._draft.chunks + chunk
             self._arrays["packs"].get(entry, out.view(self.layout.disk_dtype))
         except OSError as e:
-            raise as_store_error(e) from e
+            raise self._refused(e) from e
 
     # -- commit ----------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class SegmentWriter:
                 seconds=self._write_s,
             )
         except OSError as e:
-            raise as_store_error(e) from e
+            raise self._refused(e) from e
         finally:
             self.close()
 
@@ -263,7 +263,10 @@ class SegmentWriter:
     def _raise_failed(self) -> None:
         for job in (*self._blocks, *self._jobs):
             if job.done() and (error := job.exception()) is not None:
-                raise as_store_error(error) if isinstance(error, OSError) else error
+                raise self._refused(error) if isinstance(error, OSError) else error
+
+    def _refused(self, error: OSError) -> StoreError:
+        return as_store_error(self._workspace.path.parent, error)
 
     def _check_open(self) -> None:
         if self._closed:

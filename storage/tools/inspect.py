@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -97,6 +98,7 @@ class Inspection:
       max_bytes: the bound, None without one.
       prefixes: stored prefixes that nothing continues: id → tokens.
       segments: all segments, parents before what continues them.
+      unusable: what is wrong with those that are there besides, by id.
       prefix: what was asked for.
     """
 
@@ -104,6 +106,7 @@ class Inspection:
     max_bytes: int | None
     prefixes: dict[str, int]
     segments: list[SegmentInfo]
+    unusable: dict[str, str]
     prefix: PrefixInfo | None
 
     def children(self, segment_id: str | None) -> list[SegmentInfo]:
@@ -146,11 +149,17 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
             fingerprint=dict(manifest.fingerprint.fields),
         )
         segments.append(info)
+    besides = store.files.segment_ids() - {s.id for s in segments}
     return Inspection(
         bytes=store.usage(),
         max_bytes=store.config.max_bytes,
         prefixes={p.id: p.num_tokens for p in store.prefixes()},
         segments=sorted(segments, key=lambda s: (s.first_chunk, s.created)),
+        unusable={
+            id_: str(manifest)
+            for id_, manifest, _, _ in store.index.manifests(sorted(besides))
+            if isinstance(manifest, StoreError)
+        },
         prefix=None if prefix is None else _read_prefix(store, store.prefix(prefix)),
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
+from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request
 from ckv_jax.pipeline.prefill import Block, Prefill
@@ -40,13 +41,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
 
 
 def flip(tmp_path: Path, prefix: Prefix, files: str, at: int, span: int = 0) -> None:
-    """Flip a bit of a file of a segment."""
-    folder = tmp_path / "store" / "segments"
-    id_ = prefix.spans[span].segment_id
-    path = sorted((folder / id_[:2] / id_).glob(files))[0]
-    data = bytearray(path.read_bytes())
-    data[at] ^= 16
-    path.write_bytes(data)
+    """Flip a bit of a segment's first file of a name."""
+    hurt(sorted(segment_folder(tmp_path / "store", prefix, span).glob(files))[0], at)
 
 
 def use(engine: Engine, prefix: Prefix) -> None:
