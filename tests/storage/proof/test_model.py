@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from bench.fault_kinds.model import TwoStores
-from bench.fault_kinds.tally import Tally
+from bench.fault_kinds.model_runs import run_machine
 from ckv_jax.storage.place.local import LocalFiles
 
 
-def run(machine: type[TwoStores], examples: int, steps: int) -> Tally:
-    """Run a machine up to the first promise that is not kept."""
-    kind = type("Fresh", (machine,), {"tally": Tally()})
-    run_machine(
-        kind,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            report_multiple_bugs=False,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    return kind.tally  # type: ignore[attr-defined,no-any-return]
-
-
 def test_two_stores_keep_what_they_promise() -> None:
-    assert run(TwoStores, 5, 20).states > 30
+    assert run_machine(TwoStores, 5, 20).states > 30
 
 
 def test_the_model_sees_a_store_that_evicts_what_is_pinned(
@@ -44,4 +23,4 @@ def test_the_model_sees_a_store_that_evicts_what_is_pinned(
 
     monkeypatch.setattr(LocalFiles, "pins", lambda self: {})
     with pytest.raises(AssertionError, match="is gone"):
-        run(Without, 60, 40)
+        run_machine(Without, 60, 40)
