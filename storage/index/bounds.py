@@ -169,7 +169,7 @@ class Bounds:
 
     def pinned(self) -> set[str]:
         """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
-        return self._wanted(self._index.unknown())[0]
+        return self._wanted(())[0]
 
     def _wanted(self, unknown: Collection[str]) -> tuple[set[str], dict[str, Wish]]:
         """Segments that stay, and wishes about those that end a prefix.

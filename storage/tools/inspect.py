@@ -123,7 +123,9 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
 
     Raises:
       PrefixNotFound: there is no such prefix.
+      StoreUnavailable: the store cannot be listed.
     """
+    store.files.require()
     pinned = store.bounds.pinned()
     segments = []
     for entry in store.index.catalog.entries():
