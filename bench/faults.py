@@ -23,7 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.common import result_file
-from bench.fault_kinds import corruption, disk, fuzz, model, power, processes, scene, sweep, traced
+from bench.fault_kinds import (
+    corruption,
+    disk,
+    fuzz,
+    power,
+    processes,
+    scene,
+    sweep,
+    traced,
+)
 from bench.fault_kinds.tally import Tally, make_store
 
 Tallies = dict[tuple[str, str], Tally]
@@ -128,7 +137,9 @@ def run_all(
             else:
                 yield fuzz.guided(scenes, effort.guided)
         if wanted("model"):
-            yield {("model", "all"): model.run_model(effort.examples, effort.steps)}
+            yield {
+                ("model", "all"): model.run_machine(model.Counting, effort.examples, effort.steps)
+            }
     with tempfile.TemporaryDirectory() as name:
         for kind, (operation, run) in random_kinds(Path(name)).items():
             if wanted(kind):

@@ -18,7 +18,6 @@ from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
 from ckv_jax.identity import model_fingerprint
-from ckv_jax.ingest import read_kv
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import load_tokenizer
@@ -29,6 +28,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.stored_kv import read_kv
 from ckv_jax.systems import system_of
 
 BASE = "contiguous-kv"

@@ -12,19 +12,19 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from ckv_jax.errors import CkvError
+from ckv_jax.mending import Mending
 from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.request import Completion
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.scheduler import Scheduler
-from ckv_jax.storage.codec import Codec, check_codec, decoded
+from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.writer import SegmentWriter
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.stored_kv import EarlierKv, read_kv
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all)."""
@@ -55,14 +55,18 @@ class Ingest:
         self._fingerprint = fingerprint
         self._layout = layout
         self._salt = salt
+        self._mending = Mending(store, prefills, scheduler, prefill_bytes, codec)
 
     def store(self, tokens: np.ndarray, progress: Progress | None = None) -> Prefix:
         """Stores the exact KV of `tokens` int32 [T], computing only what is not stored yet.
 
+        What is stored and marked as bad is put right where it lies, as far as that is worth it.
         Raises `StoreFull` and other `CkvError`s of the store, with nothing half-written left
         behind. In the caller's thread, which waits.
         """
         stored = self._longest(tokens)
+        if stored.num_tokens < len(tokens):
+            stored = self._mending.mend(tokens, self._longest, progress)
         if stored.num_tokens == len(tokens):
             return stored
         size = self._layout.chunk_tokens
@@ -112,9 +116,13 @@ class Ingest:
         except SegmentDamaged:
             return self.store(tokens)  # what it stands on is gone: all is computed again
 
-    def _longest(self, tokens: np.ndarray) -> Prefix:
+    def _longest(self, tokens: np.ndarray, marked: bool = False) -> Prefix:
         return self._store.longest_prefix(
-            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=self._salt
+            tokens,
+            fingerprint=self._fingerprint,
+            layout=self._layout,
+            salt=self._salt,
+            marked=marked,
         )
 
     def _writer(
@@ -193,110 +201,3 @@ class _Way:
             if prefill.done:
                 return
             yield
-
-
-class EarlierKv:
-    """KV of a text that is being ingested, as far as it is on disk; see `prefill.Earlier`.
-
-    Args:
-        whole: tokens of the stored prefix that it goes on from; `reader` has those.
-        writer: has the others.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        codec: Codec | None,
-        whole: int,
-        reader: PrefixReader | None,
-        writer: SegmentWriter,
-    ) -> None:
-        self.whole = whole
-        self._layout = layout
-        self._codec = codec
-        self._reader = reader
-        self._writer = writer
-
-    def read(self, layers: range, first: int, stop: int) -> np.ndarray:
-        """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read.
-
-        Of what this ingest has written, no more is read than is asked for.
-        """
-        size = self._layout.chunk_tokens
-        chunks = np.arange(first // size, -(-stop // size))
-        kv = _kv_of(self._layout, layers, chunks, self._packs)
-        skip = first - int(chunks[0]) * size
-        return kv[:, :, skip : skip + stop - first]
-
-    def _packs(self, group: int, chunks: np.ndarray, places: slice) -> np.ndarray:
-        layout, whole = self._layout, self.whole // self._layout.chunk_tokens
-        old = int(np.searchsorted(chunks, whole))
-        parts = []
-        if old:
-            assert self._reader is not None
-            parts.append(_read(self._reader, group, chunks[:old], self._codec)[:, places])
-        if old < len(chunks):
-            shape, part = (len(chunks) - old, *layout.stored_shape), slice(None)
-            if self._codec is None:
-                shape = (shape[0], places.stop - places.start, *layout.stored_shape[1:])
-            else:
-                part = places
-            stored = np.empty(shape, layout.stored_dtype)
-            self._writer.read_back(group, int(chunks[old]) - whole, stored, layer=places.start)
-            parts.append(decoded(self._codec, stored, layout)[:, part])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def read_kv(
-    store: ChunkStore, prefix: Prefix, *, first_chunk: int = 0, codec: Codec | None = None
-) -> np.ndarray:
-    """Keys and values [L, 2, T, K, D] of a stored prefix, T from the first token of `first_chunk`.
-
-    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read.
-    """
-    check_codec(codec, prefix.layout)
-    layout = prefix.layout
-    chunks = np.arange(first_chunk, prefix.num_chunks)
-    with store.reader(prefix) as reader:
-
-        def read(group: int, chunks: np.ndarray, places: slice) -> np.ndarray:
-            return _read(reader, group, chunks, codec)[:, places]
-
-        kv = _kv_of(layout, range(layout.num_layers), chunks, read)
-    return kv[:, :, : prefix.num_tokens - first_chunk * layout.chunk_tokens]
-
-
-def _read(reader: PrefixReader, group: int, chunks: np.ndarray, codec: Codec | None) -> np.ndarray:
-    """Packs [n, *pack_shape] of a stored prefix."""
-    layout = reader.prefix.layout
-    stored = np.empty((len(chunks), *layout.stored_shape), layout.stored_dtype)
-    try:
-        ok = reader.read_packs(group, chunks, stored)
-    except CkvError as error:
-        raise SegmentDamaged(f"the packs of group {group} cannot be read: {error}") from error
-    if not ok.all():
-        raise SegmentDamaged(f"{int((~ok).sum())} packs of group {group} cannot be read")
-    return decoded(codec, stored, layout)
-
-
-def _kv_of(
-    layout: Layout,
-    layers: range,
-    chunks: np.ndarray,
-    read: Callable[[int, np.ndarray, slice], np.ndarray],
-) -> np.ndarray:
-    """[layers, 2, chunks x C, K, D], from layers `places` of packs, `read(group, chunks, places)`
-    [n, places, 2, C, K, D]."""
-    size, heads, dim = layout.chunk_tokens, layout.num_kv_heads, layout.head_dim
-    out = np.empty((len(layers), 2, len(chunks), size, heads, dim), layout.numpy_dtype)
-    for group in range(layout.groups):
-        held = layout.group_layers(group)
-        first, stop = max(held.start, layers.start), min(held.stop, layers.stop)
-        if first >= stop:
-            continue
-        packs = read(group, chunks, slice(first - held.start, stop - held.start))
-        # [M, layers, 2, C, K, D] -> [layers, 2, M, C, K, D]
-        rows = packs.transpose(1, 2, 0, 3, 4, 5)
-        kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
-        out[first - layers.start : stop - layers.start, kinds] = rows
-    return out.reshape(len(layers), 2, -1, heads, dim)

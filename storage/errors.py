@@ -85,11 +85,15 @@ ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
 """What the kernel says of a name that is not there, or is no plain file or folder: proof."""
 
 
-def as_store_error(error: OSError) -> StoreError:
-    """`StoreFull` for a full disk or quota, `StoreUnavailable` for any other fault of the disk."""
+def as_store_error(where: object, error: OSError) -> StoreError:
+    """`StoreFull` for a full disk or quota, `StoreUnavailable` for any other fault of the disk.
+
+    `where` is the path that was to be written, or the folder that it lies in.
+    """
+    what = error.strerror or error
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull(f"no room on the disk: {error}")
-    return StoreUnavailable(f"the disk refused a write: {error}")
+        return StoreFull(f"{where}: no room on the disk: {what}")
+    return StoreUnavailable(f"{where}: cannot be written: {what}")
 
 
 def as_unavailable(what: object, error: OSError) -> StoreUnavailable:

@@ -94,7 +94,12 @@ class OpenStore:
     ) -> T:
         """Ask the disk, with an end to the wait; raises StoreClosed."""
         self._check_open()
-        return self._place.patience.run(what, work, seconds=seconds, late=late)
+
+        def there() -> T:
+            self.files.require()
+            return work()
+
+        return self._place.patience.run(what, there, seconds=seconds, late=late)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -107,7 +112,9 @@ class OpenStore:
         self._closed = True
 
         def work() -> None:
-            self.bounds.flush()
+            with contextlib.suppress(StoreUnavailable):
+                self.files.require()  # else an index would be made where the store was
+                self.bounds.flush()
             self.index.catalog.close()
 
         with contextlib.suppress(StoreUnavailable):

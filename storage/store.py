@@ -5,26 +5,27 @@ Its promise: every fault becomes a miss and a recompute; never wrong KV, a hang 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 
 from ckv_jax.storage import chain, tenant, writing
 from ckv_jax.storage.codec import Codec, check_codec
-from ckv_jax.storage.errors import (
-    StoreUnavailable,
-)
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.index.rows import Eviction
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.opened import OpenStore
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.mending import locate, mend
 from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.storage.segment.remaking import remake
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.segment.writer import SegmentWriter
 
@@ -201,19 +202,59 @@ class ChunkStore(OpenStore):
         span, first = locate(prefix, first_chunk, kv)
 
         def work() -> int:
-            segment = self._segments.acquire(span)
-            try:
-                alone = self.files.mending(span.segment_id)
-                try:
-                    manifest, count = mend(self.files, segment, first, kv, codec)
-                    self.index.mended(segment, manifest)
-                    return count
-                finally:
-                    alone.release()
-            finally:
-                self._segments.release([segment])
+            with self._mending(span) as segment:
+                manifest, count = mend(self.files, segment, first, kv, codec)
+                self.index.mended(segment, manifest)
+                return count
 
         return self._run("mending a segment", work, seconds=self.config.write_s)
+
+    def remake_probes(self, prefix: Prefix, *, codec: Codec | None = None) -> int:
+        """Make probes and digests that are proven bad anew, in segments that are marked.
+
+        They follow from the keys in the packs, so that nothing need be computed. The marks of
+        chunks that are whole again are lifted; the prefix must be looked up again.
+
+        Args:
+          prefix: stored, as `longest_prefix(marked=True)` finds it.
+          codec: the one that its layout names.
+
+        Returns:
+          How many chunks of probes and layers of digests were bad, and are good now.
+
+        Raises:
+          StoreUnavailable: somebody else is mending a segment, or the disk gives no answer.
+          SegmentDamaged: a segment is gone.
+        """
+        check_codec(codec, prefix.layout)
+
+        def work() -> int:
+            total = 0
+            for span in prefix.spans:
+                if not self.index.marked(span):
+                    continue
+                with self._mending(span) as segment:
+                    near = writing.neighbours(self.index, segment.manifest)
+                    params = functools.partial(writing.inherit, self.index, self._segments, near)
+                    manifest, count = remake(self.files, segment, params, codec)
+                    self.index.mended(segment, manifest)
+                    total += count
+            return total
+
+        return self._run("mending segments", work, seconds=self.config.write_s)
+
+    @contextlib.contextmanager
+    def _mending(self, span: Span) -> Iterator[Segment]:
+        """A span's segment, held open by the only one who mends it."""
+        segment = self._segments.acquire(span)
+        try:
+            alone = self.files.mending(span.segment_id)
+            try:
+                yield segment
+            finally:
+                alone.release()
+        finally:
+            self._segments.release([segment])
 
     # -- reading ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def open_writer(
         bounds.reserve(workspace.name, size, draft.tenant)
         inherited = held[-1].digest_params() if held and held[-1] else None
         if parent is None:
-            inherited = inherit(index, segments, draft.segment_id)
+            inherited = inherit(index, segments, index.catalog.children(draft.segment_id))
     except BaseException:
         segments.release(held)
         if workspace is not None:
@@ -94,10 +95,16 @@ def open_writer(
     )
 
 
-def inherit(index: Index, segments: OpenSegments, segment_id: str) -> np.ndarray | None:
-    """The digest parameters of what continued a segment before that was lost, if anything did."""
-    for child in index.catalog.children(segment_id):
-        loaded = index.load(child)
+def neighbours(index: Index, manifest: Manifest) -> list[str]:
+    """Ids of the segment that a segment continues, and of those that continue it."""
+    parent = [] if manifest.parent is None else [manifest.parent]
+    return parent + index.catalog.children(manifest.segment_id)
+
+
+def inherit(index: Index, segments: OpenSegments, ids: Iterable[str]) -> np.ndarray | None:
+    """The digest parameters of the first of some segments that can be read."""
+    for id_ in ids:
+        loaded = index.load(id_)
         if loaded is not None:
             held = segments.acquire_all([whole_span(loaded.manifest, loaded.checksum)])
             try:

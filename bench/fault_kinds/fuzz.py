@@ -149,10 +149,11 @@ def fuzz(
     shares = []
     for name in names:
         count = max(8, inputs // COSTS.get(name, 1))
-        shares += [[Share(name, max(2, count // _SPLIT), i)] for i in range(_SPLIT)]
+        shares += [Share(name, max(2, count // _SPLIT), i) for i in range(_SPLIT)]
+    batches = [shares[i::jobs] for i in range(jobs)]
     tallies: dict[tuple[str, str], Tally] = {}
     run = partial(feed_all, folder)
-    for share, result in farm.run(run, shares, jobs=jobs, timeout_s=HANG_S * 5):
+    for share, result in farm.run(run, batches, jobs=jobs, timeout_s=HANG_S * 5):
         key = ("fuzzed", share.target)
         if not isinstance(result, Tally):
             hung = result == "hang"
@@ -164,12 +165,12 @@ def fuzz(
 def feed_all(folder: Path, shares: list[Share], report: Callable[[int, Any], None]) -> None:
     """Feed shares of inputs, in a process whose memory is bounded."""
     logging.disable(logging.WARNING)
+    place = folder / f"fuzz-{os.getpid()}"
+    place.mkdir()
+    made = targets(place)
     for i, share in enumerate(shares):
-        place = folder / f"fuzz-{os.getpid()}"
-        place.mkdir()
-        tally = _feed(share, targets(place)[share.target], partial(report, i, None))
-        shutil.rmtree(place, ignore_errors=True)
-        report(i, tally)
+        report(i, _feed(share, made[share.target], partial(report, i, None)))
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _feed(share: Share, target: Target, begin: Callable[[], None]) -> Tally:

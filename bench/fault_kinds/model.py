@@ -15,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test as run_machine
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from bench.fault_kinds import farm
 from bench.fault_kinds.calls import CODES, Calls, Plan
 from bench.fault_kinds.scene import LAYOUT, index_rows, open_files
 from bench.fault_kinds.tally import Tally, read_prefix
-from bench.truth import FINGERPRINT, ingest, some_tokens
+from bench.fault_kinds.texts import TEXT, TEXTS, Name, text
+from bench.truth import FINGERPRINT, ingest
 from ckv_jax.storage import (
     ChunkStore,
     CkvError,
@@ -41,18 +46,9 @@ SEGMENT = LAYOUT.segment_bytes(48) + 8192
 CONFIG = StoreConfig(deadline_s=1.0, wait_s=1.0, direct_io=False)
 WAIT_S = 8.0
 """What an operation may take while somebody else stands still with the folder's lock."""
-_TEXTS = 4
-_LENGTHS = (16, 24, 32, 48)
 
-Name = tuple[int, int]
-"""A text and how many of its tokens."""
-TEXT = st.tuples(st.integers(0, _TEXTS - 1), st.sampled_from(_LENGTHS))
+
 WHICH = st.integers(0, 1)
-
-
-def text(name: Name) -> np.ndarray:
-    """Its tokens."""
-    return some_tokens(max(name[1], 1024), 100 + name[0])[: name[1]]
 
 
 def die_while_storing(folder: str, name: Name, at: int) -> None:
@@ -175,7 +171,7 @@ class TwoStores(RuleBasedStateMachine):
         length = 16
         while LAYOUT.segment_bytes(length) <= self.bound:
             length += 16
-        found = self.store_text(which, (_TEXTS, length), "an oversized ingest")
+        found = self.store_text(which, (TEXTS, length), "an oversized ingest")
         if not isinstance(found, StoreFull):
             self.broken("crashes", f"an oversized ingest gave {type(found).__name__}")
 
@@ -374,7 +370,7 @@ class TwoStores(RuleBasedStateMachine):
         left += index_rows(self.folder / "catalog.sqlite")
         if left:
             self.broken("leaks", f"left over: {left}")
-        for number in range(_TEXTS):
+        for number in range(TEXTS):
             for _ in range(2):  # damage that nobody saw before is seen by the first
                 prefix = ingest(self.stores[0], text((number, 48)), layout=LAYOUT)
                 served = read_prefix(self.stores[0], prefix)
@@ -387,21 +383,3 @@ class TwoStores(RuleBasedStateMachine):
 def _memory() -> str | None:
     """A folder in memory where there is one: the machine is after logic, not after disks."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def run_model(examples: int, steps: int) -> Tally:
-    """Run the machine without stopping at what it finds."""
-    kind = type("Counting", (TwoStores,), {"tally": Tally(), "strict": False})
-    run_machine(
-        kind,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    return kind.tally  # type: ignore[attr-defined,no-any-return]

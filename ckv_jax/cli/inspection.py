@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show_inspection"]
 
+_MOST_UNUSABLE = 5  # segments that are named
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -34,6 +35,10 @@ def show_inspection(terminal: Terminal, found: Inspection) -> None:
         node = branch.add(_describe(segment, leaf=segment.prefix_id in found.prefixes))
         roots += [(node, child) for child in reversed(found.children(segment.id))]
     terminal.out.print(tree)
+    for reason in list(found.unusable.values())[:_MOST_UNUSABLE]:
+        terminal.warn(reason)
+    if len(found.unusable) > _MOST_UNUSABLE:
+        terminal.warn(f"and {len(found.unusable) - _MOST_UNUSABLE} more; `ckv verify` lists all")
     if found.prefix is not None:
         _show_prefix(terminal, found.prefix)
 

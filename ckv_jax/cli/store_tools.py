@@ -93,7 +93,7 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Remove or fence off what is damaged, and rebuild the index."
+            "--repair", help="Mend, remove or fence off what is damaged, and rebuild the index."
         ),
     ] = False,
     json: Json = False,
@@ -112,12 +112,13 @@ def verify(
         for miss in report.unread:
             terminal.say(f"unread   {miss.segment_id}, chunk {miss.chunk}: {miss.what}")
         for segment_id in report.foreign:
-            terminal.say(f"foreign  {segment_id}: of another version, left alone")
+            terminal.say(f"foreign  {segment_id}: of another version, left alone; ingest again")
         for segment_id in report.unindexed:
             terminal.say(f"index    {segment_id}: not as on disk")
         done = [
             f"{len(ids)} {name}"
             for name, ids in (
+                ("made whole", report.remade),
                 ("removed", report.removed),
                 ("limited to their good chunks", report.quarantined),
                 ("found whole again", report.pardoned),

@@ -15,11 +15,11 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.errors import CkvError
-from ckv_jax.ingest import read_kv
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.stored_kv import read_kv
 
 REORDER_AFTER = 4
 """Requests whose importance is averaged first. The paper reorders every ten minutes; a count of

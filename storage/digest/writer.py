@@ -7,11 +7,9 @@ from collections.abc import Callable
 import google_crc32c
 import numpy as np
 
-from ckv_jax.storage.codec import Codec, decoded
 from ckv_jax.storage.digest import pq
 from ckv_jax.storage.digest.data import as_float32, quantise
 from ckv_jax.storage.segment import crc
-from ckv_jax.storage.segment.array_writer import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys
 
@@ -24,22 +22,19 @@ class DigestWriter:
 
     Args:
       draft: the segment's manifest; its digest checksums are filled in.
-      array: the digest's array.
+      put: writes data at an entry of the digest's array, from an offset on; see `ArrayWriter`.
       params: float32 [R, digest_params], inherited from the parent; None to make new ones.
-      codec: that of the packs.
     """
 
     def __init__(
         self,
         draft: Manifest,
-        array: ArrayWriter,
+        put: Callable[[int, np.ndarray, int], None],
         params: np.ndarray | None,
-        codec: Codec | None,
     ) -> None:
-        self._codec = codec
         self._draft = draft
         self._layout = draft.layout
-        self._array = array
+        self._put = put
         self._params = params
         self._sizes = self._layout.digest_record(len(draft.tokens))
         self._pieces = draft.arrays["digest"].entries // len(self._layout.digest_layers)
@@ -72,8 +67,13 @@ class DigestWriter:
             self._params = fresh
             self._put_params(fresh)
 
-    def finish(self, packs: ArrayWriter, step: Callable[[], None]) -> None:
-        """Encode what could not be encoded before the end; `step` is told of each layer group."""
+    def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
+        """Encode what could not be encoded before the end.
+
+        Args:
+          get: reads packs, decoded, from an entry on into an array [n, *pack] of bit patterns.
+          step: told of each layer group that was read.
+        """
         layout, draft = self._layout, self._draft
         if layout.digest != "pq":
             return
@@ -87,9 +87,8 @@ class DigestWriter:
             layers = layout.group_layers(group)
             if row_of.keys().isdisjoint(layers):
                 continue
-            stored = np.empty((chunks, *layout.stored_shape), layout.stored_dtype)
-            packs.get(group * chunks, stored)
-            data = decoded(self._codec, stored, layout).view(layout.disk_dtype)
+            data = np.empty((chunks, *layout.pack_shape), layout.disk_dtype)
+            get(group * chunks, data)
             step()
             for i, layer in enumerate(layers):
                 if layer not in row_of:
@@ -112,7 +111,7 @@ class DigestWriter:
     def _append(self, row: int, part: int, offset: int, data: np.ndarray) -> None:
         """Write bytes of a record, in order within the part, and extend its checksum."""
         start = sum(self._sizes[:part])
-        self._array.put(row * self._pieces, data, start + offset)
+        self._put(row * self._pieces, data, start + offset)
         table = self._draft.digest_crc
         view = crc.as_bytes(np.ascontiguousarray(data).reshape(1, -1))[0]
         table[row, part] = google_crc32c.extend(int(table[row, part]), view)

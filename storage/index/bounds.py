@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import PrefixNotFound, StoreFull
+from ckv_jax.storage.errors import PrefixNotFound, StoreFull, StoreUnavailable
 from ckv_jax.storage.index.eviction import Plan
 from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.index.wishes import Wish
@@ -125,8 +125,7 @@ class Bounds:
 
     def _plan(self) -> Plan:
         self.flush()
-        self._index.require_complete()
-        keep, wishes = self._wanted()
+        keep, wishes = self._wanted(self._index.unknown())
         return Plan(
             self._index.catalog.entries(),
             policy=self._config.eviction,
@@ -170,20 +169,32 @@ class Bounds:
 
     def pinned(self) -> set[str]:
         """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
-        return self._wanted()[0]
+        return self._wanted(())[0]
 
-    def _wanted(self) -> tuple[set[str], dict[str, Wish]]:
-        """Segments that stay, and wishes about those that end a prefix."""
+    def _wanted(self, unknown: Collection[str]) -> tuple[set[str], dict[str, Wish]]:
+        """Segments that stay, and wishes about those that end a prefix.
+
+        Where manifests cannot be read, the index has to be believed. Raises StoreUnavailable where
+        it does not have all that a pinned prefix may need, because of segments that are `unknown`.
+        """
         keep: set[str] = set()
         found: dict[str, Wish] = {}
         for id_, wish in self.wishes().items():
             try:
-                spans = self._index.prefix(id_).spans
+                needed = [span.segment_id for span in self._index.prefix(id_).spans]
+                ends, complete = needed[-1:], True
             except PrefixNotFound:
-                continue  # what it was about is gone
+                needed, ends, complete = [], [], not unknown  # where all is known, it is gone
+            except StoreUnavailable:
+                needed, ends, complete = self._index.catalog.line(bytes.fromhex(id_))
             if wish.pinned:
-                keep.update(span.segment_id for span in spans)
-            found[spans[-1].segment_id] = wish
+                if not complete:
+                    raise StoreUnavailable(
+                        f"what the pinned prefix {id_[:8]} needs is unknown, as manifests cannot "
+                        f"be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
+                    )
+                keep.update(needed)
+            found.update(dict.fromkeys(ends, wish))
         return keep, found
 
     # -- times of use ------------------------------------------------------------------------------

@@ -194,6 +194,27 @@ class Catalog:
         """Ids of the segments that continue this one."""
         return self._ids("parent = ?", (segment_id,))
 
+    def line(self, link: bytes) -> tuple[list[str], list[str], bool]:
+        """What a prefix may need, as far as the index knows.
+
+        Returns:
+          Ids of segments that it may end with and of all that these continue, those of the former,
+          and whether none is missing.
+        """
+        parents = dict(self._db.read("SELECT id, parent FROM segments", ()))
+        ends = list(dict.fromkeys(self.ending_with(link) + self.passing(link)))
+        needed: dict[str, None] = {}
+        complete = bool(ends)
+        for end in ends:
+            id_: str | None = end
+            while id_ is not None and id_ not in needed:
+                if id_ not in parents:
+                    complete = False
+                    break
+                needed[id_] = None
+                id_ = parents[id_]
+        return list(needed), ends, complete
+
     def leaves(self) -> list[str]:
         """Ids of the segments whose end nothing continues."""
         return self._ids(_LEAF, ())

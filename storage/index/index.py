@@ -24,7 +24,7 @@ from ckv_jax.storage.index.lookup import Loaded
 from ckv_jax.storage.index.rows import Described
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Files
-from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.manifest_cache import ManifestCache
 from ckv_jax.storage.segment.segment import Segment
@@ -74,17 +74,17 @@ class Index:
         """Bring the catalog in line with what is there, as far as that can be read."""
         self.catalog.reconcile()
 
-    def require_complete(self) -> None:
-        """Raise StoreUnavailable while the index lacks what is there but could not be read.
+    def unknown(self) -> set[str]:
+        """Ids of segments that the index lacks, as their manifests cannot be read.
 
-        What continues what, and what is pinned, cannot be told then: nothing may be evicted.
+        Raises StoreUnavailable while it cannot even be told which segments there are.
         """
         if self._unread or not self.catalog.listed:
             self._unread.clear()
             self.refresh()
-        if self._unread or not self.catalog.listed:
-            what = f"{len(self._unread)} manifests" if self._unread else "the folder of segments"
-            raise StoreUnavailable(f"{what} cannot be read: nothing is evicted")
+        if not self.catalog.listed:
+            raise StoreUnavailable("the folder of segments cannot be read: nothing is evicted")
+        return set(self._unread)
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -175,13 +175,17 @@ class Index:
         found: list[int] = []
         start = 0
         for span in prefix.spans:
-            loaded = self.load(span.segment_id)
-            if loaded is not None and loaded.checksum == span.checksum:
-                marks = self.marks(loaded.manifest, loaded.checksum)
-                local = (chunk - span.first_chunk for chunk in marks)
-                found += [start + chunk for chunk in local if 0 <= chunk < span.num_chunks]
+            local = (chunk - span.first_chunk for chunk in self.marked(span))
+            found += [start + chunk for chunk in local if 0 <= chunk < span.num_chunks]
             start += span.num_chunks
         return np.sort(np.array(found, np.int64))
+
+    def marked(self, span: Span) -> set[int]:
+        """Chunks of a span's whole segment that are marked as bad."""
+        loaded = self.load(span.segment_id)
+        if loaded is None or loaded.checksum != span.checksum:
+            return set()
+        return self.marks(loaded.manifest, loaded.checksum)
 
     def manifest(self, segment_id: str, checksum: str) -> Manifest:
         """The manifest with this checksum; raises SegmentDamaged when it is gone or another."""

@@ -59,6 +59,9 @@ class Files(Protocol):
     def catalog_path(self) -> Path | None:
         """Where the index lives; None: in memory, made from the manifests at every open."""
 
+    def require(self) -> None:
+        """Raise StoreUnavailable where what was opened is not there any more."""
+
     def segment_ids(self) -> set[str]:
         """Ids of everything published."""
 

@@ -24,6 +24,7 @@ from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
 from ckv_jax.storage.place.patience import progress
+from ckv_jax.storage.place.plain import close_quietly, is_there, names_in, open_plain
 from ckv_jax.storage.place.workspace import (
     FOLDER,
     LocalWorkspace,
@@ -81,6 +82,14 @@ class LocalFiles:
             text = f"{self.root}: cannot be used as a store: {e.strerror}"
             raise (StoreError if e.errno in ABSENT else StoreUnavailable)(text) from e
 
+    def require(self) -> None:
+        try:
+            os.lstat(self.root / marker.FILE)
+        except OSError as e:
+            raise StoreUnavailable(
+                f"{self.root}: there is no store any more, is its disk still mounted? {e.strerror}"
+            ) from e
+
     @staticmethod
     def _make_folder(path: Path) -> None:
         try:
@@ -102,12 +111,13 @@ class LocalFiles:
     # -- looking -----------------------------------------------------------------------------------
 
     def segment_ids(self) -> set[str]:
+        self.require()
         found: set[str] = set()
         root = self.root / "segments"
         try:
-            for fan in _names(root):
+            for fan in names_in(root):
                 if len(fan) == 2 and not set(fan) - manifests.HEX:
-                    found.update(n for n in _names(root / fan) if n.startswith(fan))
+                    found.update(n for n in names_in(root / fan) if n.startswith(fan))
         except OSError as e:
             raise as_unavailable(root, e) from e
         return {n for n in found if manifests.is_id(n)}
@@ -144,11 +154,11 @@ class LocalFiles:
         try:
             for name in ("segments", segment_id[:2], self._folder(segment_id).name):
                 above, at = at, os.open(name, FOLDER, dir_fd=at)
-                _close(above)
+                close_quietly(above)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            return _open_plain(manifests.FILE, flags, at)
+            return open_plain(manifests.FILE, flags, at)
         finally:
-            _close(at)
+            close_quietly(at)
 
     def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
         for id_ in ids:
@@ -161,9 +171,9 @@ class LocalFiles:
         folder = str(self._folder(segment_id))
         parents = {os.path.dirname(folder), folder}
         parents.update(f"{folder}/{os.path.dirname(name)}" for name in sizes)
-        if not all(_is(stat.S_ISDIR, p) for p in parents):
+        if not all(is_there(stat.S_ISDIR, p) for p in parents):
             return set(sizes)
-        return {n for n, size in sizes.items() if not _is(stat.S_ISREG, f"{folder}/{n}", size)}
+        return {n for n, size in sizes.items() if not is_there(stat.S_ISREG, f"{folder}/{n}", size)}
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -172,13 +182,13 @@ class LocalFiles:
 
     def open_direct(self, segment_id: str, name: str) -> int:
         flags = os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return _open_plain(f"{self._folder(segment_id)}/{name}", flags)
+        return open_plain(f"{self._folder(segment_id)}/{name}", flags)
 
     def read(self, segment_id: str, name: str, offset: int, count: int) -> bytes | None:
         path = self._folder(segment_id) / name
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = _open_plain(path, flags)
+            fd = open_plain(path, flags)
             try:
                 data = b""
                 while len(data) < count:
@@ -224,11 +234,12 @@ class LocalFiles:
     def workspace(self) -> LocalWorkspace:
         if self.readonly:
             raise StoreError(f"{self.root}: opened to look only, cannot be written")
+        self.require()
         self.make()
         try:
             return LocalWorkspace(self.root)
         except OSError as e:
-            raise as_store_error(e) from e
+            raise as_store_error(self.root / "tmp", e) from e
 
     def dead(self, names: Iterable[str]) -> set[str]:
         found = set()
@@ -245,7 +256,7 @@ class LocalFiles:
         path = self._folder(segment_id) / name
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = _open_plain(path, flags)
+            fd = open_plain(path, flags)
             try:
                 if os.fstat(fd).st_size != size:
                     os.ftruncate(fd, size)
@@ -259,24 +270,24 @@ class LocalFiles:
                 os.close(fd)
             sync_folder(path.parent)
         except OSError as e:
-            raise as_store_error(e) from e
+            raise as_store_error(path, e) from e
 
     def put_manifest(self, segment_id: str, data: bytes) -> None:
         try:
             replace_file(self._folder(segment_id) / manifests.FILE, data, self.root / "tmp")
         except OSError as e:
-            raise as_store_error(e) from e
+            raise as_store_error(self._folder(segment_id), e) from e
 
     def pins(self) -> dict[str, bytes]:
         folder = self.root / "pins"
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         found: dict[str, bytes] = {}
         try:
-            for name in _names(folder):
+            for name in names_in(folder):
                 if manifests.is_id(name):
                     with (
                         contextlib.suppress(FileNotFoundError),  # taken back just now
-                        os.fdopen(_open_plain(folder / name, flags), "rb") as file,
+                        os.fdopen(open_plain(folder / name, flags), "rb") as file,
                     ):
                         found[name] = file.read(_LARGEST_PIN)
         except OSError as e:
@@ -348,44 +359,3 @@ class LocalClaim:
 
     def release(self) -> None:
         self._held.release()
-
-
-def _names(folder: Path) -> list[str]:
-    """What is in a folder; nothing where it is missing or is none."""
-    try:
-        found = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    progress()
-    return found
-
-
-def _close(fd: int) -> None:
-    """Close what was only read: it is closed whatever the disk answers."""
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
-def _open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
-    """Open a plain file; anything else is as good as absent."""
-    fd = os.open(path, flags, 0o600, dir_fd=folder)
-    try:
-        plain = stat.S_ISREG(os.fstat(fd).st_mode)
-    except BaseException:
-        os.close(fd)
-        raise
-    if not plain:
-        os.close(fd)
-        raise OSError(errno.ENXIO, "is no plain file", str(path))
-    return fd
-
-
-def _is(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
-    try:
-        found = os.lstat(path)
-    except OSError as e:
-        if e.errno in ABSENT:
-            return False
-        raise as_unavailable(path, e) from e
-    progress()
-    return kind(found.st_mode) and size in (None, found.st_size)

@@ -159,7 +159,10 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
     described = value["layout"]
     version = described.get("version") if isinstance(described, dict) else None
     if type(version) is int and version not in (VERSION, CODED_VERSION):
-        raise SegmentForeign(f"segment {expected_id}: of version {version}, expected {VERSION}")
+        raise SegmentForeign(
+            f"segment {expected_id}: of version {version}, expected {VERSION}: it is left alone; "
+            "ingest its text again"
+        )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))
     if not tokens.size:

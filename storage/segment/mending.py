@@ -1,10 +1,10 @@
-"""Putting proven-bad packs right in the segment where they lie, and nothing else.
+"""Putting what is proven bad right in the segment where it lies, and nothing else.
 
 The one change that a published segment ever sees. It is safe at every moment without a second
-copy: only bytes that have failed their checksum are written over, so a write that is torn, lost or
-overtaken leaves them as bad as they were. Then one rename brings a manifest with their new
-checksums, as KV that is computed again may differ from what was lost in its last bits. Whoever
-still reads by the old manifest gets a miss.
+copy: only bytes that have failed their checksum, or belong to a digest that has, are written over,
+so a write that is torn, lost or overtaken leaves them as useless as they were. Then one rename
+brings a manifest with their new checksums, as KV that is computed again may differ from what was
+lost in its last bits. Whoever still reads by the old manifest gets a miss.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import aligned, block_keys, pack
 from ckv_jax.storage.segment.segment import Segment
+
+Pieces = dict[tuple[str, int], dict[int, bytes]]
+"""Bytes of shards, by (kind, shard) and by offset in its file."""
 
 
 def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]:
@@ -76,7 +79,7 @@ def mend(
     )
     stored = [encoded(codec, data, layout) for data in packs]
     tables = {"packs": manifest.pack_crc.copy(), "probe": manifest.probe_crc.copy()}
-    parts: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+    parts: Pieces = defaultdict(dict)
 
     def consider(kind: str, row: int, chunk: int, data: np.ndarray) -> None:
         if segment.reread(kind, row, chunk) is not None:
@@ -94,13 +97,25 @@ def mend(
         for row, layer in enumerate(layout.probe_layers):
             keys = block_keys(packs, layer, layout)[tokens, : layout.probe_heads]
             consider("probe", row, first + at, keys)
+    changes = {"pack_crc": tables["packs"], "probe_crc": tables["probe"]}
+    return write_pieces(files, segment, parts, changes), sum(
+        len(pieces) for pieces in parts.values()
+    )
+
+
+def write_pieces(
+    files: Files,
+    segment: Segment,
+    parts: Pieces,
+    changes: dict[str, np.ndarray],
+) -> Manifest:
+    """Write `parts` where they belong; returns the manifest with the `changes` that they make."""
     for (kind, shard), pieces in parts.items():
-        spec = manifest.arrays[kind]
+        spec = segment.manifest.arrays[kind]
         size, index = spec.file_bytes(shard), spec.index(shard)
-        whole = pieces | {size - len(index): index}
-        files.mend(segment.id, spec.file(shard), size, whole)
-    after = replace(manifest, pack_crc=tables["packs"], probe_crc=tables["probe"])
+        files.mend(segment.id, spec.file(shard), size, pieces | {size - len(index): index})
+    after = replace(segment.manifest, **changes)  # type: ignore[arg-type]
     data, checksum = after.encode()
     if checksum != segment.checksum:
         files.put_manifest(segment.id, data)
-    return after, sum(len(pieces) for pieces in parts.values())
+    return after

@@ -41,8 +41,11 @@ def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
 
 def block_keys(packs: np.ndarray, layer: int, layout: Layout) -> np.ndarray:
     """Bit patterns of the keys of one layer, [n * C, K, D], from packs [groups, n, *pack]."""
-    if layout.kv_together:
-        keys = packs[layer // layout.pack_layers, :, layer % layout.pack_layers, 0]
-    else:
-        keys = packs[2 * layer, :, 0, 0]
+    group, row = key_place(layer, layout)
+    keys = packs[group, :, row, 0]
     return keys.reshape(-1, *keys.shape[2:])
+
+
+def key_place(layer: int, layout: Layout) -> tuple[int, int]:
+    """The layer group whose packs hold the keys of a layer, and their row in such a pack."""
+    return divmod(layer, layout.pack_layers) if layout.kv_together else (2 * layer, 0)

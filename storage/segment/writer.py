@@ -12,9 +12,9 @@ from types import TracebackType
 
 import numpy as np
 
-from ckv_jax.storage.codec import Codec, encoded
+from ckv_jax.storage.codec import Codec, decoded, encoded
 from ckv_jax.storage.digest.writer import DigestWriter
-from ckv_jax.storage.errors import StoreClosed, StoreUnavailable, as_store_error
+from ckv_jax.storage.errors import StoreClosed, StoreError, StoreUnavailable, as_store_error
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Workspace
@@ -85,11 +85,11 @@ class SegmentWriter:
             for name, spec in draft.arrays.items():
                 self._arrays[name] = ArrayWriter(workspace.path, spec, direct=direct)
             if layout.digest != "none":
-                self._digest = DigestWriter(draft, self._arrays["digest"], params, codec)
+                self._digest = DigestWriter(draft, self._arrays["digest"].put, params)
         except BaseException as e:
             self.close()
             if isinstance(e, OSError):
-                raise as_store_error(e) from e
+                raise self._refused(e) from e
             raise
 
     @property
@@ -232,7 +232,7 @@ class SegmentWriter:
             for at, row in enumerate(out):
                 self._arrays["packs"].get(entry + at, row, offset)
         except OSError as e:
-            raise as_store_error(e) from e
+            raise self._refused(e) from e
 
     # -- commit ----------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class SegmentWriter:
                 seconds=self._write_s,
             )
         except OSError as e:
-            raise as_store_error(e) from e
+            raise self._refused(e) from e
         finally:
             self.close()
 
@@ -264,11 +264,20 @@ class SegmentWriter:
                 return job.result()
         raise self._late()
 
+    def _packs_back(self, entry: int, out: np.ndarray) -> None:
+        """Read packs that were written, from `entry` on, into `out` [n, *pack] of bit patterns."""
+        if self._codec is None:
+            self._arrays["packs"].get(entry, out)
+            return
+        stored = np.empty((len(out), *self.layout.stored_shape), self.layout.stored_dtype)
+        self._arrays["packs"].get(entry, stored)
+        out[:] = decoded(self._codec, stored, self.layout).view(self.layout.disk_dtype)
+
     def _finish(self) -> None:
         for job in (*self._blocks, *self._jobs):  # every block has its job by now
             job.result()
         if self._digest is not None:
-            self._digest.finish(self._arrays["packs"], self._step)
+            self._digest.finish(self._packs_back, self._step)
         for array in self._arrays.values():
             array.finish(self._step)
         write_file(self._workspace.path / "zarr.json", manifests.GROUP)
@@ -277,7 +286,10 @@ class SegmentWriter:
     def _raise_failed(self) -> None:
         for job in (*self._blocks, *self._jobs):
             if job.done() and (error := job.exception()) is not None:
-                raise as_store_error(error) if isinstance(error, OSError) else error
+                raise self._refused(error) if isinstance(error, OSError) else error
+
+    def _refused(self, error: OSError) -> StoreError:
+        return as_store_error(self._workspace.path.parent, error)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.storage.codec import CODECS, decoded
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -98,6 +99,7 @@ class Inspection:
       max_bytes: the bound, None without one.
       prefixes: stored prefixes that nothing continues: id → tokens.
       segments: all segments, parents before what continues them.
+      unusable: what is wrong with those that are there besides, by id.
       prefix: what was asked for.
     """
 
@@ -105,6 +107,7 @@ class Inspection:
     max_bytes: int | None
     prefixes: dict[str, int]
     segments: list[SegmentInfo]
+    unusable: dict[str, str]
     prefix: PrefixInfo | None
 
     def children(self, segment_id: str | None) -> list[SegmentInfo]:
@@ -121,7 +124,9 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
 
     Raises:
       PrefixNotFound: there is no such prefix.
+      StoreUnavailable: the store cannot be listed.
     """
+    store.files.require()
     pinned = store.bounds.pinned()
     segments = []
     for entry in store.index.catalog.entries():
@@ -147,11 +152,17 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
             fingerprint=dict(manifest.fingerprint.fields),
         )
         segments.append(info)
+    besides = store.files.segment_ids() - {s.id for s in segments}
     return Inspection(
         bytes=store.usage(),
         max_bytes=store.config.max_bytes,
         prefixes={p.id: p.num_tokens for p in store.prefixes()},
         segments=sorted(segments, key=lambda s: (s.first_chunk, s.created)),
+        unusable={
+            id_: str(manifest)
+            for id_, manifest, _, _ in store.index.manifests(sorted(besides))
+            if isinstance(manifest, StoreError)
+        },
         prefix=None if prefix is None else _read_prefix(store, store.prefix(prefix)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,13 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, SegmentForeign, StoreUnavailable
+from ckv_jax.storage.codec import CODECS
+from ckv_jax.storage.errors import (
+    ReadTimeout,
+    SegmentDamaged,
+    SegmentForeign,
+    StoreError,
+    StoreUnavailable,
+)
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.lookup import Loaded
-from ckv_jax.storage.prefix import Prefix, Span
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.writing import whole_span
 
 _PIECE_BYTES = 32 << 20
 
@@ -45,6 +54,7 @@ class VerifyReport:
       unread: what could not be read in time, or at all just now; it may be whole.
       foreign: segments of another version of the format; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.
+      remade: segments whose probes or digests the repair made anew, and that are whole now.
       removed: segments that the repair removed, as no chunk of them could be served.
       quarantined: segments that the repair limited to their good chunks.
       pardoned: segments that were marked as bad and are whole.
@@ -58,6 +68,7 @@ class VerifyReport:
     unread: list[Damage] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     unindexed: list[str] = field(default_factory=list)
+    remade: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     pardoned: list[str] = field(default_factory=list)
@@ -82,9 +93,9 @@ def verify_store(
 
     Args:
       store: an open store.
-      repair: remove what is proven to be of no use, limit segments to their good chunks, lift marks
-        from whole ones, rebuild the index and sweep what killed writers left. What could not be
-        read stays as it is.
+      repair: make probes and digests anew, remove what is proven to be of no use, limit segments
+        to their good chunks, lift marks from whole ones, rebuild the index and sweep what killed
+        writers left. What could not be read stays as it is.
       progress: called with (bytes checked, bytes in all).
 
     Raises:
@@ -118,10 +129,14 @@ def verify_store(
         usable[manifest.segment_id] = Loaded(manifest, checksum, chunks)
         if progress is not None:
             progress(report.bytes, total)
-    orphans = _orphans(usable, unknown={d.segment_id for d in report.unread})
-    report.damages += [Damage(id_, 0, "what it continues is gone or damaged") for id_ in orphans]
     if repair:
-        _repair(store, report, usable)
+        _remake(store, report, usable)
+    left = [d for d in report.damages if d.segment_id not in report.remade]
+    orphans = _orphans(usable, unknown={d.segment_id for d in report.unread})
+    orphaned = [Damage(id_, 0, "what it continues is gone or damaged") for id_ in orphans]
+    report.damages += orphaned
+    if repair:
+        _repair(store, report, usable, left + orphaned)
     return report
 
 
@@ -138,16 +153,7 @@ def _check(
         return [Damage(id_, 0, str(e))], []
     except StoreUnavailable as e:
         return [], [Damage(id_, 0, str(e))]
-    span = Span(
-        segment_id=id_, first_chunk=0, num_chunks=chunks, segment_chunks=chunks, checksum=checksum
-    )
-    whole = Prefix(
-        id=manifest.links[-1].hex(),
-        tokens=manifest.tokens,
-        spans=(span,),
-        layout=layout,
-        fingerprint=manifest.fingerprint,
-    )
+    whole = _alone(manifest, checksum)
 
     def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
         (damages if proof else unread).append(Damage(id_, chunk, reason))
@@ -171,6 +177,17 @@ def _check(
             if found is None and layout.digest != "none" and not (damages or unread):
                 unread.append(Damage(id_, 0, "digest: not read"))
     return damages, unread
+
+
+def _alone(manifest: Manifest, checksum: str) -> Prefix:
+    """One segment as if it were a prefix, whatever it continues."""
+    return Prefix(
+        id=manifest.links[-1].hex(),
+        tokens=manifest.tokens,
+        spans=(whole_span(manifest, checksum),),
+        layout=manifest.layout,
+        fingerprint=manifest.fingerprint,
+    )
 
 
 def _orphans(segments: dict[str, Loaded], unknown: set[str]) -> list[str]:
@@ -208,9 +225,30 @@ def _line(loaded: Loaded, segments: dict[str, Loaded]) -> Iterator[str]:
         loaded = segments[id_]
 
 
-def _repair(store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded]) -> None:
+def _remake(store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded]) -> None:
+    """Make bad probes and digests anew; notes the segments that are whole again."""
+    for id_ in sorted({d.segment_id for d in report.damages} & segments.keys()):
+        manifest, checksum = segments[id_].manifest, segments[id_].checksum
+        if manifest.layout.codec not in CODECS:
+            continue  # its packs cannot be read here
+        for damage in report.damages:
+            if damage.segment_id == id_:
+                store.index.quarantine(id_, checksum, damage.chunk, damage.what)
+        with contextlib.suppress(StoreError):  # it stays as damaged as it is
+            codec = CODECS[manifest.layout.codec]
+            store.remake_probes(_alone(manifest, checksum), codec=codec)
+            found = store.index.find(id_)
+            if found is not None and found.usable == manifest.chunks:
+                segments[id_] = found
+                report.remade.append(id_)
+
+
+def _repair(
+    store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded], damages: list[Damage]
+) -> None:
+    """Give up what is of no use because of `damages`, which are those that are left."""
     first: dict[str, Damage] = {}
-    for damage in sorted(report.damages, key=lambda d: -d.chunk):
+    for damage in sorted(damages, key=lambda d: -d.chunk):
         first[damage.segment_id] = damage
     for id_, damage in first.items():
         if damage.chunk == 0 and store.bounds.remove(id_, f"repair: {damage.what}"):

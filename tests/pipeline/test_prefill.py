@@ -13,10 +13,10 @@ from engine_support import SMALL, small_engine, tokens
 from engine_tiny import TINY
 from flax import nnx
 
-from ckv_jax.ingest import read_kv
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import STEP_LAYERS, Block, Prefills
+from ckv_jax.stored_kv import read_kv
 
 MODEL = dataclasses.replace(SMALL, num_layers=STEP_LAYERS + 1, num_heads=2, num_kv_heads=1)
 """A call of every kind: of as many layers as there may be in one, and of fewer."""

@@ -9,8 +9,8 @@ import pytest
 from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Request
-from ckv_jax.ingest import read_kv
 from ckv_jax.kernels_pallas.score.probe import Int4Keys
+from ckv_jax.stored_kv import read_kv
 
 
 @pytest.mark.parametrize("score_layers", [1, 3, 4])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from segment_support import find, hurt, segment_folder
 
 from bench.fault_kinds.tally import LAYOUT, read_prefix
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
@@ -23,21 +24,6 @@ from ckv_jax.storage import (
 )
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
-
-
-def segment_folder(folder: Path, prefix: Prefix, span: int = 0) -> Path:
-    id_ = prefix.spans[span].segment_id
-    return folder / "segments" / id_[:2] / id_
-
-
-def hurt(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
-def find(store: ChunkStore, tokens: np.ndarray, layout: Layout, **more: bool) -> Prefix:
-    return store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout, **more)
 
 
 def hurt_and_notice(folder: Path, store: ChunkStore, prefix: Prefix, chunks: list[int]) -> None:

@@ -260,3 +260,75 @@ def test_an_index_is_kept_when_the_folder_cannot_be_listed(
 def _tiny(folder: Path) -> None:
     with ChunkStore.open(folder, config=StoreConfig(max_bytes=1000)) as store:
         ingest(store, some_tokens(300, 5))
+
+
+# -- one manifest that can never be read -------------------------------------------------------
+
+
+@contextmanager
+def unreadable(monkeypatch: pytest.MonkeyPatch, segment_id: str) -> Iterator[None]:
+    """The folder of one segment cannot be opened."""
+    real = os.open
+
+    def call(path: object, *args: object, **named: object) -> object:
+        if path == segment_id:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **named)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", call)
+        yield
+
+
+def there(folder: Path) -> set[str]:
+    """Ids of all segments on the disk."""
+    return {path.name for path in (folder / "segments").glob("*/*")}
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_manifest_that_cannot_be_read_stays_and_others_are_evicted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+) -> None:
+    with ChunkStore.open(folder) as store:
+        (lost,) = ingest(store, some_tokens(64)).spans
+        pinned = ingest(store, some_tokens(64, 1))
+        pin_prefix(store, pinned.id)
+        ingest(store, some_tokens(64, 2))
+        size = store.usage() // 3
+    if not indexed:
+        (folder / "catalog.sqlite").unlink()
+    with unreadable(monkeypatch, lost.segment_id):
+        with ChunkStore.open(folder, config=StoreConfig(max_bytes=3 * size + size // 2)) as store:
+            if indexed:
+                store.index.catalog.touch({lost.segment_id: 1e12})  # the last that would go
+            new = ingest(store, some_tokens(64, 3))
+            ingest(store, some_tokens(64, 4))
+        kept = {pinned.spans[0].segment_id, lost.segment_id}
+        assert there(folder) >= kept and new.spans[0].segment_id in there(folder)
+        with ChunkStore.open(folder) as store:
+            assert prune_store(store, 0).removed >= 2
+        assert there(folder) == kept if not indexed else there(folder) >= kept - {lost.segment_id}
+    with ChunkStore.open(folder) as store:
+        assert read_all(store, pinned).refused == 0
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_a_pinned_prefix_needs_stays_when_some_of_it_cannot_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    tokens = some_tokens(192)
+    with ChunkStore.open(folder) as store:
+        for end in (64, 128, 192):
+            pinned = ingest(store, tokens[:end])
+        pin_prefix(store, pinned.id)
+        ingest(store, some_tokens(64, 2))
+    ids = [span.segment_id for span in pinned.spans]
+    with unreadable(monkeypatch, ids[which]):
+        with ChunkStore.open(folder) as store:  # the index knows what the prefix needs
+            assert prune_store(store, 0).removed == 1
+        assert there(folder) == set(ids)
+        (folder / "catalog.sqlite").unlink()
+        with ChunkStore.open(folder) as store, pytest.raises(StoreError, match=pinned.id[:8]):
+            prune_store(store, 0)
+    with ChunkStore.open(folder) as store:
+        assert read_all(store, pinned).refused == 0

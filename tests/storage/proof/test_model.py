@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from bench.fault_kinds.model import TwoStores, run_model
-from bench.fault_kinds.tally import Tally
+from bench.fault_kinds.model import TwoStores
+from bench.fault_kinds.model_runs import run_machine
 from ckv_jax.storage.place.local import LocalFiles
 
 
 def test_two_stores_keep_what_they_promise() -> None:
-    class Fresh(TwoStores):
-        tally = Tally()
-
-    run_machine(
-        Fresh,
-        settings=settings(
-            max_examples=5,
-            stateful_step_count=20,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert Fresh.tally.states > 30
+    assert run_machine(TwoStores, 5, 20).states > 30
 
 
 def test_the_model_sees_a_store_that_evicts_what_is_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class Without(TwoStores):
+        """The machine without what takes seconds and has nothing to do with pins."""
+
+        crash = paused_lock_holder = slow_disk = corrupt = fault = None  # type: ignore[assignment]
+
     monkeypatch.setattr(LocalFiles, "pins", lambda self: {})
-    assert run_model(60, 40).evicted_pins
+    with pytest.raises(AssertionError, match="is gone"):
+        run_machine(Without, 60, 40)

@@ -1,0 +1,55 @@
+"""Plain files and folders, looked at so that no symlink and no device passes for one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from ckv_jax.storage.errors import ABSENT, as_unavailable
+from ckv_jax.storage.place.patience import progress
+
+
+def names_in(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is missing or is none."""
+    try:
+        found = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    progress()
+    return found
+
+
+def close_quietly(fd: int) -> None:
+    """Close what was only read: it is closed whatever the disk answers."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
+    """Open a plain file; anything else is as good as absent."""
+    fd = os.open(path, flags, 0o600, dir_fd=folder)
+    try:
+        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not plain:
+        os.close(fd)
+        raise OSError(errno.ENXIO, "is no plain file", str(path))
+    return fd
+
+
+def is_there(kind: Callable[[int], bool], path: str, size: int | None = None) -> bool:
+    """Whether something of a kind (`stat.S_ISREG`) is there; raises StoreUnavailable."""
+    try:
+        found = os.lstat(path)
+    except OSError as e:
+        if e.errno in ABSENT:
+            return False
+        raise as_unavailable(path, e) from e
+    progress()
+    return kind(found.st_mode) and size in (None, found.st_size)

@@ -1,0 +1,28 @@
+"""Finding stored segments, and hurting them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bench.truth import FINGERPRINT
+from ckv_jax.storage import ChunkStore, Layout, Prefix
+
+
+def segment_folder(folder: Path, prefix: Prefix, span: int = 0) -> Path:
+    """Where a span's segment lies in the store in `folder`."""
+    id_ = prefix.spans[span].segment_id
+    return folder / "segments" / id_[:2] / id_
+
+
+def hurt(path: Path, place: int) -> None:
+    """Flip a bit of a byte."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def find(store: ChunkStore, tokens: np.ndarray, layout: Layout, **more: bool) -> Prefix:
+    """The longest stored prefix of `tokens`."""
+    return store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=layout, **more)

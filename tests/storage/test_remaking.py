@@ -1,0 +1,118 @@
+"""Probes and digests that are bad are made anew from packs, without any model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from segment_support import find, hurt, segment_folder
+
+from bench.fault_kinds.tally import read_prefix
+from bench.truth import SMALL, ingest, some_tokens
+from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
+
+TOKENS = some_tokens(16 * 30 + 5)
+
+
+def layout_of(kind: str, **more: object) -> Layout:
+    return dataclasses.replace(SMALL, head_dim=16, digest=kind, **more)
+
+
+def digest(store: ChunkStore, prefix: Prefix) -> bytes | None:
+    """All that a digest holds."""
+    with store.reader(prefix) as reader:
+        found = reader.read_digest()
+    return None if found is None else b"".join(a.tobytes() for a in found.arrays.values())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "pq"])
+@pytest.mark.parametrize("part", ["params", "codes", "file"])
+def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
+    layout = layout_of(kind)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=layout, block=64)
+        before, usage = digest(store, prefix), store.usage()
+        (path,) = segment_folder(folder, prefix).glob("digest/c.*")
+        if part == "file":
+            path.unlink()
+        else:
+            place = {"params": 0, "codes": sum(layout.digest_record(len(TOKENS))) - 1}
+            hurt(path, place[part])
+        assert digest(store, prefix) is None and find(store, TOKENS, layout).num_tokens == 0
+        marked = find(store, TOKENS, layout, marked=True)
+        assert store.remake_probes(marked) == (1 if part == "codes" else 4)
+        again = find(store, TOKENS, layout)
+        assert again.num_tokens == len(TOKENS) and store.usage() == usage
+        assert verify_store(store).ok
+        if kind != "pq":
+            assert read_prefix(store, again).whole and not read_prefix(store, again).wrong
+        if part == "codes":
+            assert again == prefix and digest(store, again) == before
+        assert store.remake_probes(again) == 0
+
+
+def test_lost_parameters_are_those_of_what_continues_it(folder: Path) -> None:
+    layout = layout_of("int8")
+    with ChunkStore.open(folder) as store:
+        parent = ingest(store, TOKENS[:160], layout=layout, block=16)
+        child = ingest(store, TOKENS, layout=layout)
+        before = digest(store, child)
+        for span in (0, 1):
+            (path,) = segment_folder(folder, child, span).glob("digest/c.*")
+            hurt(path, 0)
+            assert digest(store, child) is None
+            store.remake_probes(find(store, TOKENS, layout, marked=True))
+            found = find(store, TOKENS, layout)
+            assert found.spans[0].segment_id == parent.spans[0].segment_id
+            assert digest(store, found) == before
+        assert store.stats()["mixed_digests"] == 0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_probes_are_made_anew_with_a_digest_whose_packs_are_bad(
+    folder: Path, together: bool
+) -> None:
+    more: dict[str, object] = {} if together else {"kv_together": False, "pack_layers": 1}
+    layout = layout_of("int8", **more)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=layout)
+        (probe,) = segment_folder(folder, prefix).glob("probe/c.*")
+        for chunk in (2, 7, 30):
+            hurt(probe, chunk * 16 * layout.probe_heads * 16 * 2)
+        (shard,) = segment_folder(folder, prefix).glob("packs/c.0.*")
+        hurt(shard, 7 * layout.pack_bytes)
+        hurt(next(segment_folder(folder, prefix).glob("digest/c.*")), 0)
+        assert not read_prefix(store, prefix).whole
+        # The probe of chunk 7 and the digest need a pack that is bad.
+        assert store.remake_probes(find(store, TOKENS, layout, marked=True)) == 2
+        assert find(store, TOKENS, layout).num_tokens == 0
+
+
+def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:
+    layout = layout_of("int8")
+    with ChunkStore.open(folder) as store:
+        parent = ingest(store, TOKENS[:160], layout=layout)
+        child = ingest(store, TOKENS, layout=layout)
+        lost = ingest(store, some_tokens(64, 9), layout=layout)
+        hurt(next(segment_folder(folder, parent).glob("digest/c.*")), 0)
+        hurt(next(segment_folder(folder, lost).glob("packs/c.0.*")), 0)
+        report = verify_store(store, repair=True)
+        assert report.remade == [parent.spans[0].segment_id]
+        assert report.removed == [lost.spans[0].segment_id]
+        assert find(store, TOKENS, layout).num_tokens == child.num_tokens == len(TOKENS)
+        assert verify_store(store).ok
+
+
+def test_a_segment_that_is_mended_and_continues_nothing_goes(folder: Path) -> None:
+    layout = layout_of("int8")
+    with ChunkStore.open(folder) as store:
+        parent = ingest(store, TOKENS[:160], layout=layout)
+        child = ingest(store, TOKENS, layout=layout)
+        hurt(next(segment_folder(folder, parent).glob("packs/c.0.*")), 0)
+        hurt(next(segment_folder(folder, child, 1).glob("digest/c.*")), 0)
+        report = verify_store(store, repair=True)
+        assert report.remade == [child.spans[1].segment_id]
+        assert sorted(report.removed) == sorted(s.segment_id for s in child.spans)
+        assert verify_store(store).ok and not np.any(find(store, TOKENS, layout).tokens)
