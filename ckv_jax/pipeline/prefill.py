@@ -172,10 +172,9 @@ class Prefill:
     def _in_pieces(self, hidden: Array, at: np.ndarray) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])
         if not self._sliced:  # the rows past the window have served blocks that began before it
-            window = self._window
-            self._buffers = [
-                tuple((k[:, :window], v[:, :window]) for k, v in step) for step in self._buffers
-            ]
+            for step, pairs in enumerate(self._buffers):  # one at a time: no second copy of all
+                kept = tuple((k[:, : self._window], v[:, : self._window]) for k, v in pairs)
+                self._buffers[step] = jax.block_until_ready(kept)
             self._sliced = True
         new = []
         resident = [pair for step in self._buffers for pair in step]
@@ -183,8 +182,11 @@ class Prefill:
         for layer in range(own.layers.num_layers):
             part = own.pieces.open(layer, hidden, at)
             before, part = part, own.pieces.over_rows(part, *resident[layer])
-            for piece in range(self._window, first, size):
-                rows = self._read(layer, piece, min(piece + size, first))  # while others compute
+            piece = self._window
+            while piece < first:  # two lengths of pieces: each is a program
+                stop = piece + (size if piece + size <= first else own.block)
+                rows = self._read(layer, piece, min(stop, first))  # while others compute
+                piece = stop
                 before.out.block_until_ready()  # else pieces of any number pile up in memory
                 before, part = part, own.pieces.over_rows(part, *rows)
             hidden = own.pieces.close(layer, hidden, part)
