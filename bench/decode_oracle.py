@@ -19,7 +19,7 @@ from bench.grouping import balanced, by_position, kmeans
 from bench.tasks.dense import Params, head_logits, layer_of, prefix_kv, split
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 
 __all__ = ["Answers", "DecodeOracle", "DecodeRule"]
 
@@ -84,7 +84,7 @@ class _Units:
 class DecodeOracle:
     """One ledger under one model, KV in bfloat16 like the store's, computing in float32."""
 
-    def __init__(self, model: Qwen2, page: Ledger) -> None:
+    def __init__(self, model: Transformer, page: Ledger) -> None:
         self.config: ModelConfig = model.config
         params = split(model)
         self.params: Params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)

@@ -72,10 +72,9 @@ class Engine:
     ) -> None:
         """Over a model, or over the layers of another engine's. `store` is closed with the engine.
 
-        `default_sampling`: of a `generate` that is told none; None is greedy.
-
-        Raises `ValueError` for a configuration that does not suit the model, or whose pools
-        cannot hold one chunk of one layer group.
+        `default_sampling`: of a `generate` that is told none; None is greedy. Raises
+        `ValueError` for a configuration that does not suit the model, or whose pools cannot hold
+        one chunk of one layer group.
         """
         self.config = config = config or EngineConfig()
         layers = model if isinstance(model, Layers) else Layers(model)
@@ -165,10 +164,8 @@ class Engine:
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
         layers = self._worker.layers
-        other = Engine(
-            layers, self.tokenizer, store or self.store, self.fingerprint, config,
-            default_sampling=self.default_sampling,
-        )  # fmt: skip
+        other = Engine(layers, self.tokenizer, store or self.store, self.fingerprint, config)
+        other.default_sampling = self.default_sampling
         other._owns_store = False
         return other
 
@@ -281,7 +278,7 @@ class Engine:
                 latest ones; 0: never.
             keep_kv: keep keys and values in host memory for `append`.
         """
-        asked, ways = sampled(requests, sampling or self.default_sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling, self.default_sampling, reselect_every, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
         return TokenStream(self._intake.submit(asked, ways, listener=items.put), items)
 
@@ -304,7 +301,7 @@ class Engine:
         keep_kv: bool = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        asked, ways = sampled(requests, sampling or self.default_sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling, self.default_sampling, reselect_every, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
             return self._intake.submit(asked, ways, listener=listener)

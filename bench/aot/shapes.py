@@ -18,7 +18,7 @@ from ckv_jax.config import EngineConfig
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import PUBLISHED, ModelConfig
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 
 MODELS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -130,7 +130,7 @@ class Sizes:
     def layers(self) -> Layers:
         """The jitted calls over four layers, whose weights are shapes."""
         short = dataclasses.replace(self.config, num_layers=CALL_LAYERS)
-        return Layers(Qwen2.abstract(short, dtype=DTYPE, out_first=True, target=self.target))
+        return Layers(Transformer.abstract(short, dtype=DTYPE, out_first=True, target=self.target))
 
     @property
     def weight_bytes(self) -> int:

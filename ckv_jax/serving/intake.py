@@ -103,14 +103,15 @@ def several(requests: Several[Request]) -> list[Request]:
 
 def sampled(
     requests: Request | Several[Request],
-    sampling: SamplingParams | Several[SamplingParams],
+    sampling: SamplingParams | Several[SamplingParams] | None,
+    default: SamplingParams,
     reselect_every: int,
     keep_kv: bool,
 ) -> tuple[list[Request], list[Way]]:
     """Each request of a `generate` call with how it goes on."""
     asked = [requests] if isinstance(requests, Request) else several(requests)
-    if isinstance(sampling, SamplingParams):
-        sampling = [sampling] * len(asked)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        sampling = [sampling or default] * len(asked)
     if len(sampling) != len(asked):
         raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one a request")
     return asked, [

@@ -12,19 +12,19 @@ from bench.decode_study import rules, show, study
 from bench.grouping import CHUNK, balanced, by_position, kmeans
 from bench.oracle import Oracle
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
-from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
 
 EXACT = DecodeRule(budget=1.0, index="keys")
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2:
+def model() -> Transformer:
     return load_pretrained(reference_folder(), dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def oracle(model: Qwen2) -> DecodeOracle:
+def oracle(model: Transformer) -> DecodeOracle:
     page = demo_ledger(0, 512, asked=LEARNED)
     names = ("questions", "lengths", "answers", "families", "needles")
     few = {name: getattr(page, name)[:12] for name in names}
@@ -64,7 +64,7 @@ def test_halves_that_do_not_come_out_even_are_refused() -> None:
     np.testing.assert_array_equal(by_position(6, 4), [0, 0, 0, 0, 1, 1])
 
 
-def test_everything_chosen_is_the_dense_pass(oracle: DecodeOracle, model: Qwen2) -> None:
+def test_everything_chosen_is_the_dense_pass(oracle: DecodeOracle, model: Transformer) -> None:
     dense = Oracle(model, oracle.page).full().logits
     for rule in (EXACT, dataclasses.replace(EXACT, unit="kmeans", index="means")):
         got = oracle.ask(rule)
@@ -92,7 +92,7 @@ def test_coarse_that_leaves_everything_changes_nothing(oracle: DecodeOracle) -> 
     np.testing.assert_array_equal(narrow.logits, means.logits)
 
 
-def test_rows_of_a_run(model: Qwen2) -> None:
+def test_rows_of_a_run(model: Transformer) -> None:
     pages = [demo_ledger(1, 512, asked=LEARNED)]
     few = {name: rules()[name] for name in ("keys, each head", "bounds of 8, each head")}
     rows = study(model, few, (1 / 16,), pages)

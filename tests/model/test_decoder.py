@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer, Mlp, causal_attention
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.weights import random_model
@@ -95,7 +96,7 @@ def test_one_token_equals_the_same_token_among_many(dtype: str) -> None:
 )
 def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inner: int) -> None:
     wide = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=inner)
-    mlp = Mlp(wide, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first)
+    mlp = Mlp(wide, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=Target.here())
     run = nnx.jit(lambda mlp, x: mlp(x))
     rng = np.random.default_rng(0)
     for batch, length in [(1, 1), (1, 2), (3, 3), (1, 32), (2, 32), (5, 13), (1, 100)]:
