@@ -68,6 +68,7 @@ class LocalFiles:
             if not self.readonly:
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             ours = marker.check(self.root)
+            self._device = os.stat(self.root).st_dev
             if self.readonly and not ours:
                 raise StoreError(f"{self.root}: not a store")
             if self.readonly:
@@ -84,11 +85,14 @@ class LocalFiles:
 
     def require(self) -> None:
         try:
-            os.lstat(self.root / marker.FILE)
+            if os.path.lexists(self.root / marker.FILE):
+                return
+            around = next(p for p in (self.root, *self.root.parents) if p.exists())
+            device = os.stat(around).st_dev
         except OSError as e:
-            raise StoreUnavailable(
-                f"{self.root}: there is no store any more, is its disk still mounted? {e.strerror}"
-            ) from e
+            raise as_unavailable(self.root, e) from e
+        if device != self._device:  # else somebody has deleted it, and it may be made anew
+            raise StoreUnavailable(f"{self.root}: the disk that it lay on is no longer mounted")
 
     @staticmethod
     def _make_folder(path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,34 +56,45 @@ def test_a_full_disk_is_named(
         assert not list((folder / "tmp").iterdir())
 
 
-def test_a_place_that_is_gone_is_named_and_nothing_is_made_there(folder: Path) -> None:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Where a disk of its own is mounted, or rather linked, so that anybody may take it away."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second device")
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        (tmp_path / "disk").symlink_to(name)
+        yield tmp_path / "disk"
+
+
+@pytest.mark.parametrize("below", ["", "store"])
+def test_a_place_that_is_gone_is_named_and_nothing_is_made_there(disk: Path, below: str) -> None:
     """As when a disk is unmounted: an empty folder is left, and the disk may come back."""
+    folder, device = disk / below, disk.readlink()
     with ChunkStore.open(folder) as store:
         kept = ingest(store, TOKENS)
-        away = folder.rename(folder.with_name("away"))
-        for empty in (False, True):
-            if empty:
-                folder.mkdir()
-            assert find(store, TOKENS, SMALL).num_tokens == 0
-            assert read_all(store, kept).right == 0
-            for act in (
-                store.usage,
-                lambda: ingest(store, some_tokens(64, 1)),
-                lambda: prune_store(store, 0),
-                lambda: pin_prefix(store, kept.id),
-                lambda: verify_store(store, repair=True),
-                lambda: inspect_store(store),
-            ):
-                with pytest.raises(StoreUnavailable, match=f"{folder}: .*mounted"):
-                    act()
-            assert empty == folder.exists() and not (empty and list(folder.iterdir()))
-        folder.rmdir()
-        away.rename(folder)
+        disk.unlink()
+        disk.mkdir()
+        assert find(store, TOKENS, SMALL).num_tokens == 0
+        assert read_all(store, kept).right == 0
+        for act in (
+            store.usage,
+            lambda: ingest(store, some_tokens(64, 1)),
+            lambda: prune_store(store, 0),
+            lambda: pin_prefix(store, kept.id),
+            lambda: verify_store(store, repair=True),
+            lambda: inspect_store(store),
+        ):
+            with pytest.raises(StoreUnavailable, match=f"{folder}: .*no longer mounted"):
+                act()
+        assert not list(disk.iterdir())
+        disk.rmdir()
+        disk.symlink_to(device)
         assert read_all(store, find(store, TOKENS, SMALL)).right == 8
         assert ingest(store, some_tokens(64, 1)).num_tokens == 64
-        away = folder.rename(folder.with_name("away"))
-        folder.mkdir()
-    assert not list(folder.iterdir())
+        disk.unlink()
+        disk.mkdir()
+    assert not list(disk.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_read(

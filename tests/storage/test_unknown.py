@@ -301,12 +301,13 @@ def test_a_manifest_that_cannot_be_read_stays_and_others_are_evicted(
         with ChunkStore.open(folder, config=StoreConfig(max_bytes=3 * size + size // 2)) as store:
             if indexed:
                 store.index.catalog.touch({lost.segment_id: 1e12})  # the last that would go
-            new = ingest(store, some_tokens(64, 3))
-            ingest(store, some_tokens(64, 4))
+            ingest(store, some_tokens(64, 3))
+            (new,) = ingest(store, some_tokens(64, 4)).spans
+            assert store.stats()["evicted"]
         kept = {pinned.spans[0].segment_id, lost.segment_id}
-        assert there(folder) >= kept and new.spans[0].segment_id in there(folder)
+        assert there(folder) >= {*kept, new.segment_id}
         with ChunkStore.open(folder) as store:
-            assert prune_store(store, 0).removed >= 2
+            assert prune_store(store, 0).removed
         assert there(folder) == kept if not indexed else there(folder) >= kept - {lost.segment_id}
     with ChunkStore.open(folder) as store:
         assert read_all(store, pinned).refused == 0

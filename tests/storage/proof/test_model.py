@@ -10,7 +10,7 @@ from ckv_jax.storage.place.local import LocalFiles
 
 
 def test_two_stores_keep_what_they_promise() -> None:
-    assert run_machine(TwoStores, 5, 20).states > 30
+    assert run_machine(TwoStores, 12, 30).states > 60
 
 
 def test_the_model_sees_a_store_that_evicts_what_is_pinned(
