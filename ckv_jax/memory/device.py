@@ -23,13 +23,13 @@ STAGING_ROWS = 16
 
 
 class DevicePool:
-    """`pages` is [slots, pl, 2, C, K, D]. Engine thread only: writes donate the array."""
+    """`pages` is [slots, pl, 2, C, K*D]. Engine thread only: writes donate the array."""
 
     def __init__(
-        self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype, target: Target
+        self, slots: int, slot_shape: tuple[int, ...], dtype: np.dtype, target: Target
     ) -> None:
         self._dtype = storage_dtype(jnp.dtype(dtype), target)
-        self._pages = jnp.zeros((slots, *pack_shape), self._dtype)
+        self._pages = jnp.zeros((slots, *slot_shape), self._dtype)
         self._write = jax.jit(_write, donate_argnums=0)
         self._read = jax.jit(lambda pages, slots: pages[slots])
         device = next(iter(self._pages.devices()))
@@ -39,7 +39,7 @@ class DevicePool:
             jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
         )
         self._device = jax.sharding.SingleDeviceSharding(device)
-        self._staging = Staging(STAGING_ROWS, pack_shape, np.dtype(dtype), self.write)
+        self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
     @property
@@ -53,7 +53,7 @@ class DevicePool:
         return int(self._pages.shape[0])
 
     def write(self, rows: np.ndarray, slots: np.ndarray) -> Array:
-        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
+        """Copies packs `rows` [n, pl, 2, C, K*D] into `slots` [n]; slot -1 drops its row.
 
         Every n compiles once, so callers round it up.
 

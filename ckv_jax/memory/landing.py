@@ -1,5 +1,11 @@
 """Where reads go: straight into the pool where the device computes in host memory, else by way of
 host blocks of equal size. Adding a way in is one class of this form.
+
+A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
+`pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on
+the device, `(8, 128)` with pairs of 16-bit rows interleaved, so a pack as it lies on the SSD is
+not what such a slot must hold; and JAX hands out no address of it to read into. Whoever laid the
+tiles out in the store would have another format for each device.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import aligned_bytes
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.memory.pages import slot_shape
 from ckv_jax.storage.layout import Layout
 
 Settled = Callable[[], bool]
@@ -54,7 +61,7 @@ class Landing(Protocol):
 def landing_for(memory: Memory, layout: Layout, *, host_bytes: int) -> Landing:
     """The landing that suits the pool of `memory`."""
     if isinstance(memory.pool, MappedPool):
-        return InPool(memory, memory.pool, host_bytes)
+        return InPool(memory, memory.pool, layout, host_bytes)
     return HostBlocks(memory, memory.pool, layout, host_bytes)
 
 
@@ -66,8 +73,8 @@ class InPool:
     more than three slots in four would be in flight.
     """
 
-    def __init__(self, memory: Memory, pool: MappedPool, host_bytes: int) -> None:
-        self._packs = pool.packs
+    def __init__(self, memory: Memory, pool: MappedPool, layout: Layout, host_bytes: int) -> None:
+        self._packs = pool.packs.reshape(-1, *layout.pack_shape)  # as the reader wants them
         self._memory = memory
         self._flying = 0  # slots
         self._most = 3 * pool.slots // 4
@@ -169,6 +176,7 @@ class HostBlocks:
         padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
         where = np.full(len(padded), -1, np.int32)
         where[good] = slots
+        padded = padded.reshape(-1, *slot_shape(self._layout))
         marker: Any = self._pool.write(padded, where)
         self._busy.append((marker.is_ready, room.array))
         return slots
