@@ -26,6 +26,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.memory.pages import slot_shape
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.read_ahead import READ
 from ckv_jax.reads.packs import Packs, Source
@@ -322,8 +323,8 @@ def _link(engine: Engine) -> float:
         return 1e15
     layout = engine.layout
     packs = job_packs(layout)
-    pool = DevicePool(4 * packs, layout.pack_shape, layout.numpy_dtype, Target.here())
-    rows = np.zeros((packs, *layout.pack_shape), layout.numpy_dtype)
+    pool = DevicePool(4 * packs, slot_shape(layout), layout.numpy_dtype, Target.here())
+    rows = np.zeros((packs, *slot_shape(layout)), layout.numpy_dtype)
     slots = np.arange(packs, dtype=np.int32)
     pool.write(rows, slots).block_until_ready()
     times = [timed(lambda: pool.write(rows, slots).block_until_ready()) for _ in range(10)]

@@ -139,9 +139,9 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         return jnp.asarray(rng.standard_normal(size, np.float32), dtype)
 
     q = random(1, queries, heads, dim)
-    new = random(1, queries, kv_heads, dim)
-    pool = random(chunks, 2, CHUNK, kv_heads, dim)
-    pages = pool.reshape(2 * chunks, CHUNK, kv_heads, dim)
+    new = random(1, queries, kv_heads * dim)
+    pool = random(chunks, 2, CHUNK, kv_heads * dim)
+    pages = pool.reshape(2 * chunks, CHUNK, kv_heads * dim)
     zero = jnp.zeros(1, jnp.int32)
     for budget in setting.budgets:
         chosen = max(1, round(budget * chunks))

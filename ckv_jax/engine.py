@@ -382,7 +382,7 @@ class Engine:
 
     @property
     def pages(self) -> Array:
-        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K, D]."""
+        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K*D]."""
         return self._worker.memory.pool.pages
 
     @property

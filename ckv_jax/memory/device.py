@@ -22,17 +22,17 @@ from ckv_jax.memory.staging import Staging
 STAGING_ROWS = 16
 
 Decode = Callable[[Array | np.ndarray], Array]
-"""Packs [n, *pack_shape], or their bit patterns, from what lay on disk [n, *stored_shape]."""
+"""Packs [n, pl, 2, C, K*D], or their bit patterns, from what lay on disk [n, *stored_shape]."""
 
 
 class DevicePool:
-    """`pages` is [slots, pl, 2, C, K, D]. Engine thread only: writes donate the array."""
+    """`pages` is [slots, pl, 2, C, K*D]. Engine thread only: writes donate the array."""
 
     def __init__(
-        self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype, target: Target
+        self, slots: int, slot_shape: tuple[int, ...], dtype: np.dtype, target: Target
     ) -> None:
         self._dtype = storage_dtype(jnp.dtype(dtype), target)
-        self._pages = jnp.zeros((slots, *pack_shape), self._dtype)
+        self._pages = jnp.zeros((slots, *slot_shape), self._dtype)
         self._write = jax.jit(_write, donate_argnums=0)
         self._read = jax.jit(lambda pages, slots: pages[slots])
         device = next(iter(self._pages.devices()))
@@ -42,7 +42,7 @@ class DevicePool:
             jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
         )
         self._device = jax.sharding.SingleDeviceSharding(device)
-        self._staging = Staging(STAGING_ROWS, pack_shape, np.dtype(dtype), self.write)
+        self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
     @property
@@ -56,7 +56,7 @@ class DevicePool:
         return int(self._pages.shape[0])
 
     def write(self, rows: np.ndarray, slots: np.ndarray, *, decode: Decode | None = None) -> Array:
-        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
+        """Copies packs `rows` [n, pl, 2, C, K*D] into `slots` [n]; slot -1 drops its row.
 
         With `decode`, rows are what that makes packs of, on the device. Every n compiles once, so
         callers round it up.

@@ -43,23 +43,23 @@ class HostPool:
 
     Args:
         slots: number of packs held; 0 makes an empty pool.
-        pack_shape: shape of one pack, such as `(pack_layers, 2, C, K, D)`.
+        slot_shape: shape of one pack, such as `(pack_layers, 2, C, K*D)`.
         dtype: element type of keys and values (`Layout.numpy_dtype`).
     """
 
-    def __init__(self, slots: int, pack_shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+    def __init__(self, slots: int, slot_shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         if slots < 0:
             raise ValueError(f"got {slots} slots, expected 0 or more")
-        if not pack_shape or min(pack_shape) < 1:
-            raise ValueError(f"got a pack shape of {pack_shape}, expected axes of 1 or more")
+        if not slot_shape or min(slot_shape) < 1:
+            raise ValueError(f"got a slot shape of {slot_shape}, expected axes of 1 or more")
         kind = np.dtype(dtype)
-        self.pack_bytes = math.prod(pack_shape) * kind.itemsize
+        self.pack_bytes = math.prod(slot_shape) * kind.itemsize
         memory = aligned_bytes(slots * self.pack_bytes)
-        self._packs: npt.NDArray[Any] = memory.view(kind).reshape(slots, *pack_shape)
+        self._packs: npt.NDArray[Any] = memory.view(kind).reshape(slots, *slot_shape)
 
     @property
     def packs(self) -> npt.NDArray[Any]:
-        """All packs `[slots, *pack_shape]`, without a copy."""
+        """All packs `[slots, *slot_shape]`, without a copy."""
         return self._packs
 
     @property
@@ -68,7 +68,7 @@ class HostPool:
         return self._packs.nbytes
 
     def read(self, slots: npt.NDArray[np.int32], out: npt.NDArray[Any]) -> None:
-        """Copy the packs of `slots` `[n]` into `out` `[n, *pack_shape]`, C-contiguous.
+        """Copy the packs of `slots` `[n]` into `out` `[n, *slot_shape]`, C-contiguous.
 
         Raises:
             ValueError: a slot outside the pool, or an `out` of another dtype or shape.
@@ -86,7 +86,7 @@ class HostPool:
         np.take(self._packs, slots, axis=0, out=out, mode="clip")
 
     def write(self, slots: npt.NDArray[np.int32], packs: npt.NDArray[Any]) -> None:
-        """Copy `packs` `[n, *pack_shape]`, in the pool's dtype, into distinct `slots` `[n]`.
+        """Copy `packs` `[n, *slot_shape]`, in the pool's dtype, into distinct `slots` `[n]`.
 
         Raises:
             ValueError: another dtype or shape than the pool's.

@@ -1,6 +1,12 @@
 """Where reads go: straight into the pool where the device computes in host memory, else by way of
 host blocks of equal size, decoded on the device if they have a codec. Adding a way in is one class
 of this form.
+
+A way that is not here: for a TPU, XLA compiles programs that take slots straight out of a pool in
+`pinned_host` memory, without the copy through a block. But arrays there are tiled as they are on
+the device, `(8, 128)` with pairs of 16-bit rows interleaved, so a pack as it lies on the SSD is
+not what such a slot must hold; and JAX hands out no address of it to read into. Whoever laid the
+tiles out in the store would have another format for each device.
 """
 
 from __future__ import annotations
@@ -13,9 +19,11 @@ import numpy as np
 
 from ckv_jax.buckets import bucket
 from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.memory.device import Decode
 from ckv_jax.memory.host import aligned_bytes
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.memory.pages import slot_shape
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.layout import Layout
 
@@ -62,7 +70,7 @@ def landing_for(
 ) -> Landing:
     """The landing that suits the pool of `memory` and the codec of `layout`."""
     if isinstance(memory.pool, MappedPool) and codec is None:
-        return InPool(memory, memory.pool, host_bytes)
+        return InPool(memory, memory.pool, layout, host_bytes)
     return HostBlocks(memory, layout, host_bytes, codec)
 
 
@@ -74,8 +82,8 @@ class InPool:
     more than three slots in four would be in flight.
     """
 
-    def __init__(self, memory: Memory, pool: MappedPool, host_bytes: int) -> None:
-        self._packs = pool.packs
+    def __init__(self, memory: Memory, pool: MappedPool, layout: Layout, host_bytes: int) -> None:
+        self._packs = pool.packs.reshape(-1, *layout.pack_shape)  # as the reader wants them
         self._memory = memory
         self._flying = 0  # slots
         self._most = 3 * pool.slots // 4
@@ -154,7 +162,10 @@ class HostBlocks:
         self._memory = memory
         self._layout = layout
         self._packs = bucket(job_packs(layout))
-        self._decode = None if codec is None else jax.jit(lambda rows: codec.decode(rows, layout))
+        self._decode: Decode | None = None
+        if codec is not None:
+            shape = slot_shape(layout)
+            self._decode = jax.jit(lambda rows: codec.decode(rows, layout).reshape(-1, *shape))
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
         self._free: list[np.ndarray] = []
@@ -185,6 +196,8 @@ class HostBlocks:
         padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
         where = np.full(len(padded), -1, np.int32)
         where[good] = slots
+        if self._decode is None:
+            padded = padded.reshape(-1, *slot_shape(self._layout))
         marker: Any = self._memory.pool.write(padded, where, decode=self._decode)
         if marker is None:
             self._keep(room.array)

@@ -16,7 +16,7 @@ from ckv_jax.memory.pages import storage_dtype
 
 
 class MappedPool:
-    """`pages` [slots, pl, 2, C, K, D] is the memory of `packs` itself, seen as a device array.
+    """`pages` [slots, pl, 2, C, K*D] is the memory of `packs` itself, seen as a device array.
 
     Any thread may fill a slot that no dispatched call reads; nothing is ever copied to a device.
     XLA knows nothing of such writes, so a slot changes hands only after the calls that were given
@@ -24,9 +24,9 @@ class MappedPool:
     """
 
     def __init__(
-        self, slots: int, pack_shape: tuple[int, ...], dtype: np.dtype, target: Target
+        self, slots: int, slot_shape: tuple[int, ...], dtype: np.dtype, target: Target
     ) -> None:
-        self.packs: np.ndarray = HostPool(slots, pack_shape, dtype).packs
+        self.packs: np.ndarray = HostPool(slots, slot_shape, dtype).packs
         bits = storage_dtype(jnp.dtype(dtype), target)
         self._pages: Array = jax.dlpack.from_dlpack(self.packs.view(bits), copy=False)
 
@@ -44,7 +44,7 @@ class MappedPool:
         """Nothing to be done; see `DevicePool.warm`."""
 
     def write(self, rows: np.ndarray, slots: np.ndarray, *, decode: Decode | None = None) -> None:
-        """Copies packs `rows` [n, pl, 2, C, K, D] into `slots` [n]; slot -1 drops its row.
+        """Copies packs `rows` [n, pl, 2, C, K*D] into `slots` [n]; slot -1 drops its row.
 
         With `decode`, rows are what that makes packs of.
         """

@@ -13,6 +13,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import HostPool, slots_for
 from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.memory.pages import slot_shape
 from ckv_jax.storage.layout import Layout
 
 PagePool = DevicePool | MappedPool
@@ -39,8 +40,9 @@ class Memory:
             )
         policy = POLICIES[system.policy] if isinstance(system.policy, str) else system.policy
         self.tiers = Tiers(device, host, work, policy)
-        self.host = HostPool(host, layout.pack_shape, layout.numpy_dtype)
-        shape = (device + work, layout.pack_shape, layout.numpy_dtype, target)
+        self._slot_shape = slot_shape(layout)
+        self.host = HostPool(host, self._slot_shape, layout.numpy_dtype)
+        shape = (device + work, self._slot_shape, layout.numpy_dtype, target)
         self.pool: PagePool = MappedPool(*shape) if target.in_host_memory else DevicePool(*shape)
         self.work_slots = work
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
@@ -81,6 +83,7 @@ class Memory:
 
     def write(self, rows: np.ndarray, slots: np.ndarray) -> None:
         """Copies packs `rows` [n, *pack_shape] into `slots` [n]; returns once that is done."""
+        rows = rows.reshape(-1, *self._slot_shape)
         for row, slot in zip(rows, slots, strict=True):  # one by one: no shape is compiled for it
             marker = self.pool.write(row[None], slot[None])
             if marker is not None:

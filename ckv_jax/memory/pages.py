@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.storage.layout import Layout
 
 
 def storage_dtype(dtype: jnp.dtype, target: Target) -> jnp.dtype:
@@ -22,6 +23,20 @@ def storage_dtype(dtype: jnp.dtype, target: Target) -> jnp.dtype:
     if target.platform == "cpu" and dtype.itemsize == 2:
         return np.dtype(np.uint16)
     return dtype
+
+
+def slot_shape(layout: Layout) -> tuple[int, int, int, int]:
+    """`(pl, 2, C, K*D)`: a pack as the pools keep it, the same bytes as `Layout.pack_shape`.
+
+    With a token's heads in one row no accelerator pads or reorders a slot of few or narrow heads.
+    """
+    pack, kinds, chunk, heads, dim = layout.pack_shape
+    return pack, kinds, chunk, heads * dim
+
+
+def as_rows(x: Array) -> Array:
+    """[..., K, D] to [..., K*D]: a token's heads side by side, as pools and buffers keep them."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def as_bits(x: Array, dtype: jnp.dtype) -> Array:
@@ -41,10 +56,10 @@ def positions(start: Int32[Array, " B"], length: int) -> Int32[Array, "B S"]:
 def page_tables(pages: Array, slots: Array) -> tuple[Array, Callable[[int], tuple[Array, Array]]]:
     """The pool as pages of one layer's K or V, and each layer's two tables into it.
 
-    `pages` [slots, pl, 2, C, K, D]; `slots` [P, B, N], -1 where there is none.
+    `pages` [slots, pl, 2, C, K*D]; `slots` [P, B, N], -1 where there is none.
     """
     pack = pages.shape[1]
-    pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K, D]
+    pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K*D]
 
     def tables(index: int) -> tuple[Array, Array]:
         slot = slots[index // pack]  # [B, N]

@@ -21,13 +21,13 @@ class Staging:
     def __init__(
         self,
         rows: int,
-        pack_shape: tuple[int, ...],
+        slot_shape: tuple[int, ...],
         dtype: np.dtype,
         write: Callable[[np.ndarray, np.ndarray], Array],
     ) -> None:
-        size = rows * math.prod(pack_shape) * dtype.itemsize
+        size = rows * math.prod(slot_shape) * dtype.itemsize
         self._blocks = [
-            aligned_bytes(size).view(dtype).reshape(rows, *pack_shape) for _ in range(2)
+            aligned_bytes(size).view(dtype).reshape(rows, *slot_shape) for _ in range(2)
         ]
         self._markers: list[Array | None] = [None, None]
         self._turn = 0

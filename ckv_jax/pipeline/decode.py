@@ -73,7 +73,7 @@ class Decoder:
         return [place for place, row in enumerate(self.rows) if row is not None]
 
     def join(self, kv: Sequence[LayerKv], joining: Sequence[tuple[int, Row]]) -> list[int]:
-        """Adds rows, each with its place in `kv`, a batch's (K, V) [b, S, K, D] step by step.
+        """Adds rows, each with its place in `kv`, a batch's (K, V) [b, S, K*D] step by step.
 
         Returns the place of each within this batch.
         """
@@ -103,7 +103,7 @@ class Decoder:
         grow to up to `most` rows."""
         config = self._layers.config
         [device] = self._memory.pool.pages.devices()  # jit tells arrays bound to a device apart
-        row = (config.num_kv_heads, config.head_dim)
+        row = config.num_kv_heads * config.head_dim
 
         def zeros(*shape: int, dtype: jnp.dtype) -> Array:
             made: Array = jax.device_put(np.zeros(shape, dtype), device)
@@ -112,7 +112,7 @@ class Decoder:
         kv, buffers = (
             [
                 tuple(
-                    (zeros(*shape, *row, dtype=dtype), zeros(*shape, *row, dtype=dtype))
+                    (zeros(*shape, row, dtype=dtype), zeros(*shape, row, dtype=dtype))
                     for _ in step.layers
                 )
                 for step in self._plan.steps
@@ -174,9 +174,10 @@ class Decoder:
         """Host copy [L, 2, n, K, D] of one row's keys and values from position `first` on."""
         row = self.rows[place]
         assert row is not None
-        return np.concatenate(
+        rows = np.concatenate(
             [self._kv_rows.read(kv, place, first - row.start, row.length) for kv in self._buffers]
         )
+        return rows.reshape(*rows.shape[:3], -1, self._layers.config.head_dim)
 
     def _run(self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray) -> Array:
         if self._packs is not None:
@@ -239,7 +240,7 @@ class Decoder:
         return jax.device_put(slots), jax.device_put(lengths)
 
     def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
-        """One row of a batch's (K, V), [1, R, K, D] each, at least as long as the buffers."""
+        """One row of a batch's (K, V), [1, R, K*D] each, at least as long as the buffers."""
         rows = rows_bucket(max(length + 1, kv[0][0][0].shape[1]))
         one = [self._kv_rows.pick(step, source, rows) for step in kv]
         if rows < self.capacity:

@@ -1,4 +1,4 @@
-"""Jitted operations on decode buffers: each layer's (K, V) [B, R, K, D], R a power of two."""
+"""Jitted operations on decode buffers: each layer's (K, V) [B, R, K*D], R a power of two."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KvRows:
         return out
 
     def pick(self, kv: LayerKv, batch_row: int, rows: int) -> LayerKv:
-        """One row of the batch, [1, rows, K, D] each, in the pool's element type."""
+        """One row of the batch, [1, rows, K*D] each, in the pool's element type."""
         out: LayerKv = self._pick(
             (_shape(kv), rows), kv, np.int32(batch_row), rows=rows, dtype=self._dtype
         )
@@ -55,7 +55,7 @@ class KvRows:
         return out
 
     def read(self, kv: LayerKv, batch_row: int, first: int, stop: int) -> np.ndarray:
-        """Host copy [layers, 2, stop - first, K, D] of one row of the batch."""
+        """Host copy [layers, 2, stop - first, K*D] of one row of the batch."""
         out = np.asarray(self._read(_shape(kv), kv, np.int32(batch_row)))
         return out[:, :, first:stop].copy()
 
@@ -66,7 +66,7 @@ def _shape(kv: LayerKv) -> tuple[Any, ...]:
 
 def _fitted(x: Array, rows: int, dtype: jnp.dtype) -> Array:
     x = as_bits(x, dtype)
-    return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))
+    return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0)))
 
 
 def _resize(kv: LayerKv, *, rows: int, dtype: jnp.dtype) -> LayerKv:

@@ -22,16 +22,16 @@ from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, page_tables, positions, storage_dtype
+from ckv_jax.memory.pages import as_bits, as_rows, page_tables, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 
 LayerState = Any  # a pure pytree of one layer's arrays
-Pages = Array  # [slots, pl, 2, C, K, D], elements or their bit patterns
+Pages = Array  # [slots, pl, 2, C, K*D], elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
-"""(K, V) [B, R, K, D] of each of some layers."""
+"""(K, V) [B, R, K*D] of each of some layers."""
 
 
 class Layers:
@@ -157,7 +157,7 @@ class Layers:
         """`layers` over the selected pages and the suffix itself (causal).
 
         `slots[g]` is where the packs of the call's g-th layer group sit, `lengths` how many
-        tokens of each chunk are valid. Also returns each layer's suffix (K, V) [B, S, K, D].
+        tokens of each chunk are valid. Also returns each layer's suffix (K, V) [B, S, K*D].
         """
         key = (len(layers), hidden.shape, pages.shape, slots.shape)
         out, kv = self._run(key, self._states(layers), hidden, start, pages, slots, lengths)
@@ -176,7 +176,7 @@ class Layers:
         *,
         context: int,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
-        """`layers` over pages and over `buffers`, each layer's (K, V) [B, R, K, D] so far.
+        """`layers` over pages and over `buffers`, each layer's (K, V) [B, R, K*D] so far.
 
         The new tokens' keys and values go into the (donated) buffers at row `at`; only the
         first `context` rows are attended, so at + S <= context <= R. Dense prefill and decode
@@ -250,6 +250,7 @@ def _run_of(
         for index, state in enumerate(states):
 
             def over_pages(q: Array, k: Array, v: Array, index: int = index) -> Array:
+                k, v = as_rows(k), as_rows(v)
                 kv.append((k, v))
                 return attend(q, pool, *tables(index), lengths, k, v, zero, target=target)[0]
 
@@ -272,7 +273,7 @@ def _extend_of(
         for index, state in enumerate(states):
 
             def over_both(q: Array, k: Array, v: Array, index: int = index) -> Array:
-                keys, values = insert(buffers[index], (k, v), at)
+                keys, values = insert(buffers[index], (as_rows(k), as_rows(v)), at)
                 after.append((keys, values))
                 return attend(
                     q, pool, *tables(index), lengths,
@@ -289,17 +290,19 @@ def _extend_of(
 def insert(
     buffers: tuple[Array, Array], new: tuple[Array, Array], at: Array
 ) -> tuple[Array, Array]:
-    """(K, V) buffers [B, R, K, D] with new rows [B, S, K, D] from row `at[b]` on."""
+    """(K, V) buffers [B, R, K*D] with new rows [B, S, K*D] from row `at[b]` on."""
 
-    def one(buffer: Array, rows: Array) -> Array:
-        out: Array = jax.vmap(_insert)(buffer, as_bits(rows, buffer.dtype), at)
-        return out
-
-    return one(buffers[0], new[0]), one(buffers[1], new[1])
+    return insert_rows(buffers[0], new[0], at), insert_rows(buffers[1], new[1], at)
 
 
-def _insert(buffer: Array, rows: Array, row: Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(buffer, rows, row, axis=0)
+def insert_rows(buffer: Array, rows: Array, at: Array) -> Array:
+    """A buffer [B, R, K*D] with rows [B, S, K*D], elements or bits, from row `at[b]` on."""
+
+    def one(buffer: Array, rows: Array, row: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, row, axis=0)
+
+    out: Array = jax.vmap(one)(buffer, as_bits(rows, buffer.dtype), at)
+    return out
 
 
 def merged(

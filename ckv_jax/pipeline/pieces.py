@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, positions
+from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
 
@@ -24,8 +24,8 @@ class Part(NamedTuple):
     """A layer on its way: its queries, its new keys and values, and the attention so far."""
 
     q: Float[Array, "B S H D"]
-    k: Float[Array, "B S K D"]
-    v: Float[Array, "B S K D"]
+    k: Float[Array, "B S KD"]
+    v: Float[Array, "B S KD"]
     out: Float32[Array, "B S H D"]
     lse: Float32[Array, "B S H"]
 
@@ -64,14 +64,14 @@ class Pieces:
         return done
 
     def over_rows(self, part: Part, keys: Array | np.ndarray, values: Array | np.ndarray) -> Part:
-        """Attention to all of keys and values [B, R, K, D], elements or their bit patterns."""
+        """Attention to all of keys and values [B, R, K*D], elements or their bit patterns."""
         done: Part = self._rows((part.q.shape, keys.shape), part, keys, values)
         return done
 
     def insert(
         self, buffers: tuple[Array, Array], part: Part, at: Int32[np.ndarray, " B"]
     ) -> tuple[Array, Array]:
-        """(Donated) decode buffers [B, R, K, D] with the layer's new rows at `at`."""
+        """(Donated) decode buffers [B, R, K*D] with the layer's new rows at `at`."""
         kept: tuple[Array, Array] = self._insert(
             (buffers[0].shape, part.k.shape), buffers, (part.k, part.v), at
         )
@@ -101,14 +101,14 @@ def _open_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Part]:
     def begin(state: LayerState, hidden: Array, start: Array) -> Part:
         q, k, v = layer_of(state).project(hidden, positions(start, hidden.shape[1]))
         nothing = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
-        return Part(q, k, v, jnp.zeros(q.shape, jnp.float32), nothing)
+        return Part(q, as_rows(k), as_rows(v), jnp.zeros(q.shape, jnp.float32), nothing)
 
     return begin
 
 
 def _over_pages_of(target: Target) -> Callable[..., Part]:
     def over_pages(part: Part, index: Array, pages: Array, slots: Array, lengths: Array) -> Part:
-        pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K, D]
+        pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K*D]
         keys = jnp.where(slots >= 0, (slots * pages.shape[1] + index) * 2, -1)
         values = jnp.where(slots >= 0, keys + 1, -1)
         none = part.k[:, :0]
@@ -121,14 +121,9 @@ def _over_pages_of(target: Target) -> Callable[..., Part]:
 
 def _over_rows_of(target: Target) -> Callable[..., Part]:
     def over_rows(part: Part, keys: Array, values: Array) -> Part:
-        batch, rows = keys.shape[:2]
-        nowhere = jnp.full((batch, 1), -1, jnp.int32)
-        one_page = jnp.zeros((1, 1, *keys.shape[2:]), part.k.dtype)
-        out, lse = attend(
-            part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32),
-            as_bits(keys, part.k.dtype), as_bits(values, part.v.dtype),
-            jnp.full((batch,), rows, jnp.int32), target=target,
-        )  # fmt: skip
+        keys, values = as_bits(keys, part.k.dtype), as_bits(values, part.v.dtype)
+        everything = jnp.full(keys.shape[:1], keys.shape[1], jnp.int32)
+        out, lse = attend_rows(part.q, keys, values, everything, target=target)
         return _joined(part, out, lse)
 
     return over_rows
@@ -139,14 +134,8 @@ def _close_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callab
         state: LayerState, hidden: Array, part: Part, own: tuple[Array, Array], at: Array, *,
         context: int,
     ) -> Array:  # fmt: skip
-        batch = hidden.shape[0]
-        nowhere = jnp.full((batch, 1), -1, jnp.int32)
-        one_page = jnp.zeros((1, 1, *own[0].shape[2:]), part.k.dtype)
         keys, values = (as_bits(x[:, :context], part.k.dtype) for x in own)
-        out, lse = attend(
-            part.q, one_page, nowhere, nowhere, jnp.zeros((batch, 1), jnp.int32), keys, values, at,
-            target=target,
-        )  # fmt: skip
+        out, lse = attend_rows(part.q, keys, values, at, target=target)
         heads = _joined(part, out, lse).out.astype(part.q.dtype)
         return layer_of(state).complete(hidden, heads)
 

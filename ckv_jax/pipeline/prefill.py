@@ -34,14 +34,15 @@ class Block:
     """Position of the block's first token."""
     length: int
     kv: Array | np.ndarray
-    """[L, 2, block, K, D] in the pool's element type; rows past `length` mean nothing."""
+    """[L, 2, block, K*D] in the pool's element type; rows past `length` mean nothing."""
     hidden: Array
     """[1, block, E] after the last layer."""
+    head_dim: int
 
     def tokens_kv(self, dtype: np.dtype) -> np.ndarray:
         """[L, 2, length, K, D] as elements of `dtype`, in host memory; waits for it."""
         kv: np.ndarray = np.asarray(self.kv)[:, :, : self.length].view(dtype)
-        return kv
+        return kv.reshape(*kv.shape[:3], -1, self.head_dim)
 
 
 def context_bucket(tokens: int, block: int) -> int:
@@ -59,13 +60,13 @@ class Prefills:
         self.window = -(-window // block) * block
         self.pieces = Pieces(layers)
         config = layers.config
-        self.row = (config.num_kv_heads, config.head_dim)
+        self.head_dim = config.head_dim
+        self.row = config.num_kv_heads * config.head_dim
         every = range(layers.num_layers)
         self.steps = [every[i : i + STEP_LAYERS] for i in every[::STEP_LAYERS]]
-        # No pages: one invalid page keeps the call's shape the same.
-        self.no_pages = jnp.zeros((1, STEP_LAYERS, 2, 1, *self.row), layers.kv_dtype)
-        self.no_slots = np.full((1, 1, 1), -1, np.int32)
-        self.no_lengths = np.zeros((1, 1), np.int32)
+        self.no_pages = jnp.zeros((1, STEP_LAYERS, 2, 1, self.row), layers.kv_dtype)
+        self.no_slots = np.zeros((1, 1, 0), np.int32)
+        self.no_lengths = np.zeros((1, 0), np.int32)
         self.join = layers.programs.jit(_join, static=("block",))
 
     def begin(
@@ -137,7 +138,7 @@ class Prefill:
 
     @property
     def kv(self) -> LayerKv:
-        """Each layer's (K, V) [1, R, K, D] so far, of a prefill that fits the window."""
+        """Each layer's (K, V) [1, R, K*D] so far, of a prefill that fits the window."""
         return tuple(pair for step in self._buffers for pair in step)
 
     def advance(self) -> Block:
@@ -154,7 +155,7 @@ class Prefill:
         else:
             kv, hidden = self._at_once(hidden, at)
         self._next = stop
-        return Block(first, stop - first, kv, hidden)
+        return Block(first, stop - first, kv, hidden, own.head_dim)
 
     def _at_once(self, hidden: Array, at: np.ndarray) -> tuple[Array, Array]:
         own, first = self._own, int(at[0])
@@ -194,11 +195,12 @@ class Prefill:
         return np.stack(new), hidden
 
     def _read(self, layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(K, V) [1, n, K, D] of one layer, from where earlier tokens are kept."""
+        """(K, V) [1, n, K*D] of one layer, from where earlier tokens are kept."""
         assert self._earlier is not None  # a bounded prefill has it
         kv = self._earlier.read(range(layer, layer + 1), first, stop)
-        bits = kv.view(self._own.layers.kv_dtype)
-        return bits[0, 0][None], bits[0, 1][None]
+        kv = kv.view(self._own.layers.kv_dtype)
+        kv = kv.reshape(2, 1, stop - first, -1)
+        return kv[0], kv[1]
 
     def _buffer(self, layers: range) -> LayerKv:
         """Zeros for some layers, with the KV of what is before the first token."""
@@ -209,16 +211,16 @@ class Prefill:
         )
 
         def one(place: int, kind: int) -> Array:
-            full = np.zeros((1, self._rows, *self._own.row), dtype)
+            full = np.zeros((1, self._rows, self._own.row), dtype)
             if known is not None:
-                full[0, :ahead] = known[place, kind]
+                full[0, :ahead] = known[place, kind].reshape(ahead, -1)
             return jnp.array(full)  # a copy: the buffer will be donated
 
         return tuple((one(i, 0), one(i, 1)) for i in range(len(layers)))
 
 
 def _join(buffers: LayerKv, first: Array, *, block: int) -> Array:
-    """The block's rows of each layer: [layers, 2, block, K, D]."""
+    """The block's rows of each layer: [layers, 2, block, K*D]."""
 
     def rows(buffer: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(buffer[0], first, block, axis=0)

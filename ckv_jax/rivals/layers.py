@@ -1,7 +1,7 @@
 """The jitted calls of the layer-by-layer systems: score tokens, attend to tokens, attend to all.
 
 Here keys and values lie in packs of their own, one layer each, so a pool page is one chunk's keys
-or values. Attention over chosen tokens gathers those tokens alone: their pages are one token long.
+or values. Attention over chosen tokens gathers those tokens alone, into one buffer with the suffix.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, positions
+from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
-from ckv_jax.pipeline.layers import Layers, LayerState
+from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
 from ckv_jax.selection.base import choose, chunk_counts, share_held
 from ckv_jax.selection.h2o import column_sums
 from ckv_jax.selection.impress import mean_jaccard, probe_sets, votes
@@ -74,7 +74,7 @@ class RivalLayers:
     ) -> Choice:
         """H2O: the `limits[b]` <= n tokens with the largest column sums over all heads.
 
-        `pages` [slots, 1, 1, C, K, D]; `key_slots` say where every chunk's keys of the layer are.
+        `pages` [slots, 1, 1, C, K*D]; `key_slots` say where every chunk's keys of the layer are.
         """
         key = (qkv[0].shape, pages.shape, key_slots.shape, n)
         return Choice(
@@ -149,8 +149,8 @@ def _by_keys_of(target: Target) -> Callable[..., tuple[Array, ...]]:
     ) -> tuple[Array, ...]:  # fmt: skip
         q, k, _ = qkv
         chunk_tokens = pages.shape[3]
-        keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K, D]
-        keys = as_bits(keys.reshape(-1, *keys.shape[2:]), k.dtype)
+        keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K*D]
+        keys = as_bits(keys.reshape(-1, *k.shape[2:]), k.dtype)
         sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
         scores = jnp.sum(sums, axis=1)
         ids = choose(scores, n, limits).ids
@@ -184,20 +184,19 @@ def _attend_tokens_of(
         value_slots: Array, ids: Array,
     ) -> Array:  # fmt: skip
         q, k, v = qkv
-        chunk_tokens = pages.shape[3]
-        pool = pages.reshape(-1, 1, *pages.shape[4:])  # [slots * C, 1, K, D]: a token a page
+        tokens = pages.reshape(-1, pages.shape[-1])  # [slots * C, K*D]
+        count = jnp.sum(ids >= 0, axis=1, dtype=jnp.int32)  # they come first
 
-        def table(slots: Array) -> Array:
-            found = jnp.take(slots, jnp.maximum(ids, 0) // chunk_tokens, mode="clip")
-            return jnp.where(
-                (ids >= 0) & (found >= 0), found * chunk_tokens + ids % chunk_tokens, -1
-            )
+        def with_suffix(slots: Array, new: Array) -> Array:
+            """The chosen tokens of each row, and right behind them those of its suffix."""
+            chunk, place = jnp.divmod(jnp.maximum(ids, 0), pages.shape[3])
+            where = jnp.take(slots, chunk, mode="clip") * pages.shape[3] + place
+            chosen = gather(tokens, jnp.where(ids >= 0, where, -1), target=target)
+            room = jnp.pad(chosen, ((0, 0), (0, new.shape[1]), (0, 0)))
+            return as_bits(insert_rows(room, as_rows(new), count), new.dtype)
 
-        lengths = (ids >= 0).astype(jnp.int32)
-        zero = jnp.zeros(ids.shape[:1], jnp.int32)
-        heads, _ = attend(
-            q, pool, table(key_slots), table(value_slots), lengths, k, v, zero, target=target
-        )
+        keys, values = with_suffix(key_slots, k), with_suffix(value_slots, v)
+        heads, _ = attend_rows(q, keys, values, count, target=target)
         return layer_of(state).complete(hidden, heads)
 
     return attend_tokens
@@ -215,8 +214,8 @@ def _attend_all_of(layer_of: Callable[[LayerState], Layer], target: Target) -> C
 
         def over_all(q: Array, k: Array, v: Array) -> Array:
             return attend(
-                q, _pages(pages), rows(key_slots), rows(value_slots), rows(lengths), k, v,
-                jnp.zeros((batch,), jnp.int32), target=target,
+                q, _pages(pages), rows(key_slots), rows(value_slots), rows(lengths), as_rows(k),
+                as_rows(v),                jnp.zeros((batch,), jnp.int32), target=target,
             )[0]  # fmt: skip
 
         return layer_of(state)(hidden, positions(start, length), over_all)
@@ -237,4 +236,4 @@ def _importance(scores: Array) -> Array:
 
 
 def _pages(pages: Array) -> Array:
-    return pages.reshape(-1, *pages.shape[3:])  # [slots, C, K, D]
+    return pages.reshape(-1, *pages.shape[3:])  # [slots, C, K*D]

@@ -15,17 +15,17 @@ from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["IMPLEMENTATIONS", "attend", "merge"]
+__all__ = ["IMPLEMENTATIONS", "attend", "attend_rows", "merge"]
 
 
 def attend(
     q: Float[Array, "B S H D"],
-    pages: Float[Array, "P C K D"],
+    pages: Float[Array, "P C KD"],
     k_table: Int32[Array, "B N"],
     v_table: Int32[Array, "B N"],
     lengths: Int32[Array, "B N"],
-    k_new: Float[Array, "B R K D"],
-    v_new: Float[Array, "B R K D"],
+    k_new: Float[Array, "B R KD"],
+    v_new: Float[Array, "B R KD"],
     q_start: Int32[Array, " B"],
     *,
     target: Target,
@@ -38,12 +38,13 @@ def attend(
     RoPE already, so the order of pages does not matter.
 
     Args:
-      pages: the pool as single pages, the keys *or* the values of one chunk and layer each;
+      pages: the pool as single pages, the keys *or* the values of one chunk and layer each, a
+        token's K heads side by side; no page is looked at where N is 0;
         elements of k_new's dtype, or their bit patterns as unsigned integers of that width
         (XLA's CPU backend updates 16-bit floats by copying the whole array, integers in place).
       k_table, v_table: page numbers of keys and of values. A number outside [0, P) makes its
         entry invalid, as does `lengths[b, n] == 0`; whatever such pages hold is never used.
-      k_new, v_new: keys and values computed in this request, R >= 0.
+      k_new, v_new: keys and values computed in this request, R >= 0, as in pages.
       q_start: where query 0 stands in `k_new`.
 
     Returns:
@@ -61,6 +62,24 @@ def attend(
     lse: Array
     out, lse = dispatch("attend", implementation, IMPLEMENTATIONS, target, *args)
     return out, lse
+
+
+def attend_rows(
+    q: Float[Array, "B S H D"],
+    k_new: Float[Array, "B R KD"],
+    v_new: Float[Array, "B R KD"],
+    q_start: Int32[Array, " B"],
+    *,
+    target: Target,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "B S H D"], Float32[Array, "B S H"]]:
+    """`attend` over no pages: the dense attention of a prefill."""
+    none = jnp.zeros((q.shape[0], 0), jnp.int32)
+    page = jnp.zeros((1, 1, k_new.shape[2]), k_new.dtype)
+    return attend(
+        q, page, none, none, none, k_new, v_new, q_start,
+        target=target, implementation=implementation,
+    )  # fmt: skip
 
 
 def _mosaic_gpu() -> Callable[..., Any]:
@@ -94,21 +113,20 @@ def _check(
     v_new: Array,
     q_start: Array,
 ) -> None:
-    if q.ndim != 4 or pages.ndim != 4 or k_new.ndim != 4 or k_table.ndim != 2:
+    if q.ndim != 4 or pages.ndim != 3 or k_new.ndim != 3 or k_table.ndim != 2:
         raise ValueError(
             f"got q {q.shape}, pages {pages.shape}, k_new {k_new.shape}, k_table {k_table.shape}, "
-            "expected [B, S, H, D], [P, C, K, D], [B, R, K, D], [B, N]"
+            "expected [B, S, H, D], [P, C, K*D], [B, R, K*D], [B, N]"
         )
     batch, _, heads, dim = q.shape
-    count, _, kv_heads, page_dim = pages.shape
-    if heads % kv_heads or dim != page_dim or count == 0:
+    count, _, width = pages.shape
+    if width == 0 or width % dim or heads % (width // dim) or count == 0:
         raise ValueError(
-            f"got q {q.shape} over pages {pages.shape}, expected K | H, equal D, P > 0"
+            f"got q {q.shape} over pages {pages.shape}, expected rows of K*D with K | H, P > 0"
         )
-    if k_new.shape != v_new.shape or k_new.shape[:1] + k_new.shape[2:] != (batch, kv_heads, dim):
+    if k_new.shape != v_new.shape or (k_new.shape[0], k_new.shape[2]) != (batch, width):
         raise ValueError(
-            f"got k_new {k_new.shape} and v_new {v_new.shape}, expected "
-            f"[{batch}, R, {kv_heads}, {dim}] both"
+            f"got k_new {k_new.shape} and v_new {v_new.shape}, expected [{batch}, R, {width}] both"
         )
     bits = jnp.dtype(f"uint{8 * k_new.dtype.itemsize}")
     if k_new.dtype != v_new.dtype or pages.dtype not in (k_new.dtype, bits):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,34 +23,20 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
+from ckv_jax.kernels_pallas.blocks import GpuAttend, gpu_blocks
 from ckv_jax.kernels_pallas.capability import require_wgmma
+from ckv_jax.kernels_pallas.cost import attention_cost, of_gpu
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["AttendBlocks", "attend"]
+__all__ = ["attend"]
 
 _ROWS = 64  # of one WGMMA
+_FEW_KEYS = 32  # of a step where steps are few
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttendBlocks:
-    """keys: tokens of one step; steps: how many of them are loaded ahead; thread_blocks: into how
-    many the work is split at least, if there are as many steps (the multiprocessors of a card).
-    """
-
-    keys: int = 64
-    steps: int = 2
-    thread_blocks: int = 132
-
-    def __post_init__(self) -> None:
-        if self.keys % 64 or self.keys < 64:
-            raise ValueError(f"got keys {self.keys}, expected a multiple of 64")
-        if self.steps < 1 or self.thread_blocks < 1:
-            raise ValueError(f"got {self.steps} and {self.thread_blocks}, expected at least 1")
-
-
+@functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))
 def attend(
     q: Array,
     pages: Array,
@@ -63,60 +48,75 @@ def attend(
     q_start: Array,
     *,
     target: Target,
-    blocks: AttendBlocks = AttendBlocks(),
+    blocks: GpuAttend | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """See `api.attend`.
 
     Raises:
       NotImplementedError: other dtypes than bfloat16 or float16 throughout, D not a multiple of
-        64 up to 256, chunks that are no multiple of 8 or do not divide `blocks.keys`.
+        64 up to 256, chunks that are no multiple of 8 or do not divide a step.
     """
     require_wgmma(target)
+    blocks = blocks or gpu_blocks(target).attend
     batch, queries, heads, dim = q.shape
-    chunk, kv_heads = pages.shape[1:3]
+    count, chunk, width = pages.shape
+    kv_heads = width // dim
     if q.dtype not in (jnp.bfloat16, jnp.float16) or pages.dtype != q.dtype:
         raise NotImplementedError(
             f"got q {q.dtype} and pages {pages.dtype}, expected bfloat16 or float16, both the same"
         )
     if dim % 64 or dim > 256:
         raise NotImplementedError(f"got head dim {dim}, expected 64, 128, 192 or 256")
-    if chunk % 8 or blocks.keys % chunk:
-        raise NotImplementedError(
-            f"got chunks of {chunk} tokens, expected a multiple of 8 that divides {blocks.keys}"
-        )
-    group = heads // kv_heads
     if q.size == 0:
         return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
-    tables = (pages, k_table, v_table, lengths, k_new, v_new, q_start)
-    pieces = cut(*tables, queries, blocks.keys // chunk)
+    group = heads // kv_heads
     rows, limit = fold(q, kv_heads, q_start, _ROWS)
-    steps = pieces.order.shape[1] // blocks.keys
     tiles = rows.shape[2] // _ROWS
-    splits = min(steps, max(1, blocks.thread_blocks // (batch * kv_heads * tiles)))
-    out, lse = _call(rows, limit, pages, pieces, splits, blocks, interpret)
-    out, lse = merge(
-        [unfold(out[:, :, s], queries, group) for s in range(splits)],
-        [unfold(lse[:, :, s], queries, group) for s in range(splits)],
+    units = batch * kv_heads * tiles
+    dense = k_table.shape[1] == 0
+    keys, tokens = blocks.keys, k_table.shape[1] * chunk + k_new.shape[1]
+    few = pl.cdiv(tokens, keys) * units < target.cores  # whole steps would leave some idle
+    if few and (dense or _FEW_KEYS % chunk == 0):
+        keys = min(keys, _FEW_KEYS)
+    if dense:
+        chunk = keys
+    if chunk % 8 or keys % chunk:
+        raise NotImplementedError(
+            f"got chunks of {chunk} tokens, expected a multiple of 8 that divides {keys}"
+        )
+    pieces = cut(
+        count, chunk, k_table, v_table, lengths, k_new, v_new, q_start, queries, keys // chunk
     )
-    return out.astype(q.dtype), lse
+    steps = pieces.order.shape[1] // keys
+    share = max(1, steps * units // target.cores)
+    pool = pieces.k_new if dense else pages  # dense: an operand of its form, never looked at
+    out, lse = _call(
+        rows, limit, pool, pieces, pl.cdiv(steps, share), keys, blocks.steps, interpret
+    )
+    return unfold(out.astype(q.dtype), queries, group), unfold(lse, queries, group)
 
 
 def _call(
     rows: Array,
     limit: Array,
-    pages: Array,
+    pool: Array,
     pieces: Pieces,
     splits: int,
-    blocks: AttendBlocks,
+    keys: int,
+    ahead: int,
     interpret: Any,
 ) -> tuple[Array, Array]:
-    """Partial out float32 [B, K, splits, rows, D] and lse [B, K, splits, rows]."""
+    """out float32 [B, K, rows, D] and lse [B, K, rows], the splits merged."""
     batch, kv_heads, num_rows, dim = rows.shape
-    chunk, keys = pages.shape[1], blocks.keys
+    chunk = pieces.k_new.shape[2]
     steps = pieces.order.shape[1] // keys
     share = pl.cdiv(steps, splits)
     per_step = keys // chunk
+    k_new, v_new = (
+        x.reshape(batch, -1, chunk, kv_heads, dim) for x in (pieces.k_new, pieces.v_new)
+    )
+    ends = _ends(pieces.order.reshape(batch, steps, keys), limit.reshape(batch, -1, _ROWS))
 
     def kernel(
         rows_ref: Any,
@@ -128,6 +128,7 @@ def _call(
         v_table_ref: Any,
         order_ref: Any,
         dirty_ref: Any,
+        ends_ref: Any,
         out_ref: Any,
         lse_ref: Any,
         q_smem: Any,
@@ -142,10 +143,11 @@ def _call(
     ) -> None:
         unit = lax.axis_index("unit")
         b, head = lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
-        tile = pl.ds(lax.axis_index("tile") * _ROWS, _ROWS)
+        tile_index = lax.axis_index("tile")
+        tile = pl.ds(tile_index * _ROWS, _ROWS)
         split = lax.axis_index("split")
         first = split * share
-        last = jnp.minimum(first + share, steps)
+        last = jnp.minimum(first + share, ends_ref[b, tile_index])
 
         def load(step: Array, slot: Array | int) -> None:
             for i in range(per_step):
@@ -183,13 +185,13 @@ def _call(
 
         plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, q_barrier)
         plgpu.copy_gmem_to_smem(limit_ref.at[b, tile], limit_smem, q_barrier)
-        for ahead in range(blocks.steps):
-            pl.when(first + ahead < last)(functools.partial(load, first + ahead, ahead))
+        for slot in range(ahead):
+            pl.when(first + slot < last)(functools.partial(load, first + slot, slot))
         plgpu.barrier_wait(q_barrier)
 
         def body(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             acc, top, total = carry
-            slot = lax.rem(step - first, blocks.steps)
+            slot = lax.rem(step - first, ahead)
             plgpu.barrier_wait(barriers.at[slot])
 
             def logits(acc_ref: Any) -> Any:
@@ -222,10 +224,10 @@ def _call(
             part = pl.run_scoped(values, plgpu.WGMMAAccumulatorRef((_ROWS, dim), jnp.float32))
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)) + part
 
-            @pl.when(step + blocks.steps < last)
+            @pl.when(step + ahead < last)
             def _next() -> None:
                 plgpu.commit_smem()  # every warp is done with this slot
-                load(step + blocks.steps, slot)
+                load(step + ahead, slot)
 
             return acc, new_top, total
 
@@ -246,7 +248,8 @@ def _call(
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, head, split, tile])
         plgpu.wait_smem_to_gmem(0)
 
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    # One form for all operands of both products: rows of `keys` probabilities have to fit.
+    tiled = (plgpu.TilingTransform((8, min(64, keys))), plgpu.SwizzleTransform(2 * min(64, keys)))
     shape = (batch, kv_heads, splits, num_rows)
     out, lse = plgpu.kernel(
         kernel,
@@ -256,28 +259,51 @@ def _call(
         ),
         scratch_types=(
             plgpu.SMEM((_ROWS, dim), rows.dtype, transforms=tiled),
-            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, transforms=tiled),
-            plgpu.SMEM((blocks.steps, keys, dim), rows.dtype, transforms=tiled),
+            plgpu.SMEM((ahead, keys, dim), rows.dtype, transforms=tiled),
+            plgpu.SMEM((ahead, keys, dim), rows.dtype, transforms=tiled),
             plgpu.SMEM((_ROWS, keys), rows.dtype, transforms=tiled),
-            plgpu.SMEM((blocks.steps, keys), jnp.int32),
+            plgpu.SMEM((ahead, keys), jnp.int32),
             plgpu.SMEM((_ROWS,), jnp.int32),
             plgpu.SMEM((_ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2 * per_step + 1, num_barriers=blocks.steps),
+            plgpu.Barrier(num_arrivals=2 * per_step + 1, num_barriers=ahead),
         ),
         grid=(batch * kv_heads, num_rows // _ROWS, splits),
         grid_names=("unit", "tile", "split"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        **of_gpu(plgpu.kernel, attention_cost(rows, steps * keys, num_rows // _ROWS)),
     )(
         rows,
         limit,
-        pages,
-        pieces.k_new,
-        pieces.v_new,
+        pool.reshape(-1, chunk, kv_heads, dim),
+        k_new,
+        v_new,
         pieces.k_table,
         pieces.v_table,
         pieces.order,
         pieces.dirty,
+        ends,
     )
-    return out, lse
+    return _merged(out, lse)
+
+
+def _ends(order: Array, limit: Array) -> Array:
+    """Steps int32 [B, tiles] up to the last that a row of the tile sees anything of.
+
+    order [B, steps, keys]; limit [B, tiles, rows].
+    """
+    first, most = jnp.min(order, axis=2), jnp.max(limit, axis=2)
+    seen = first[:, None, :] <= most[:, :, None]  # [B, tiles, steps]
+    ends = jnp.where(seen, jnp.arange(1, order.shape[1] + 1, dtype=jnp.int32), 0)
+    return jnp.max(ends, axis=2)
+
+
+def _merged(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Of disjoint shares of the keys, out [B, K, splits, rows, D] and lse [B, K, splits, rows]."""
+    top = jnp.maximum(jnp.max(lse, axis=2), _LOWEST)
+    weight = jnp.exp(lse - top[:, :, None])
+    total = jnp.sum(weight, axis=2)
+    divisor = jnp.where(total > 0, total, 1.0)
+    merged = jnp.sum(out * (weight / divisor[:, :, None])[..., None], axis=2)
+    return merged, jnp.where(total > 0, top + jnp.log(divisor), -jnp.inf)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["NEVER", "Pieces", "cut", "fold", "unfold"]
+__all__ = ["NEVER", "Pieces", "cut", "fold", "tile_rows", "unfold"]
 
 NEVER = 2**30  # the order of a token that no query sees
 
@@ -19,12 +19,13 @@ class Pieces(NamedTuple):
     v_table: Array  # int32 [B, n]
     order: Array  # int32 [B, n*C]: 0 for a page token, r + 1 for new token r, NEVER for neither
     dirty: Array  # int32 [B, steps]: 1 where pages of the pool hold tokens that nobody may see
-    k_new: Array  # [B, pieces + 1, C, K, D], padded with zeros; the last piece is all zeros
+    k_new: Array  # [B, pieces + 1, C, K*D], padded with zeros; the last piece is all zeros
     v_new: Array
 
 
 def cut(
-    pages: Array,
+    count: int,
+    chunk: int,
     k_table: Array,
     v_table: Array,
     lengths: Array,
@@ -34,8 +35,8 @@ def cut(
     queries: int,
     per_step: int,
 ) -> Pieces:
-    """Arguments as in `api.attend`; a step is `per_step` pieces."""
-    count, chunk, kv_heads, dim = pages.shape
+    """`count` pages of `chunk` tokens, the other arguments as in `api.attend`; a step is
+    `per_step` pieces."""
     batch, num_pages = k_table.shape
     tail = k_new.shape[1]
     new_pieces = -(-tail // chunk)
@@ -69,10 +70,10 @@ def cut(
     dirty = jnp.any(partial.reshape(batch, -1, per_step), axis=2)
 
     def new(tokens: Array) -> Array:
-        tokens = jnp.pad(tokens, ((0, 0), (0, (new_pieces + 1) * chunk - tail), (0, 0), (0, 0)))
-        keep = jnp.pad(seen, ((0, 0), (0, chunk)))[:, :, None, None]
+        tokens = jnp.pad(tokens, ((0, 0), (0, (new_pieces + 1) * chunk - tail), (0, 0)))
+        keep = jnp.pad(seen, ((0, 0), (0, chunk)))[:, :, None]
         tokens = jnp.where(keep, tokens, jnp.zeros((), tokens.dtype))
-        return tokens.reshape(batch, new_pieces + 1, chunk, kv_heads, dim)
+        return tokens.reshape(batch, new_pieces + 1, chunk, tokens.shape[2])
 
     return Pieces(
         k_table=table(k_table),
@@ -100,6 +101,14 @@ def fold(q: Array, kv_heads: int, q_start: Array, multiple: int) -> tuple[Array,
         jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0))),
         jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1),
     )
+
+
+def tile_rows(rows: int, most: int, tiles: int) -> int:
+    """Rows of a tile, a multiple of 16 up to `most`: no more than there are, in `tiles` tiles at
+    least, so that no core idles and nothing is computed for rows that do not exist.
+    """
+    tiles = max(tiles, -(-rows // most))
+    return min(most, -(-rows // (16 * tiles)) * 16)
 
 
 def unfold(rows: Array, queries: int, group: int) -> Array:

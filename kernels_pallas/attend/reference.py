@@ -37,11 +37,14 @@ def attend(
 
     def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k_table, v_table, lengths, k_new, v_new, q_start = row
-        keys, values, valid = _context(pages, k_table, v_table, lengths, k_new.dtype)
-        tail = min(k_new.shape[0], v_new.shape[0])
+        tail = k_new.shape[0]
         seen = jnp.arange(tail, dtype=jnp.int32) < q_start + q.shape[0]
-        keys = jnp.concatenate([keys, k_new], axis=0)  # [T, K, D]
-        values = jnp.concatenate([values, jnp.where(seen[:, None, None], v_new, 0)], axis=0)
+        keys, values = k_new, jnp.where(seen[:, None], v_new, 0)  # [T, K*D]
+        valid = jnp.zeros(0, bool)
+        if k_table.shape[0]:
+            old_keys, old_values, valid = _context(pages, k_table, v_table, lengths, k_new.dtype)
+            keys = jnp.concatenate([old_keys, keys], axis=0)
+            values = jnp.concatenate([old_values, values], axis=0)
         return _by_query_blocks(q, keys, values, valid, q_start, logits_bytes)
 
     rows: tuple[Array, ...] = (q, k_table, v_table, lengths, k_new, v_new, q_start)
@@ -59,26 +62,27 @@ def _context(
     lengths: Array,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
-    """The page tokens of one sequence: keys and values [N*C, K, D], valid bool [N*C]."""
-    num_pages, chunk, kv_heads, dim = pages.shape
+    """The page tokens of one sequence: keys and values [N*C, K*D], valid bool [N*C]."""
+    num_pages, chunk, width = pages.shape
     inside = (k_table >= 0) & (k_table < num_pages) & (v_table >= 0) & (v_table < num_pages)
     lengths = jnp.where(inside, lengths, 0)
     valid = jnp.arange(chunk, dtype=jnp.int32)[None, :] < lengths[:, None]  # [N, C]
     keys = jnp.take(pages, k_table, axis=0, mode="clip")
     values = jnp.take(pages, v_table, axis=0, mode="clip")
-    values = jnp.where(valid[:, :, None, None], values, jnp.zeros((), values.dtype))
+    values = jnp.where(valid[:, :, None], values, jnp.zeros((), values.dtype))
     if pages.dtype != dtype:  # bit patterns, of which 0 is 0.0
         keys, values = (lax.bitcast_convert_type(x, dtype) for x in (keys, values))
-    shape = (-1, kv_heads, dim)
-    return keys.reshape(shape), values.reshape(shape), valid.reshape(-1)
+    return keys.reshape(-1, width), values.reshape(-1, width), valid.reshape(-1)
 
 
 def _by_query_blocks(
     q: Array, keys: Array, values: Array, valid: Array, q_start: Array, logits_bytes: int
 ) -> tuple[Array, Array]:
-    """One sequence: q [S, H, D], keys and values [T, K, D] -> out [S, H, D], lse [S, H]."""
+    """One sequence: q [S, H, D], keys and values [T, K*D] -> out [S, H, D], lse [S, H]."""
     queries, heads, dim = q.shape
-    tokens, kv_heads = keys.shape[:2]
+    tokens, kv_heads = keys.shape[0], keys.shape[1] // dim
+    if tokens == 0:
+        return jnp.zeros_like(q), jnp.full((queries, heads), -jnp.inf, jnp.float32)
     block = max(16, logits_bytes // (4 * tokens * (heads // kv_heads)) // 16 * 16)
     if queries <= block:
         return _dense(q, keys, values, valid, q_start)
@@ -96,7 +100,7 @@ def _dense(
     q: Array, keys: Array, values: Array, valid: Array, q_start: Array
 ) -> tuple[Array, Array]:
     queries, heads, dim = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads = keys.shape[1] // dim
     group = heads // kv_heads
     tail = keys.shape[0] - valid.shape[0]
     rows = q.reshape(queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, S, G, D]
@@ -107,15 +111,19 @@ def _dense(
     mask = jnp.repeat(jnp.concatenate([pages_seen, causal], axis=1), group, axis=0)  # [S*G, T]
     outs, lses = [], []
     for head in range(kv_heads):
+        of_head = slice(head * dim, (head + 1) * dim)
         logits = lax.dot_general(
-            rows[head], keys[:, head], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            rows[head],
+            keys[:, of_head],
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
         )
         logits = jnp.where(mask, logits * (1.0 / math.sqrt(dim)), -jnp.inf)  # [S*G, T]
         top = jnp.max(logits, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         out = jnp.dot(
-            weights.astype(values.dtype), values[:, head], preferred_element_type=jnp.float32
+            weights.astype(values.dtype), values[:, of_head], preferred_element_type=jnp.float32
         )
         outs.append((out / jnp.where(total > 0, total, 1.0)).astype(q.dtype))
         lses.append(jnp.where(total > 0, top + jnp.log(total), -jnp.inf)[:, 0])

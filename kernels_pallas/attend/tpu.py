@@ -1,16 +1,16 @@
 # mypy: disallow-untyped-calls=False
 """Paged attention for TPUs: pages arrive by the page table that the grid pipeline reads ahead.
 
-A step takes `pieces` pages of C tokens, all KV heads of them, each through a block spec of its
-own whose index is looked up in the table; the pipeline fetches the next step's while this one
-computes. The list of pieces and the order of tokens are those of `pieces.cut`.
+A step takes as many pages of C tokens as fill it, all KV heads of them side by side, each through a
+block spec of its own whose index is looked up in the table; the pipeline fetches the next step's
+while this one computes. The list of pieces and the order of tokens are those of `pieces.cut`.
+Attention over no pages at all is `tpu_dense`'s.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,28 +19,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
+from ckv_jax.kernels_pallas.attend import tpu_dense
+from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, tile_rows, unfold
+from ckv_jax.kernels_pallas.attend.softmax import LANES, finish, start, update
+from ckv_jax.kernels_pallas.blocks import TpuAttend, tpu_blocks
+from ckv_jax.kernels_pallas.cost import attention_cost
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["AttendBlocks", "attend"]
-
-_LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
+__all__ = ["attend"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttendBlocks:
-    """rows: query rows of one tile; keys: tokens of one step."""
-
-    rows: int = 128
-    keys: int = 128
-
-    def __post_init__(self) -> None:
-        if self.rows % 16 or self.rows < 16:
-            raise ValueError(f"got rows {self.rows}, expected a multiple of 16")
-        if self.keys % 128 or self.keys < 128:
-            raise ValueError(f"got keys {self.keys}, expected a multiple of 128")
-
-
+@functools.partial(jax.jit, static_argnames=("target", "blocks", "interpret"))
 def attend(
     q: Array,
     pages: Array,
@@ -52,7 +41,7 @@ def attend(
     q_start: Array,
     *,
     target: Target,
-    blocks: AttendBlocks = AttendBlocks(),
+    blocks: TpuAttend | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
     """See `api.attend`.
@@ -61,24 +50,28 @@ def attend(
       NotImplementedError: other dtypes than bfloat16 or float32 throughout, or chunks that do not
         divide `blocks.keys`.
     """
-    queries, heads = q.shape[1:3]
-    chunk, kv_heads = pages.shape[1:3]
+    blocks = blocks or tpu_blocks(target).attend
+    batch, queries, heads, dim = q.shape
+    count, chunk, width = pages.shape
+    kv_heads = width // dim
     if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != q.dtype:
         raise NotImplementedError(
             f"got q {q.dtype} and pages {pages.dtype}, expected bfloat16 or float32, both the same"
         )
+    if q.size == 0:
+        return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
+    if k_table.shape[1] == 0:
+        return tpu_dense.attend(q, k_new, v_new, q_start, target=target, interpret=interpret)
     if blocks.keys % chunk:
         raise NotImplementedError(
             f"got chunks of {chunk} tokens, expected a divisor of {blocks.keys}"
         )
-    if q.size == 0:
-        return jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)
     per_step = blocks.keys // chunk
-    tables = (pages, k_table, v_table, lengths, k_new, v_new, q_start)
-    pieces = cut(*tables, queries, per_step)
-    rows, limit = fold(q, kv_heads, q_start, blocks.rows)
-    out, lse = _call(rows, limit, pages, pieces, per_step, blocks, interpret)
     group = heads // kv_heads
+    pieces = cut(count, chunk, k_table, v_table, lengths, k_new, v_new, q_start, queries, per_step)
+    tile = tile_rows(queries * group, blocks.rows, -(-target.cores // batch))
+    rows, limit = fold(q, kv_heads, q_start, tile)
+    out, lse = _call(rows, limit, pages, pieces, per_step, tile, interpret)
     return unfold(out, queries, group), unfold(lse[..., 0], queries, group)
 
 
@@ -88,28 +81,29 @@ def _call(
     pages: Array,
     pieces: Pieces,
     per_step: int,
-    blocks: AttendBlocks,
+    tile: int,
     interpret: Any,
 ) -> tuple[Array, Array]:
     """out [B, K, rows, D] and lse float32 [B, K, rows, 1]."""
     batch, kv_heads, num_rows, dim = rows.shape
-    chunk = pages.shape[1]
-    steps = pieces.order.shape[1] // blocks.keys
+    chunk, width = pages.shape[1:]
+    keys = per_step * chunk
+    steps = pieces.order.shape[1] // keys
 
     def from_pool(table: int, i: int) -> pl.BlockSpec:
         def index(b: Array, t: Array, s: Array, *tables: Any) -> tuple[Any, ...]:
-            return jnp.maximum(tables[table][b, s * per_step + i], 0), 0, 0, 0
+            return jnp.maximum(tables[table][b, s * per_step + i], 0), 0, 0
 
-        return pl.BlockSpec((1, chunk, kv_heads, dim), index)
+        return pl.BlockSpec((1, chunk, width), index)
 
     def from_new(table: int, i: int) -> pl.BlockSpec:
         def index(b: Array, t: Array, s: Array, *tables: Any) -> tuple[Any, ...]:
-            return b, jnp.maximum(-1 - tables[table][b, s * per_step + i], 0), 0, 0, 0
+            return b, jnp.maximum(-1 - tables[table][b, s * per_step + i], 0), 0, 0
 
-        return pl.BlockSpec((1, 1, chunk, kv_heads, dim), index)
+        return pl.BlockSpec((1, 1, chunk, width), index)
 
     def of_tile(heads: int, width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, heads, blocks.rows, width), lambda b, t, s, *_: (b, 0, t, 0))
+        return pl.BlockSpec((1, heads, tile, width), lambda b, t, s, *_: (b, 0, t, 0))
 
     specs, operands = [], []
     for table, new in ((0, pieces.k_new), (1, pieces.v_new)):
@@ -124,21 +118,25 @@ def _call(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, num_rows // blocks.rows, steps),
+            grid=(batch, num_rows // tile, steps),
             in_specs=[
                 of_tile(kv_heads, dim),
                 of_tile(1, 1),
-                pl.BlockSpec((1, 1, blocks.keys), lambda b, t, s, *_: (b, 0, s)),
-                pl.BlockSpec((1, blocks.keys, 1), lambda b, t, s, *_: (b, s, 0)),
+                pl.BlockSpec((1, 1, keys), lambda b, t, s, *_: (b, 0, s)),
+                pl.BlockSpec((1, keys, 1), lambda b, t, s, *_: (b, s, 0)),
                 *specs,
             ],
             out_specs=(of_tile(kv_heads, dim), of_tile(kv_heads, 1)),
             scratch_shapes=[
-                pltpu.VMEM((kv_heads, blocks.rows, dim), jnp.float32),
-                pltpu.VMEM((kv_heads, blocks.rows, 1), jnp.float32),
-                pltpu.VMEM((kv_heads, blocks.rows, 1), jnp.float32),
+                pltpu.VMEM((kv_heads, tile, dim), jnp.float32),
+                pltpu.VMEM((kv_heads, tile, LANES), jnp.float32),
+                pltpu.VMEM((kv_heads, tile, LANES), jnp.float32),
             ],
         ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=attention_cost(rows, steps * keys, num_rows // tile),
         interpret=interpret,
     )(
         pieces.k_table,
@@ -168,12 +166,10 @@ def _kernel(
 
     @pl.when(step == 0)
     def _start() -> None:
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-        top_ref[...] = jnp.full_like(top_ref, _LOWEST)
-        total_ref[...] = jnp.zeros_like(total_ref)
+        start(acc_ref, top_ref, total_ref)
 
     def gathered(table_ref: Any, of_pieces: list[Any]) -> Array:
-        """[keys, K, D]"""
+        """[keys, K*D]"""
         parts = []
         for i in range(per_step):
             pool, new = of_pieces[2 * i], of_pieces[2 * i + 1]
@@ -184,27 +180,19 @@ def _kernel(
     values = gathered(v_table_ref, piece_refs[2 * per_step :])
     seen = order_ref[0] <= limit_ref[0, 0]  # [1, keys] <= [rows, 1]
     usable = order_column_ref[0] < NEVER  # [keys, 1]
+    values = jnp.where(usable, values, jnp.zeros((), values.dtype))
+    dim = rows_ref.shape[3]
     for head in range(rows_ref.shape[1]):
+        of_head = slice(head * dim, (head + 1) * dim)
         x = lax.dot_general(
             rows_ref[0, head],
-            keys[:, head],
+            keys[:, of_head],
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        x = jnp.where(seen, x * scale, _LOWEST)  # [rows, keys]
-        old = top_ref[head]
-        top = jnp.maximum(old, jnp.max(x, axis=1, keepdims=True))
-        p = jnp.where(seen, jnp.exp(x - top), 0.0)
-        shrink = jnp.exp(old - top)
-        total_ref[head] = total_ref[head] * shrink + jnp.sum(p, axis=1, keepdims=True)
-        value = jnp.where(usable, values[:, head], jnp.zeros((), values.dtype))
-        part = jnp.dot(p.astype(value.dtype), value, preferred_element_type=jnp.float32)
-        acc_ref[head] = acc_ref[head] * shrink + part
-        top_ref[head] = top
+        update(x, seen, values[:, of_head], acc_ref, top_ref, total_ref, head, scale)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _finish() -> None:
-        total = total_ref[...]
-        divisor = jnp.where(total > 0, total, 1.0)
-        out_ref[0] = (acc_ref[...] / divisor).astype(out_ref.dtype)
-        lse_ref[0] = jnp.where(total > 0, top_ref[...] + jnp.log(divisor), -jnp.inf)
+        out, lse_ref[0] = finish(acc_ref, top_ref, total_ref, scale)
+        out_ref[0] = out.astype(out_ref.dtype)

@@ -8,7 +8,6 @@ that several share a multiprocessor and keep enough bytes in flight without a pi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,23 +16,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ckv_jax.kernels_pallas.blocks import GpuGather, gpu_blocks
 from ckv_jax.kernels_pallas.capability import require_tma
+from ckv_jax.kernels_pallas.cost import copy_cost, of_gpu
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["GatherBlocks", "gather"]
+__all__ = ["gather"]
 
 _BOX = 256  # a TMA box has at most this many elements along one dimension
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherBlocks:
-    """bytes: the part of a page that one thread block moves, at most."""
-
-    bytes: int = 32 * 1024
-
-    def __post_init__(self) -> None:
-        if not 128 <= self.bytes <= 112 * 1024:
-            raise ValueError(f"got bytes {self.bytes}, expected 128 to {112 * 1024}")
 
 
 def gather(
@@ -41,7 +31,7 @@ def gather(
     table: Array,
     *,
     target: Target,
-    blocks: GatherBlocks = GatherBlocks(),
+    blocks: GpuGather | None = None,
     interpret: Any = None,
 ) -> Array:
     """See `api.gather`.
@@ -51,6 +41,7 @@ def gather(
         multiple of 16, and its number of elements must have a fitting divisor).
     """
     require_tma(target)
+    blocks = blocks or gpu_blocks(target).gather
     count, *page = pages.shape
     rows, columns = _box(math.prod(page), pages.dtype.itemsize, blocks.bytes)
     parts = math.prod(page) // (rows * columns)
@@ -85,6 +76,7 @@ def gather(
         grid_names=("unit",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        **of_gpu(plgpu.kernel, copy_cost(batch * entries * math.prod(page) * pages.dtype.itemsize)),
     )(pages.reshape(count, parts, rows, columns), table.reshape(-1))
     copied: Array = out.reshape(batch, entries, *page)
     return copied

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import jax
@@ -13,20 +13,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ckv_jax.kernels_pallas.blocks import TpuGather, tpu_blocks
+from ckv_jax.kernels_pallas.cost import copy_cost
+from ckv_jax.kernels_pallas.gather import tpu_rows
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["GatherBlocks", "gather"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherBlocks:
-    """entries: table entries of one grid step, whose copies are in flight together."""
-
-    entries: int = 16
-
-    def __post_init__(self) -> None:
-        if self.entries < 1:
-            raise ValueError(f"got entries {self.entries}, expected at least 1")
+__all__ = ["gather"]
 
 
 def gather(
@@ -34,33 +26,35 @@ def gather(
     table: Array,
     *,
     target: Target,
-    blocks: GatherBlocks = GatherBlocks(),
+    blocks: TpuGather | None = None,
     interpret: Any = False,
 ) -> Array:
     """See `api.gather`.
 
     Raises:
-      NotImplementedError: pages of less than two dimensions (a DMA moves whole tiles).
+      NotImplementedError: pages of one dimension that `tpu_rows` cannot take.
     """
+    blocks = blocks or tpu_blocks(target).gather
     count, *page = pages.shape
-    if len(page) < 2:
-        raise NotImplementedError(f"got pages of shape {page}, expected at least 2 dimensions")
     batch, entries = table.shape
     total = batch * entries
     if total == 0:
         return jnp.zeros((batch, entries, *page), pages.dtype)
+    if len(page) == 1:
+        return tpu_rows.gather(pages, table, interpret=interpret)
     zeros = jnp.zeros((1, *page), pages.dtype)
-    any_space = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     out = pl.pallas_call(
         functools.partial(_kernel, count=count, total=total, step=blocks.entries),
         out_shape=jax.ShapeDtypeStruct((total, *page), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(total, blocks.entries),),
-            in_specs=[any_space, any_space],
-            out_specs=any_space,
+            in_specs=[in_hbm, in_hbm],
+            out_specs=in_hbm,
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
+        cost_estimate=copy_cost(total * math.prod(page) * pages.dtype.itemsize),
         interpret=interpret,
     )(table.reshape(-1), pages, zeros)
     copied: Array = out.reshape(batch, entries, *page)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,35 +19,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ckv_jax.kernels_pallas.blocks import GpuScore, gpu_blocks
 from ckv_jax.kernels_pallas.capability import require_wgmma
+from ckv_jax.kernels_pallas.cost import of_gpu, score_cost
 from ckv_jax.kernels_pallas.score.mosaic_gpu_keys import KeyBlocks, key_blocks
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["ScoreBlocks", "score"]
+__all__ = ["score"]
 
 _ROWS = 64  # of one WGMMA
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreBlocks:
-    """keys: of one step; steps: how many of them are loaded ahead; thread_blocks: into how many
-    the work is split at least, if there are as many steps (the multiprocessors of a card).
-    """
-
-    keys: int = 64
-    steps: int = 2
-    thread_blocks: int = 132
-
-    def __post_init__(self) -> None:
-        if self.keys % 64 or self.keys < 64:
-            raise ValueError(f"got keys {self.keys}, expected a multiple of 64")
-        if self.steps < 1 or self.thread_blocks < 1:
-            raise ValueError(f"got {self.steps} and {self.thread_blocks}, expected at least 1")
-
-
+@functools.partial(jax.jit, static_argnames=("chunk_tokens", "target", "blocks", "interpret"))
 def score(
     q: Array,
     probe: Probe,
@@ -57,7 +42,7 @@ def score(
     chunk_tokens: int,
     *,
     target: Target,
-    blocks: ScoreBlocks = ScoreBlocks(),
+    blocks: GpuScore | None = None,
     interpret: Any = None,
 ) -> Array:
     """See `api.score`.
@@ -68,6 +53,7 @@ def score(
         16 of 8 dims each (product quantisation).
     """
     require_wgmma(target)
+    blocks = blocks or gpu_blocks(target).score
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -81,7 +67,8 @@ def score(
     rows, valid = fold_queries(q, kv_heads, q_lengths, _ROWS)  # [B, K, rows, D], [B, rows]
     steps = pl.cdiv(probe.shape[0], blocks.keys)
     units = rows.shape[0] * kv_heads * (rows.shape[2] // _ROWS)
-    splits = min(steps, max(1, blocks.thread_blocks // units))
+    share = max(1, steps * units // target.cores)
+    splits = pl.cdiv(steps, share)
     limit = num_tokens.reshape(1)
 
     tops, totals = _stream(rows, plan, limit, None, probe.shape[0], splits, blocks, interpret)
@@ -102,7 +89,7 @@ def _stream(
     lse: Array | None,
     tokens: int,
     splits: int,
-    blocks: ScoreBlocks,
+    blocks: GpuScore,
     interpret: Any,
 ) -> tuple[Array, ...]:
     """Without lse: maxima and sums of exponentials, [B, K, splits, rows] both. With lse
@@ -207,5 +194,6 @@ def _stream(
         grid_names=("unit", "tile", "split"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        **of_gpu(plgpu.kernel, score_cost(rows, tokens, plan.nbytes, 1)),
     )(*operands)
     return outs

@@ -17,6 +17,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 __all__ = ["KeyBlocks", "key_blocks"]
 
 _SUBSPACES = 16  # whose codebooks, 8 KiB each, fit into shared memory
+_STRIP = 32  # columns of one-hot codes made at a time
 _PAIR = 16  # dims of the two sub-vectors that one product-quantisation matmul decodes
 
 
@@ -37,6 +38,11 @@ class KeyBlocks:
     prepare: Callable[[Sequence[Any], Sequence[Any], Array, Any], None]
     load: Callable[[Sequence[Any], Sequence[Any], Array, Array, Array | int, Any], None]
     decode: Callable[[Sequence[Any], Array], tuple[Any, Array | None]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the operands."""
+        return sum(x.size * x.dtype.itemsize for x in self.operands)
 
 
 def key_blocks(probe: Probe, dtype: Any, keys: int, steps: int) -> KeyBlocks:
@@ -179,9 +185,11 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
             def dot(acc_ref: Any) -> Any:
                 for i in range(2):
                     code = codes[slot, 2 * pair + i].astype(jnp.int32)
-                    entry = lax.broadcasted_iota(jnp.int32, (keys, size), 1)
-                    hit = entry == lax.broadcast_in_dim(code, (keys, size), (0,))
-                    one_hot[...] = jnp.where(hit, 1.0, 0.0).astype(dtype)
+                    for first in range(0, size, _STRIP):  # all at once would not fit registers
+                        entry = lax.broadcasted_iota(jnp.int32, (keys, _STRIP), 1) + first
+                        hit = entry == lax.broadcast_in_dim(code, entry.shape, (0,))
+                        strip = jnp.where(hit, 1.0, 0.0).astype(dtype)
+                        one_hot[:, pl.ds(first, _STRIP)] = strip
                     plgpu.commit_smem()
                     plgpu.wgmma(acc_ref, one_hot, book.at[2 * pair + i])
                     plgpu.wgmma_wait(0)

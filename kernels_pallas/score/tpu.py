@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,29 +19,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ckv_jax.kernels_pallas.attend.pieces import tile_rows
+from ckv_jax.kernels_pallas.blocks import TpuScore, tpu_blocks
+from ckv_jax.kernels_pallas.cost import score_cost
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["ScoreBlocks", "score"]
+__all__ = ["score"]
 
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreBlocks:
-    """rows: query rows of one tile; keys: of one step."""
-
-    rows: int = 128
-    keys: int = 512
-
-    def __post_init__(self) -> None:
-        if self.rows % 16 or self.rows < 16:
-            raise ValueError(f"got rows {self.rows}, expected a multiple of 16")
-        if self.keys % 128 or self.keys < 128:
-            raise ValueError(f"got keys {self.keys}, expected a multiple of 128")
-
-
+@functools.partial(jax.jit, static_argnames=("chunk_tokens", "target", "blocks", "interpret"))
 def score(
     q: Array,
     probe: Probe,
@@ -51,7 +40,7 @@ def score(
     chunk_tokens: int,
     *,
     target: Target,
-    blocks: ScoreBlocks = ScoreBlocks(),
+    blocks: TpuScore | None = None,
     interpret: Any = False,
 ) -> Array:
     """See `api.score`. Codes are brought into head-major order first, still compressed.
@@ -59,6 +48,7 @@ def score(
     Raises:
       NotImplementedError: other queries than bfloat16 or float32, or keys as bit patterns.
     """
+    blocks = blocks or tpu_blocks(target).score
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -67,14 +57,17 @@ def score(
         raise NotImplementedError(f"got keys as bit patterns {probe.keys.dtype}, expected floats")
     if q.size == 0:
         return jnp.zeros((q.shape[0], tokens // chunk_tokens), jnp.float32)
-    rows, valid = fold_queries(q, kv_heads, q_lengths, blocks.rows)
+    group_rows = q.shape[1] * (q.shape[2] // kv_heads)
+    cores = -(-target.cores // (q.shape[0] * kv_heads))
+    tile = tile_rows(group_rows, blocks.rows, cores)
+    rows, valid = fold_queries(q, kv_heads, q_lengths, tile)
     batch, _, num_rows, _ = rows.shape
-    tiles, steps = num_rows // blocks.rows, pl.cdiv(tokens, blocks.keys)
+    tiles, steps = num_rows // tile, pl.cdiv(tokens, blocks.keys)
     rows, operands, specs, logits = _head_major(rows, probe, blocks.keys)
 
     def of_tile(width: int, heads: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (1, 1, blocks.rows, width),
+            (1, 1, tile, width),
             lambda b, h, t, sweep, s, limit: (b, h if heads > 1 else 0, t, 0),
         )
 
@@ -89,8 +82,12 @@ def score(
                 (1, 1, 1, 1, blocks.keys),
                 lambda b, h, t, sweep, s, limit: (b, h, t, 0, s * sweep),
             ),
-            scratch_shapes=[pltpu.VMEM((blocks.rows, 1), jnp.float32)] * 2,
+            scratch_shapes=[pltpu.VMEM((tile, 1), jnp.float32)] * 2,
         ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary")
+        ),
+        cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 2),
         interpret=interpret,
     )(
         num_tokens.reshape(1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from kernel_targets import OF
+
+from ckv_jax.kernels_pallas import blocks
 
 # JAX 0.10's GPU interpreter cannot follow a transposed reference, which every WGMMA here takes.
 _INTERPRETS_WGMMA = jax.__version_info__ >= (0, 11)
@@ -48,8 +49,8 @@ def kernel(implementation: str) -> Callable[..., Any]:
         if implementation == "mosaic_gpu" and name != "gather" and not _INTERPRETS_WGMMA:
             pytest.skip("this JAX's GPU interpreter has no transposed references")
         if options:
-            blocks = getattr(sys.modules[function.__module__], f"{name.capitalize()}Blocks")
-            options = {"blocks": blocks(**options[implementation])}
+            name = {"tpu": "Tpu", "mosaic_gpu": "Gpu"}[implementation] + name.capitalize()
+            options = {"blocks": getattr(blocks, name)(**options[implementation])}
         where = {"target": OF[implementation], "interpret": _interpreter(implementation)}
         return function(*args, **where, **options)
 

@@ -32,12 +32,19 @@ class Case:
 CASES = {
     "invalid and partial pages": Case(),
     "more rows than a tile": Case(queries=37, heads=6, new=40, start=(2, -5)),
+    "no pages": Case(table=((), ()), lengths=((), ()), queries=150, new=150, start=(0, -60)),
+    "no pages, keys before": Case(table=((), ()), lengths=((), ()), new=300, start=(280, 130)),
     "nothing to see": Case(lengths=((0,) * 5,) * 2, start=(-9, -20)),
 }
 FURTHER_CASES = {
     "chunks of 16": Case(chunk=16),
     "no new tokens": Case(new=0, start=(0, 0)),
-    "no pages": Case(table=((), ()), lengths=((), ())),
+    "a page or two": Case(table=((3, 3), (2, 7)), lengths=((64, 9), (64, 64)), new=2, start=(0, 0)),
+    "no pages, float32": Case(table=((), ()), lengths=((), ()), dtype="float32", dim=32),
+    "no pages, one head of 128": Case(
+        table=((), ()), lengths=((), ()), dim=128, kv_heads=1, heads=3, new=64, start=(50, 0)
+    ),
+    "nothing at all": Case(table=((), ()), lengths=((), ()), new=0, start=(0, 0)),
     "one query": Case(queries=1, heads=2, new=1, start=(0, 0)),
     "float16": Case(dtype="float16", dim=128),
     "float32": Case(dtype="float32", dim=32, heads=2),
@@ -66,21 +73,28 @@ def arguments(case: Case) -> tuple[Any, ...]:
     pages[~seen] = np.nan
     for b in range(batch):
         new[:, b, max(0, case.start[b] + case.queries) :] = np.nan
+
+    def rows(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(x.reshape(*x.shape[:2], case.kv_heads * case.dim), case.dtype)
+
     return (
         jnp.asarray(q, case.dtype),
-        jnp.asarray(pages, case.dtype),
+        rows(pages),
         jnp.asarray(table),
         jnp.asarray(v_table),
         jnp.asarray(lengths),
-        jnp.asarray(new[0], case.dtype),
-        jnp.asarray(new[1], case.dtype),
+        rows(new[0]),
+        rows(new[1]),
         jnp.asarray(case.start, jnp.int32),
     )
 
 
 def expected(args: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Token by token in float64."""
-    q, pages, k_new, v_new = (np.asarray(args[i], np.float64) for i in (0, 1, 5, 6))
+    q, *kv = (np.asarray(args[i], np.float64) for i in (0, 1, 5, 6))
+    pages, k_new, v_new = (
+        x.reshape(*x.shape[:2], x.shape[2] // q.shape[3], q.shape[3]) for x in kv
+    )
     k_table, v_table, lengths, start = (np.asarray(args[i]) for i in (2, 3, 4, 7))
     batch, queries, heads, dim = q.shape
     count, chunk, kv_heads, _ = pages.shape
@@ -182,8 +196,8 @@ def test_merge_of_parts_is_the_whole() -> None:
         (0, jnp.zeros((2, 9, 3, 64), jnp.bfloat16), "K | H"),
         (2, jnp.zeros((2, 4), jnp.int32), "got v_table|got lengths"),
         (4, jnp.zeros((2, 5)), "got lengths float32"),
-        (5, jnp.zeros((2, 12, 2, 64)), "got k_new float32"),
-        (6, jnp.zeros((2, 11, 2, 64), jnp.bfloat16), "got k_new"),
+        (5, jnp.zeros((2, 12, 128)), "got k_new float32"),
+        (6, jnp.zeros((2, 11, 128), jnp.bfloat16), "got k_new"),
         (7, jnp.zeros(3, jnp.int32), "got q_start"),
     ],
 )

@@ -42,13 +42,23 @@ def test_gather(lower: Callable[..., None], dtype: str) -> None:
     lower(gather, pages, shaped(jnp.int32, 1, 79))
 
 
-def test_attend(lower: Callable[..., None]) -> None:
-    table = shaped(jnp.int32, 2, 79)
-    new = shaped(jnp.bfloat16, 2, QUERIES, KV_HEADS, DIM)
+def test_gather_of_tokens(lower: Callable[..., None]) -> None:
+    tokens = shaped(jnp.bfloat16, 512 * CHUNK, KV_HEADS * DIM)
+    lower(gather, tokens, shaped(jnp.int32, 2, 250))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(HEADS, KV_HEADS, DIM), (14, 2, 64)])
+@pytest.mark.parametrize("chunks", [0, 16, 79])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_attend(
+    lower: Callable[..., None], heads: int, kv_heads: int, dim: int, chunks: int, chunk: int
+) -> None:
+    table = shaped(jnp.int32, 2, chunks)
+    new = shaped(jnp.bfloat16, 2, QUERIES, kv_heads * dim)
     lower(
         attend,
-        shaped(jnp.bfloat16, 2, QUERIES, HEADS, DIM),
-        shaped(jnp.bfloat16, 512, CHUNK, KV_HEADS, DIM),
+        shaped(jnp.bfloat16, 2, QUERIES, heads, dim),
+        shaped(jnp.bfloat16, 512, chunk, kv_heads * dim),
         table,
         table,
         table,

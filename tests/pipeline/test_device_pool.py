@@ -12,7 +12,7 @@ from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.staging import Staging
 
-SHAPE = (2, 2, 4, 1, 8)
+SHAPE = (2, 2, 4, 8)
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
 

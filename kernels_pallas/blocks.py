@@ -1,0 +1,150 @@
+"""Block sizes of every kernel, by target: the one table.
+
+Sizes follow from what the compilers say of each (instructions, registers, spills, on-chip memory),
+and from how many blocks it takes to occupy a chip at batch 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ckv_jax.kernels_pallas.target import Target
+
+__all__ = [
+    "GpuAttend",
+    "GpuBlocks",
+    "GpuGather",
+    "GpuScore",
+    "TpuAttend",
+    "TpuBlocks",
+    "TpuDense",
+    "TpuGather",
+    "TpuScore",
+    "gpu_blocks",
+    "tpu_blocks",
+]
+
+
+def _multiple(name: str, value: int, of: int) -> None:
+    if value % of or value < of:
+        raise ValueError(f"got {name} {value}, expected a multiple of {of}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuAttend:
+    """rows: query rows of one tile; keys: tokens of one step."""
+
+    rows: int = 128
+    keys: int = 128
+
+    def __post_init__(self) -> None:
+        _multiple("rows", self.rows, 16)
+        _multiple("keys", self.keys, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuDense:
+    """rows: query rows of one tile; keys: tokens of one step. Of attention over no pages."""
+
+    rows: int = 512
+    keys: int = 1024
+
+    def __post_init__(self) -> None:
+        _multiple("rows", self.rows, 16)
+        _multiple("keys", self.keys, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuScore:
+    """rows: query rows of one tile; keys: of one step."""
+
+    rows: int = 128
+    keys: int = 512
+
+    def __post_init__(self) -> None:
+        _multiple("rows", self.rows, 16)
+        _multiple("keys", self.keys, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuGather:
+    """entries: table entries of one grid step, whose copies are in flight together."""
+
+    entries: int = 16
+
+    def __post_init__(self) -> None:
+        _multiple("entries", self.entries, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAttend:
+    """keys: tokens of one step at most; steps: how many of them are loaded ahead."""
+
+    keys: int = 64
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.keys != 32:
+            _multiple("keys", self.keys, 64)
+        _multiple("steps", self.steps, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuScore:
+    """keys: of one step; steps: how many of them are loaded ahead."""
+
+    keys: int = 64
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        _multiple("keys", self.keys, 64)
+        _multiple("steps", self.steps, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuGather:
+    """bytes: the part of a page that one thread block moves, at most."""
+
+    bytes: int = 32 * 1024
+
+    def __post_init__(self) -> None:
+        if not 128 <= self.bytes <= 112 * 1024:
+            raise ValueError(f"got bytes {self.bytes}, expected 128 to {112 * 1024}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuBlocks:
+    """What the kernels take on one generation of TPUs."""
+
+    attend: TpuAttend = field(default_factory=TpuAttend)
+    dense: TpuDense = field(default_factory=TpuDense)
+    score: TpuScore = field(default_factory=TpuScore)
+    gather: TpuGather = field(default_factory=TpuGather)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBlocks:
+    """What the kernels take on one family of GPUs."""
+
+    attend: GpuAttend = field(default_factory=GpuAttend)
+    score: GpuScore = field(default_factory=GpuScore)
+    gather: GpuGather = field(default_factory=GpuGather)
+
+
+_TPU: Mapping[str, TpuBlocks] = MappingProxyType({"": TpuBlocks()})
+"""By the beginning of the device's name; the longest that fits holds."""
+_GPU: Mapping[int, GpuBlocks] = MappingProxyType({9: GpuBlocks()})
+"""By the major compute capability; where there is none, Hopper's."""
+
+
+def tpu_blocks(target: Target) -> TpuBlocks:
+    """The block sizes for a TPU."""
+    return _TPU[max((name for name in _TPU if target.kind.startswith(name)), key=len)]
+
+
+def gpu_blocks(target: Target) -> GpuBlocks:
+    """The block sizes for a GPU."""
+    major = target.capability[0] if target.capability else 9
+    return _GPU.get(major, _GPU[9])

@@ -1,0 +1,88 @@
+# mypy: disallow-untyped-calls=False
+"""Gather of single rows for TPUs: a DMA moves whole tiles, the row is picked from them on chip."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ckv_jax.kernels_pallas.cost import copy_cost
+
+__all__ = ["gather"]
+
+_TILE_ROWS = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float32): 8}
+
+
+def gather(rows: Array, table: Array, *, interpret: Any = False) -> Array:
+    """`api.gather` of pages [P, W] that are one row each.
+
+    Raises:
+      NotImplementedError: other dtypes than bfloat16 or float32, rows that are no whole lanes, or
+        a number of them that is no whole tiles.
+    """
+    count, width = rows.shape
+    tile = _TILE_ROWS.get(rows.dtype, 0)
+    if not tile or width % 128 or count % tile:
+        raise NotImplementedError(
+            f"got rows {rows.dtype}{rows.shape}, expected bfloat16 or float32, a multiple of "
+            "16 or 8 rows of a multiple of 128"
+        )
+    total = table.size
+    steps = pl.cdiv(total, tile)
+    numbers = jnp.pad(table.reshape(-1), (0, steps * tile - total), constant_values=-1)
+    out = pl.pallas_call(
+        functools.partial(_kernel, count=count),
+        out_shape=jax.ShapeDtypeStruct((steps * tile, width), rows.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(steps,),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=pl.BlockSpec((tile, width), lambda s, *_: (s, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((tile, tile, width), rows.dtype),
+                pltpu.SemaphoreType.DMA,
+            ],
+        ),
+        cost_estimate=copy_cost(steps * tile * tile * width * rows.dtype.itemsize),
+        interpret=interpret,
+    )(numbers, rows.reshape(count // tile, tile, width))
+    return out[:total].reshape(*table.shape, width)
+
+
+def _kernel(
+    table_ref: Any, rows_ref: Any, out_ref: Any, tiles_ref: Any, done: Any, *, count: int
+) -> None:
+    size = out_ref.shape[0]
+    first = pl.program_id(0) * size
+    numbers = [table_ref[first + i] for i in range(size)]
+    valid = [jnp.logical_and(number >= 0, number < count) for number in numbers]
+    numbers = [jnp.where(good, number, 0) for good, number in zip(valid, numbers, strict=True)]
+    copies = [
+        pltpu.make_async_copy(rows_ref.at[lax.div(number, size)], tiles_ref.at[i], done)
+        for i, number in enumerate(numbers)
+    ]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
+    # As 32-bit words, so that every bit is kept: one row of a tile, or two rows of 16 bits.
+    packed = 4 // rows_ref.dtype.itemsize
+    words = [pltpu.bitcast(tiles_ref[i], jnp.int32) for i in range(size)]
+    place = lax.broadcasted_iota(jnp.int32, words[0].shape, 0)
+    picked = []
+    for good, number, word in zip(valid, numbers, words, strict=True):
+        row = lax.rem(number, size)
+        mine = jnp.logical_and(place == lax.div(row, packed), good)
+        bits = jnp.sum(jnp.where(mine, word, 0), axis=0, keepdims=True)
+        if packed == 2:
+            bits = lax.shift_right_logical(bits, 16 * lax.rem(row, 2)) & 0xFFFF
+        picked.append(bits)
+    if packed == 2:
+        picked = [low | (high << 16) for low, high in zip(picked[::2], picked[1::2], strict=True)]
+    out_ref[...] = pltpu.bitcast(jnp.concatenate(picked, axis=0), out_ref.dtype)
