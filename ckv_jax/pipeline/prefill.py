@@ -175,7 +175,8 @@ class Prefill:
         if not self._sliced:  # the rows past the window have served blocks that began before it
             for step, pairs in enumerate(self._buffers):  # one at a time: no second copy of all
                 kept = tuple((k[:, : self._window], v[:, : self._window]) for k, v in pairs)
-                self._buffers[step] = jax.block_until_ready(kept)
+                kept[-1][1].block_until_ready()
+                self._buffers[step] = kept
             self._sliced = True
         new = []
         resident = [pair for step in self._buffers for pair in step]

@@ -52,7 +52,8 @@ def gather(rows: Array, table: Array, *, interpret: Any = False) -> Array:
         cost_estimate=copy_cost(steps * tile * tile * width * rows.dtype.itemsize),
         interpret=interpret,
     )(numbers, rows.reshape(count // tile, tile, width))
-    return out[:total].reshape(*table.shape, width)
+    found: Array = out[:total].reshape(*table.shape, width)
+    return found
 
 
 def _kernel(
