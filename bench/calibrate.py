@@ -36,8 +36,10 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 LOOP_S = 0.15
-_SCORING = ("select", "project", "_by_keys", "_by_probe")
-_LAYERS = ("run",)
+_CUT = "_latest"
+"""Takes the tokens that score out of a hidden state: a part of the selection that follows it."""
+_SCORING = ("select", "project", "by_keys", "_by_probe")
+_LAYERS = ("run", "attend_tokens", "attend_all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +131,13 @@ def calls_of(engine: Engine, recording: Recording, total: float) -> Calls:
     compute: list[float] = []
     scoring: list[float] = []  # since the layers before
     guesses: list[float] = []
+    cut = 0.0
     for call, seconds in zip(recording.calls[1:-1], each[1:-1].tolist(), strict=True):
-        if call.name in _SCORING:
-            scoring.append(seconds)
+        if call.name == _CUT:
+            cut += seconds
+        elif call.name in _SCORING:
+            scoring.append(cut + seconds)
+            cut = 0.0
         elif call.name in _LAYERS:
             if engine.system.chunked:  # first for itself, then perhaps for the period after
                 guesses += scoring[1:]
