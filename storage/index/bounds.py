@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.errors import PrefixNotFound, StoreFull, StoreUnavailable
+from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged, StoreFull, StoreUnavailable
 from ckv_jax.storage.index.eviction import Plan
 from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.index.wishes import Wish
-from ckv_jax.storage.place.files import Files
+from ckv_jax.storage.place.files import Claim, Files
 
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
 _TRIES = 5  # to get room that others want, too
@@ -69,7 +69,7 @@ class Bounds:
                         plan.drop()
                         raise StoreFull(
                             f"{num_bytes} bytes do not fit in {_bound(whose, limits[whose])}: what "
-                            "is stored is pinned, continued by others, or being read"
+                            "is stored is pinned, continued by others, being read, or unreadable"
                         )
                 text = " and ".join(_bound(w, limits[w]) for w in over)
                 remove(plan, f"made room for {num_bytes} bytes in {text}: ")
@@ -131,9 +131,19 @@ class Bounds:
             policy=self._config.eviction,
             keep=keep,
             wishes=wishes,
-            claim=self._files.claim,
+            claim=self._claim,
             now=time.time(),
         )
+
+    def _claim(self, segment_id: str) -> Claim | None:
+        """Take a segment for removal; None while somebody reads it, or its manifest is unread."""
+        try:
+            self._files.manifest(segment_id)
+        except StoreUnavailable:
+            return None
+        except SegmentDamaged:
+            pass  # free to go
+        return self._files.claim(segment_id)
 
     @contextmanager
     def _emptying(self) -> Iterator[Callable[[Plan, str], None]]:

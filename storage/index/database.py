@@ -174,10 +174,10 @@ class Database:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             self._ready(db)
+            after = _identity(self._path)
         except BaseException:
             db.close()
             raise
-        after = _identity(self._path)
         return db, after if before in (after, _ABSENT) else _ABSENT
 
     def _ready(self, db: sqlite3.Connection) -> None:
