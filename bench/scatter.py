@@ -49,9 +49,9 @@ def chosen(lab: Lab, engine: Engine, question: int, budget: float) -> Chosen:
     agreement = np.ones(layers)
     layer = 0
     for call, result in zip(found.calls, found.results, strict=True):
-        if call.name == "run":
+        if call.name in ("attend_tokens", "attend_all"):  # a layer ends
             layer += 1
-        if call.name not in ("_by_probe", "_by_keys"):
+        if call.name not in ("_by_probe", "by_keys"):
             continue
         ids, _, _, agreed, weight = (np.asarray(leaf) for leaf in result)
         tokens[layer] = False  # of the probe, if the layer fell back

@@ -32,7 +32,6 @@ from ckv_jax.kernels_pallas.target import Target
 __all__ = ["attend"]
 
 _ROWS = 64  # of one WGMMA
-_FEW_KEYS = 32  # of a step where steps are few
 _LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
 
 
@@ -75,10 +74,7 @@ def attend(
     tiles = rows.shape[2] // _ROWS
     units = batch * kv_heads * tiles
     dense = k_table.shape[1] == 0
-    keys, tokens = blocks.keys, k_table.shape[1] * chunk + k_new.shape[1]
-    few = pl.cdiv(tokens, keys) * units < target.cores  # whole steps would leave some idle
-    if few and (dense or _FEW_KEYS % chunk == 0):
-        keys = min(keys, _FEW_KEYS)
+    keys = blocks.keys
     if dense:
         chunk = keys
     if chunk % 8 or keys % chunk:

@@ -49,7 +49,7 @@ def test_slots_for_rounds_down() -> None:
         (lambda: slots_for(-1, 4), "budget of -1"),
         (lambda: slots_for(4, 0), "packs of 0"),
         (lambda: HostPool(-1, SHAPE, np.float32), "-1 slots"),
-        (lambda: HostPool(1, (), np.float32), "pack shape"),
+        (lambda: HostPool(1, (), np.float32), "slot shape"),
         (lambda: HostPool(1, SHAPE, np.float32).write(np.zeros(1, np.int32), packs(1)), "bfloat16"),
         (
             lambda: HostPool(1, SHAPE, np.float32).read(

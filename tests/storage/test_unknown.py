@@ -298,7 +298,7 @@ def test_a_manifest_that_cannot_be_read_stays_and_others_are_evicted(
     if not indexed:
         (folder / "catalog.sqlite").unlink()
     with unreadable(monkeypatch, lost.segment_id):
-        with ChunkStore.open(folder, config=StoreConfig(max_bytes=3 * size + size // 2)) as store:
+        with ChunkStore.open(folder, config=StoreConfig(max_bytes=4 * size)) as store:
             ingest(store, some_tokens(64, 3))
             (new,) = ingest(store, some_tokens(64, 4)).spans
             assert store.stats()["evicted"]
