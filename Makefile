@@ -3,6 +3,8 @@
 #   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_cli.py narrows it)
 #   make lint        style and types
 #   make mutants     small wrong changes, and whether the tests notice (hours; ARGS="--count 20")
+#   make aot         every program of a request through the compilers of TPUs and GPUs (1.1 GB are installed
+#                    into the user's cache folder; ARGS="--target v5e --model 0.5B --json OUT" narrows it)
 #   make docs        build/docs/index.html from the docstrings
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
@@ -17,7 +19,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types mutants docs clean
+.PHONY: demo test lint types mutants aot docs clean
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
@@ -37,6 +39,10 @@ types: $(VENV)/.tested
 
 mutants: $(VENV)/.mutable
 	$(VENV)/bin/python -m tests.mutants $(ARGS)
+
+aot: $(VENV)/.tested
+	-@$(VENV)/bin/python -m bench.aot.compilers
+	@$(VENV)/bin/python -m bench.aot $(ARGS)
 
 docs: $(VENV)/.documented
 	@$(VENV)/bin/python docs/build.py build/docs

@@ -134,6 +134,12 @@ def script(
     )
 
 
+def layer_s(model: ModelConfig, accelerator: Accelerator, suffix: int, attended: float) -> float:
+    """One layer over `suffix` new tokens that attend to so many others, bf16."""
+    row = 2 * model.num_kv_heads * model.head_dim
+    return _time(accelerator, *_layer(model, suffix, attended, row))
+
+
 def recompute_s(model: ModelConfig, accelerator: Accelerator, tokens: int) -> float:
     """A dense prefill of `tokens`: compute-bound."""
     row = 2 * model.num_kv_heads * model.head_dim

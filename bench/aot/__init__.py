@@ -1,0 +1,1 @@
+"""Every program of a request through the real compilers of accelerators that are not here."""

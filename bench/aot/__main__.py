@@ -1,0 +1,142 @@
+"""Every program of a request, compiled for TPUs and GPUs that are not here, and what came of it.
+
+    make aot ARGS="--json bench/results/aot.json"       # all targets and models: hours
+    python -m bench.aot --target v5e H100 --model 0.5B 7B --json OUT --resume
+
+One row a program: the implementation that dispatch took and why, seconds to compile, bytes, what
+the compiler estimates, registers and spills of a GPU's kernels, instructions of a TPU's. A row
+fails where it copies the whole pool, needs more temporary memory than its arithmetic explains,
+loses a donation, falls to a reference although the device could do better, spills registers, or
+does not fit although the weights do. Nothing runs on a device; XLA's seconds are its own model's.
+Programs are of four layers; `fits` is about the whole model. Kernels also stand by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.aot.chips import CHIPS
+from bench.aot.compilers import trouble
+from bench.aot.kernels import KERNELS
+from bench.aot.processes import compiled_rows
+from bench.aot.programs import PROGRAMS
+from bench.aot.shapes import MODELS, PREFIX, SUFFIX
+from bench.common import Json, finish, result_file, table
+
+COLUMNS = (
+    "target", "model", "program", "implementation", "status", "compile_s", "MB", "temp MB",
+    "ms", "copies", "bundles", "spills", "registers", "shared", "why",
+)  # fmt: skip
+KEY = ("target", "model", "program")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is compiled."""
+
+    targets: tuple[str, ...]
+    models: tuple[str, ...]
+    programs: tuple[str, ...]
+    row_s: float
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"prefix_tokens": PREFIX, "suffix_tokens": SUFFIX}
+
+
+def rows_of(target: str, model: str, programs: Sequence[str], row_s: float) -> list[Json]:
+    """All rows of one device and model; what cannot be had says why."""
+    why = None
+    if target not in CHIPS:
+        why = f"unknown target, expected one of {', '.join(CHIPS)}"
+    elif model not in MODELS:
+        why = f"unknown model, expected one of {', '.join(MODELS)}"
+    else:
+        why = trouble(CHIPS[target].kind)
+    if why is None:
+        return compiled_rows(target, model, programs, row_s=row_s)
+    known = target in CHIPS and model in MODELS
+    status = "skipped" if known else "failed"
+    nothing = {"compiled": False, "why": why, "status": status, "failures": []}
+    named = {"target": target, "model": model}
+    return [named | {"program": name} | nothing for name in (programs if known else ("all",))]
+
+
+def shown(row: Json) -> list[object]:
+    """One line of the table."""
+
+    def of(name: str, scale: float = 1.0) -> object:
+        value = row.get(name)
+        return "" if value is None else value if scale == 1.0 else f"{value / scale:.1f}"
+
+    ms = row.get("optimal_ms")
+    return [
+        *(of(name) for name in KEY), of("implementation"), row["status"], of("compile_s"),
+        of("argument_bytes", 1e6), of("temp_bytes", 1e6), "" if ms is None else f"{ms:.2f}",
+        of("pool_copies"), of("bundles"),
+        of("spill_bytes") if row.get("spill_stores") is None else of("spill_stores"),
+        of("registers"), of("shared_bytes"), (row.get("why") or "")[:90],
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 1 if a row failed."""
+    p = argparse.ArgumentParser(
+        prog="python -m bench.aot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--target", nargs="+", default=list(CHIPS), help=", ".join(CHIPS))
+    p.add_argument("--model", nargs="+", default=list(MODELS), help=", ".join(MODELS))
+    every = (*PROGRAMS, *KERNELS)
+    p.add_argument("--program", nargs="+", default=list(every), choices=every, metavar="PROGRAM")
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
+    p.add_argument("--row-s", type=float, default=600.0, help="seconds for one program at most")
+    args = p.parse_args(argv)
+    asked = Asked(
+        targets=tuple(args.target),
+        models=tuple(args.model),
+        programs=tuple(args.program),
+        row_s=args.row_s,
+    )
+    rows = kept(args.json) if args.resume else []
+    for target in asked.targets:
+        for model in asked.models:
+            done = {tuple(row[name] for name in KEY) for row in rows}
+            left = [name for name in asked.programs if (target, model, name) not in done]
+            if not left:
+                continue
+            found = rows_of(target, model, left, asked.row_s)
+            rows += found
+            counts = Counter(row["status"] for row in found)
+            print(f"{target} {model}: {dict(counts)}", flush=True)
+            if args.json is not None:
+                finish(args, asked, {"rows": rows})
+    print(table([shown(row) for row in rows], COLUMNS))
+    failed = [row for row in rows if row["status"] == "failed"]
+    for row in failed:
+        print(f"FAILED {row['target']} {row['model']} {row['program']}: {row['why']}")
+    counts = Counter(row["status"] for row in rows)
+    print(f"{len(rows)} rows: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
+    return 1 if failed else 0
+
+
+def kept(path: Path | None) -> list[Json]:
+    """Rows of a run that was cut short, but for those whose compiler was missing."""
+    if path is None:
+        raise SystemExit("--resume needs --json FILE, the file to go on from")
+    if not path.is_file():
+        return []
+    rows: list[Json] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row["status"] != "skipped"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+"""The devices that are compiled for: what their compiler asks about them, and their data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One device as JAX shows it: a chip, of TPU v4 and 7x one of a chip's two halves."""
+
+    name: str
+    device: str
+    """What JAX calls it."""
+    kind: Literal["tpu", "gpu"]
+    memory_bytes: int
+    """What programs may use: of a TPU by its compiler's own message, of a GPU its whole memory."""
+    memory_bandwidth: float
+    """Bytes a second, by the data sheet."""
+    flops: float
+    """bf16, dense, a second, by the data sheet."""
+    link_bandwidth: float
+    """Bytes a second from the host, one way, by the standard of its PCI Express bus."""
+    topology: str = ""
+    """Of a TPU: the smallest that its compiler knows."""
+    config: str = ""
+    """Of a GPU: a `GpuTargetConfigProto` in text form."""
+    capability: tuple[int, int] | None = None
+    """Of a GPU."""
+
+
+def _tpu(
+    name: str, device: str, topology: str, *, gib: float, gb: float, tflops: float, link: float
+) -> Chip:
+    return Chip(
+        name=name,
+        device=device,
+        kind="tpu",
+        topology=topology,
+        memory_bytes=int(gib * GIB),
+        memory_bandwidth=gb * 1e9,
+        flops=tflops * 1e12,
+        link_bandwidth=link,
+    )
+
+
+def _gpu(
+    name: str,
+    device: str,
+    *,
+    capability: int,
+    cores: int,
+    fpus: int,
+    ghz: float,
+    memory: int,
+    l2: int,
+    shared: int,
+    bandwidth: float,
+    flops: float,
+    link: float,
+) -> Chip:
+    """`shared`: bytes of shared memory of a multiprocessor, 1 KiB of which is the system's."""
+    facts = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_core": shared,
+        "shared_memory_per_block_optin": shared - 1024,
+        "threads_per_core_limit": 2048,
+        "core_count": cores,
+        "fpus_per_core": fpus,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "memory_bandwidth": int(bandwidth),
+        "device_memory_size": memory,
+        "l2_cache_size": l2,
+        "clock_rate_ghz": ghz,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    lines = "".join(f"  {key}: {value}\n" for key, value in facts.items())
+    own = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"
+    config = (
+        "gpu_device_info {\n"
+        f"{lines}  cuda_compute_capability {{ major: {capability} feature_extension: {own} }}\n"
+        "}\n"
+        'platform_name: "CUDA"\n'
+        "dnn_version_info { major: 9 minor: 10 }\n"
+        f'device_description_str: "{device}"\n'
+    )
+    return Chip(
+        name=name,
+        device=device,
+        kind="gpu",
+        config=config,
+        capability=(capability, 0),
+        memory_bytes=memory,
+        memory_bandwidth=bandwidth,
+        flops=flops,
+        link_bandwidth=link,
+    )
+
+
+_HOPPER = {"capability": 9, "cores": 132, "fpus": 128, "ghz": 1.98, "shared": 228 << 10}
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        chip.name: chip
+        for chip in (
+            _tpu("v4", "TPU v4", "v4:2x2x1", gib=15.25, gb=614, tflops=137.5, link=16e9),
+            _tpu("v5e", "TPU v5 lite", "v5e:2x2", gib=15.75, gb=819, tflops=197, link=16e9),
+            _tpu("v5p", "TPU v5", "v5p:2x2x1", gib=95.74, gb=2765, tflops=459, link=32e9),
+            _tpu("v6e", "TPU v6 lite", "v6e:2x2", gib=31.25, gb=1640, tflops=918, link=32e9),
+            _tpu("7x", "TPU7x", "tpu7x:2x2x1", gib=94.75, gb=3690, tflops=1153, link=32e9),
+            _gpu(
+                "A100", "NVIDIA A100-SXM4-80GB", capability=8, cores=108, fpus=64, ghz=1.41,
+                memory=85_100_068_864, l2=40 << 20, shared=164 << 10, bandwidth=2.039e12,
+                flops=312e12, link=32e9,
+            ),
+            _gpu(
+                "H100", "NVIDIA H100 80GB HBM3", memory=84_942_979_072, l2=50 << 20,
+                bandwidth=3.352e12, flops=989e12, link=64e9, **_HOPPER,
+            ),
+            _gpu(
+                "H200", "NVIDIA H200", memory=151_397_597_184, l2=50 << 20, bandwidth=4.8e12,
+                flops=989e12, link=64e9, **_HOPPER,
+            ),
+            _gpu(
+                "B200", "NVIDIA B200", capability=10, cores=148, fpus=128, ghz=1.965,
+                memory=191_514_411_008, l2=126 << 20, shared=228 << 10, bandwidth=7.67e12,
+                flops=2250e12, link=64e9,
+            ),
+        )
+    }
+)  # fmt: skip
+"""By the name that the command line takes; bandwidths and FLOPs are the published peaks."""

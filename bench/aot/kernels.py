@@ -1,0 +1,124 @@
+"""Each kernel by itself, at the sizes of one layer of a request: instructions, registers, bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from bench.aot.programs import BLOCK, WINDOW_ROWS, Program
+from bench.aot.shapes import CHUNK, PREFIX, PROBES, RIVAL_CHUNK, SUFFIX, Sizes, ints, nbytes
+from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.kernels_pallas.score.api import Probe, score
+from ckv_jax.pipeline.prefill import Prefills, context_bucket
+
+_ITEM = 2  # bytes of an element of bfloat16
+
+
+def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:
+    """`length` new tokens over the chosen pages and over `rows` tokens of their own."""
+
+    def program(sizes: Sizes) -> Program:
+        slots = sizes.pool()
+        pages = jax.eval_shape(lambda x: x.reshape(-1, *x.shape[3:]), slots)
+        q, new, table = (
+            sizes.queries(batch, length),
+            sizes.rows(batch, rows),
+            ints(batch, sizes.chosen),
+        )
+        args = (q, pages, table, table, table, new, new, ints(batch))
+        row = math.prod(sizes.row) * _ITEM
+        read = batch * sizes.chosen * CHUNK * 2 * row + nbytes((q, new, new))
+        written = nbytes(q) + 4 * batch * length * sizes.config.num_heads
+        return Program(
+            jitted=jax.jit(partial(attend, target=sizes.target)), args=args, named={}, kernels=1,
+            tokens=batch * length, big=(slots.shape,), must_read=read + written,
+            example=lambda: _pages_example(args, at=rows - length),
+        )  # fmt: skip
+
+    return program
+
+
+def _attend_rows(sizes: Sizes) -> Program:
+    """A block of a dense prefill over the rows before it and its own, half of them on average."""
+    own = Prefills(sizes.layers, block=BLOCK, window=8192)
+    pages = jax.eval_shape(lambda x: x.reshape(-1, *x.shape[3:]), own.no_pages)
+    rows = context_bucket(PREFIX, BLOCK)
+    q, new, table = sizes.queries(1, BLOCK), sizes.rows(1, rows), ints(1, 1)
+    args = (q, pages, table, table, table, new, new, ints(1))
+    return Program(
+        jitted=jax.jit(partial(attend, target=sizes.target)), args=args, named={},
+        kernels=1, tokens=BLOCK,
+        must_read=2 * nbytes(q) + 2 * nbytes(new) + 4 * BLOCK * sizes.config.num_heads,
+        room=16 * rows * math.prod(sizes.row),
+        example=lambda: _pages_example(args, at=rows - BLOCK, valid=0),
+    )  # fmt: skip
+
+
+def _pages_example(args: tuple[Any, ...], *, at: int, valid: int = CHUNK) -> tuple[Any, ...]:
+    """Tables of pages that all differ, and every new token seen."""
+    q, pages, table, _, _, new, _, start = args
+    keys = 2 * np.arange(math.prod(table.shape), dtype=np.int32).reshape(table.shape)
+    pool = np.zeros((2 * keys.size, *pages.shape[1:]), pages.dtype)
+    rows = np.zeros(new.shape, new.dtype)
+    return (
+        np.zeros(q.shape, q.dtype), pool, keys, keys + 1,
+        np.full(table.shape, valid, np.int32), rows, rows, np.full(start.shape, at, np.int32),
+    )  # fmt: skip
+
+
+def _score(kind: str) -> Callable[[Sizes], Program]:
+    def program(sizes: Sizes) -> Program:
+        def scored(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array) -> Array:
+            return score(
+                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=CHUNK,
+                target=sizes.target,
+            )  # fmt: skip
+
+        length = SUFFIX if kind == "keys" else 4
+        q, probe = sizes.queries(1, length), sizes.probe(kind, sizes.chunks * CHUNK)
+        return Program(
+            jitted=jax.jit(scored), args=(q, probe, ints(), ints(1)), named={}, kernels=1,
+            tokens=length, must_read=nbytes((q, probe)) + 4 * sizes.chunks,
+            example=lambda: (
+                *jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (q, probe)),
+                np.int32(PREFIX), np.full(1, length, np.int32),
+            ),
+        )  # fmt: skip
+
+    return program
+
+
+def _gather(sizes: Sizes) -> Program:
+    pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
+    table = ints(1, -(-PREFIX // RIVAL_CHUNK))
+    page = math.prod(pool.shape[1:]) * _ITEM
+    return Program(
+        jitted=jax.jit(partial(gather, target=sizes.target)), args=(pool, table), named={},
+        kernels=1, tokens=0,
+        big=(pool.shape,), must_read=2 * table.shape[1] * page,
+        example=lambda: (
+            np.zeros((table.shape[1], *pool.shape[1:]), pool.dtype),
+            np.arange(table.shape[1], dtype=np.int32)[None],
+        ),
+    )  # fmt: skip
+
+
+KERNELS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
+    {
+        "kernel-attend": _attend(1, SUFFIX, SUFFIX),
+        "kernel-attend-b8": _attend(8, SUFFIX, SUFFIX),
+        "kernel-attend-decode": _attend(1, 1, WINDOW_ROWS),
+        "kernel-attend-rows": _attend_rows,
+        **{f"kernel-score-{kind}": _score(kind) for kind in PROBES},
+        "kernel-gather": _gather,
+    }
+)
+"""By name."""

@@ -1,0 +1,147 @@
+"""One request's sizes on one model, and its arrays as shapes: weights, pool, tables, probes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ckv_jax.buckets import chunk_bucket, probe_bucket
+from ckv_jax.config import EngineConfig
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.config import PUBLISHED, ModelConfig
+from ckv_jax.model.qwen2 import Qwen2
+from ckv_jax.pipeline.layers import Layers
+
+MODELS: Mapping[str, ModelConfig] = MappingProxyType(
+    {name: PUBLISHED[name] for name in ("0.5B", "7B", "14B", "32B", "72B")}
+    | {
+        "llama-8B": ModelConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rope_theta=5e5,
+            max_position_embeddings=131072,
+        )
+    }
+)
+"""Qwen2.5, and the shape of Llama 3.1 8B (with Qwen's biases, which it does not have)."""
+
+DTYPE = "bfloat16"
+PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
+CHUNK, PACK = 16, 4
+RIVAL_CHUNK = 64
+CALL_LAYERS = 4
+"""Layers of one call of `run` or `extend`."""
+
+
+def abstract(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """An array that is only a shape."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def ints(*shape: int) -> Any:
+    """int32 numbers: positions, tables, lengths."""
+    return abstract(shape, jnp.int32)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, without any padding."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A request of 32 tokens over 5,008, of which 5% are attended, with an engine's own defaults
+    for its pool."""
+
+    config: ModelConfig
+    target: Target
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """K, D."""
+        return self.config.num_kv_heads, self.config.head_dim
+
+    @property
+    def pool_bytes(self) -> int:
+        """What an engine gives its pool by default."""
+        config = EngineConfig()
+        return config.device_cache_bytes + config.prefetch_device_bytes
+
+    @property
+    def chosen(self) -> int:
+        """N: chunks that 5% buys, as the engine rounds them."""
+        return chunk_bucket(math.ceil(BUDGET * PREFIX / CHUNK))
+
+    @property
+    def chunks(self) -> int:
+        """M: chunks of a probe, as the engine rounds them."""
+        return probe_bucket(-(-PREFIX // CHUNK))
+
+    def pack(self, *, layers: int = PACK, kinds: int = 2, chunk: int = CHUNK) -> tuple[int, ...]:
+        """The shape of one slot of the pool."""
+        return (layers, kinds, chunk, *self.row)
+
+    def pool(self, *, layers: int = PACK, kinds: int = 2, chunk: int = CHUNK) -> Any:
+        """The pool of such slots."""
+        shape = self.pack(layers=layers, kinds=kinds, chunk=chunk)
+        slots = self.pool_bytes // (math.prod(shape) * jnp.dtype(DTYPE).itemsize)
+        return abstract((slots, *shape), DTYPE)
+
+    def hidden(self, batch: int, length: int) -> Any:
+        """[B, S, E]."""
+        return abstract((batch, length, self.config.hidden_size), DTYPE)
+
+    def queries(self, batch: int, length: int) -> Any:
+        """[B, S, H, D]."""
+        return abstract((batch, length, self.config.num_heads, self.config.head_dim), DTYPE)
+
+    def rows(self, batch: int, length: int) -> Any:
+        """Keys or values [B, R, K, D]."""
+        return abstract((batch, length, *self.row), DTYPE)
+
+    def probe(self, kind: str, tokens: int) -> Probe:
+        """A probe of so many keys."""
+        heads, dim = self.row
+        scale = abstract((tokens, heads), jnp.float32)
+        if kind == "keys":
+            return Keys(abstract((tokens, heads, dim), DTYPE))
+        if kind == "int8":
+            return Int8Keys(abstract((tokens, heads, dim), jnp.int8), scale)
+        if kind == "int4":
+            return Int4Keys(abstract((tokens, heads, dim // 2), jnp.uint8), scale)
+        codes = abstract((tokens, heads, dim // 8), jnp.uint8)
+        return PqKeys(codes, abstract((heads, dim // 8, 256, 8), jnp.float32))
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The jitted calls over four layers, whose weights are shapes."""
+        short = dataclasses.replace(self.config, num_layers=CALL_LAYERS)
+        return Layers(Qwen2.abstract(short, dtype=DTYPE, out_first=True, target=self.target))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model."""
+        layers, rest = self.layers.weights
+        return nbytes(layers[0]) * self.config.num_layers + nbytes(rest)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers that is."""
+        return self.weight_bytes // jnp.dtype(DTYPE).itemsize
+
+
+PROBES = ("keys", "int8", "int4", "pq")

@@ -1,0 +1,63 @@
+"""Whether a row passes, and if not, why."""
+
+from __future__ import annotations
+
+from bench.aot.chips import GIB
+from bench.aot.shapes import Sizes
+from bench.common import Json
+
+SPARE = 16 << 20
+"""Temporary bytes that any program may have."""
+SPILLED = 0.05
+"""Share of a TPU kernel's instructions that may store registers for want of room."""
+
+
+def temp_bound(sizes: Sizes, tokens: int, room: int) -> int:
+    """Temporary bytes that a program over `tokens` new tokens may need: of each a few rows as wide
+    as the widest of the model in float32, and `room` for arithmetic of its own."""
+    config = sizes.config
+    widest = 2 * config.intermediate_size + 2 * config.num_heads * config.head_dim
+    return SPARE + 3 * 4 * tokens * (widest + 2 * config.hidden_size) + room
+
+
+def judged(row: Json) -> Json:
+    """The row with its `status`: ok, explained, or failed, and `failures`."""
+    failures = []
+    if not row["compiled"]:
+        return row | {"status": "failed", "failures": [row["why"]]}
+    if row["pool_copies"]:
+        failures.append(f"copies the whole pool {row['pool_copies']} times")
+    if row["temp_bytes"] > row["temp_bound"]:
+        failures.append(
+            f"{row['temp_bytes'] / 1e6:.0f} MB temporary, at most {row['temp_bound'] / 1e6:.0f}"
+        )
+    if row["aliased_bytes"] < 0.99 * row["donated_bytes"]:
+        failures.append(
+            f"of {row['donated_bytes']} donated bytes {row['aliased_bytes']} are used again"
+        )
+    explained = None
+    if row["kernels"] < row["kernels_expected"] and row["implementation"] != "reference":
+        failures.append(f"{row['kernels']} kernels in it, expected {row['kernels_expected']}")
+    if row["implementation"] == "reference":
+        if row["why"] and "compute capability" in row["why"]:
+            explained = row["why"]
+        else:
+            failures.append(f"runs the reference: {row['why'] or 'nothing says why'}")
+    if row["spill_bytes"]:
+        failures.append(f"{row['spill_bytes']} bytes spilled")
+    if row["bundles"] and row["spill_stores"] > SPILLED * row["bundles"]:
+        failures.append(f"{row['spill_stores']} spills in {row['bundles']} instructions")
+    if not row["fits"]:
+        alone = row["weight_bytes"] + GIB
+        if alone > row["memory_bytes"]:
+            explained = (
+                f"weights of {row['weight_bytes'] / GIB:.1f} GiB do not leave 1 of this device's "
+                f"{row['memory_bytes'] / GIB:.1f} GiB"
+            )
+        else:
+            failures.append(
+                f"needs {row['device_bytes'] / GIB:.2f} GiB of {row['memory_bytes'] / GIB:.2f}"
+            )
+    status = "failed" if failures else "explained" if explained else "ok"
+    why = "; ".join(failures) or explained
+    return row | {"status": status, "failures": failures, "why": why}

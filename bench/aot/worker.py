@@ -1,0 +1,178 @@
+"""Compiles programs for one device and model in a process of its own (`bench.aot.worker`).
+
+Reads what to compile as JSON from standard input; prints a line `begin NAME` before each program
+and a line `row JSON` after it. A compiler that crashes takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench.aot import dumps, hlo, traffic
+from bench.aot.chips import CHIPS, Chip
+from bench.aot.kernels import KERNELS
+from bench.aot.programs import PROGRAMS, Program
+from bench.aot.shapes import MODELS, Sizes
+from bench.aot.verdict import judged, temp_bound
+from bench.common import Json
+from ckv_jax.kernels_pallas.dispatch import choices
+from ckv_jax.kernels_pallas.target import Target
+
+
+def device_of(chip: Chip) -> Any:
+    """A device that only compiles."""
+    from jax.experimental import topologies
+
+    if chip.kind == "tpu":
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
+    else:
+        import jax_plugins.xla_cuda13  # noqa: F401  (makes the platform known)
+
+        topology = topologies.get_topology_desc(
+            "", "cuda", target_config=chip.config, topology="1x1x1"
+        )
+    return topology.devices[0]
+
+
+class Compiler:
+    """One device, one model."""
+
+    def __init__(self, chip: Chip, model: str, folder: Path) -> None:
+        self.chip = chip
+        self._folder = folder
+        self._device = device_of(chip)
+        self.sizes = Sizes(MODELS[model], Target.of(self._device))
+
+    def row(self, name: str) -> Json:
+        """Everything about one program."""
+        dumps.empty(self._folder)
+        jax.clear_caches()  # what was traced before would choose nothing again
+        program = (PROGRAMS | KERNELS)[name](self.sizes)
+        args = self._placed(program)
+        start = time.perf_counter()
+        with choices() as made:
+            lowered = program.jitted.lower(*args, **program.named)
+        between = time.perf_counter()
+        compiled = lowered.compile()
+        ended = time.perf_counter()
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        cost = compiled.cost_analysis() or {}
+        ours = hlo.kernels(text)
+        donated = sum(
+            int(np.prod(info.shape)) * info.dtype.itemsize
+            for info in jax.tree.leaves(lowered.args_info)
+            if info.donated
+        )
+        seconds = hlo.optimal_seconds(text, cost.get("optimal_seconds"))
+        found: Json = {
+            "implementation": _joined(choice.implementation for choice in made),
+            "kernels": len(ours),
+            "kernels_expected": program.kernels,
+            "compiled": True,
+            "why": _joined(why for choice in made for why in choice.refused),
+            "lower_s": round(between - start, 2),
+            "compile_s": round(ended - between, 2),
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "temp_bound": temp_bound(self.sizes, program.tokens, program.room),
+            "aliased_bytes": memory.alias_size_in_bytes,
+            "donated_bytes": donated,
+            "pool_copies": len(hlo.copies_of(text, program.big)),
+            "optimal_ms": None if seconds is None else seconds * 1e3,
+            "flops": cost.get("flops"),
+            "bytes_accessed": cost.get("bytes accessed"),
+            "must_read_bytes": program.must_read,
+            **self._fit(program, memory, donated),
+            **self._kernel_facts(program, ours),
+        }
+        return judged(found)
+
+    def _placed(self, program: Program) -> tuple[Any, ...]:
+        kind = {"memory_kind": "pinned_host"} if program.pinned else {}
+        where = jax.sharding.SingleDeviceSharding(self._device, **kind)
+
+        def placed(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(np.shape(x), np.result_type(x), sharding=where)
+
+        args: tuple[Any, ...] = jax.tree.map(placed, program.args)
+        return args
+
+    def _fit(self, program: Program, memory: Any, donated: int) -> Json:
+        """All that must be on the device while this program runs: the whole model, the pool, the
+        donated buffers of all layers, the program's results and temporary arrays."""
+        sizes = self.sizes
+        buffers = int(donated * program.whole_model) if program.whole_model > 1 else 0
+        fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        need = (
+            sizes.weight_bytes + sizes.pool_bytes + buffers + max(0, fresh)
+            + memory.temp_size_in_bytes
+        )  # fmt: skip
+        return {
+            "weight_bytes": sizes.weight_bytes,
+            "device_bytes": need,
+            "memory_bytes": self.chip.memory_bytes,
+            "fits": need <= self.chip.memory_bytes,
+        }
+
+    def _kernel_facts(self, program: Program, ours: list[str]) -> Json:
+        facts: Json = dict.fromkeys(
+            ("spill_bytes", "registers", "shared_bytes", "bundles", "scalar_ops", "spill_stores",
+             "grid_steps", "kernel_bytes", "declared_bytes")
+        )  # fmt: skip
+        gpu = dumps.gpu_kernels(self._folder)
+        if gpu is not None:
+            facts |= {"spill_bytes": gpu.spill_bytes, "registers": gpu.registers,
+                      "shared_bytes": gpu.shared_bytes}  # fmt: skip
+        tables = dumps.tpu_kernels(self._folder, ours)
+        if tables:
+            facts |= {
+                "bundles": sum(table.count for table in tables),
+                "scalar_ops": sum(table.scalar for table in tables),
+                "spill_stores": sum(table.spills for table in tables),
+            }
+        if program.example is not None and self.chip.kind == "tpu" and ours:
+            calls = traffic.calls(program.jitted, program.example())
+            moved = [call.moved for call in calls]
+            declared = [call.declared for call in calls]
+            facts |= {
+                "grid_steps": sum(call.steps for call in calls),
+                "kernel_bytes": None if None in moved else sum(moved),
+                "declared_bytes": None if None in declared else sum(declared),
+            }
+        return facts
+
+
+def _joined(texts: Iterable[str]) -> str | None:
+    return "; ".join(dict.fromkeys(texts)) or None
+
+
+def main() -> None:
+    """The command."""
+    order = json.load(sys.stdin)
+    chip = CHIPS[order["target"]]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(os.environ.get("BENCH_AOT_DUMPS", scratch))
+        compiler = Compiler(chip, order["model"], folder)
+        for name in order["programs"]:
+            print(f"begin {name}", flush=True)
+            try:
+                row = compiler.row(name)
+            except Exception as error:  # whatever a compiler throws is this row's outcome
+                why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+                row = {"compiled": False, "why": why, "status": "failed", "failures": [why]}
+            print(f"row {json.dumps(row)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
