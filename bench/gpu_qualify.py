@@ -1,12 +1,13 @@
-"""Paper-scale qualification with one command, on a GPU or, with --tiny, anywhere.
+"""Paper-scale qualification with one command, on a GPU, a TPU or, with --tiny, anywhere.
 
     python -m bench.gpu_qualify --out DIR            # 7B, 14B and 32B; resumes where it stopped
     python -m bench.gpu_qualify --tiny --out DIR     # every stage on a toy, under 2 minutes
 
 Stages write DIR/<stage>.json and are skipped when that is there: host-to-device bandwidth, disk
 bandwidth, the kernels, and for each model the time to first token of every system with both floors,
-breakdown and speedups. Weights are random and made on the device, with the structure that
-`bench.structured` describes. Nothing is downloaded. Defaults fit 139 GiB of device memory, 128 GiB
+breakdown and speedups. Beside each measured time stands what `bench.predict` says of that device
+with the disk and bus that were measured (nothing for a device that it does not know). Weights are
+random and made on the device, with the structure that `bench.structured` describes. Nothing is downloaded. Defaults fit 139 GiB of device memory, 128 GiB
 of host memory and 64 GiB of disk.
 """
 
@@ -28,6 +29,7 @@ from bench.common import Json, Setting, budget_share, machine, result_folder, ta
 from bench.disk import FILE_BYTES, Disk
 from bench.kernels import kernel_rows
 from bench.lab import Lab
+from bench.predict import beside
 from bench.ttft import cold, speedups
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.systems import SYSTEMS
@@ -123,20 +125,41 @@ def report(results: dict[str, Json]) -> str:
     for stage, found in results.items():
         if not stage.startswith("ttft-"):
             continue
-        for row in found["rows"]:
+        said = predictions(results, stage[len("ttft-") :], found)
+        for row, predicted in zip(found["rows"], said, strict=True):
             times = [row["ttft_ms"][key] for key in ("mean", "p50", "p95")]
             floors = [row[key] for key in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
             rest = [row["ssd_bytes"] / 1e6, row["read_amplification"]]
             cells.append(
-                [stage[len("ttft-") :], row["system"], row["budget"], *times, *floors, *rest]
+                [
+                    stage[len("ttft-") :],
+                    row["system"],
+                    row["budget"],
+                    *times,
+                    "" if predicted is None else predicted,
+                    *floors,
+                    *rest,
+                ]
             )
-    header = ["model", "system", "budget", "mean ms", "p50", "p95", "compute floor", "I/O floor",
-              "ratio", "SSD MB", "ampl."]  # fmt: skip
+    header = ["model", "system", "budget", "mean ms", "p50", "p95", "predicted", "compute floor",
+              "I/O floor", "ratio", "SSD MB", "ampl."]  # fmt: skip
     parts.append(table(cells, header))
     for stage, found in results.items():
         if "speedup" in found:
             parts.append(f"{stage} speedup: {json.dumps(found['speedup'])}")
     return "\n\n".join(parts)
+
+
+def predictions(results: dict[str, Json], model: str, found: Json) -> list[float | None]:
+    """What `bench.predict` says of a stage's rows, in ms, with the rates of the stages before."""
+    disk, copied = results["disk"]["gb_per_s"], results["copies"]["gb_per_s"]
+    rates = {
+        "packs": 1e9 * disk[f"{128 << 10}"],
+        "probes": 1e9 * max(disk.values()),
+        "link": 1e9 * copied.get("pinned", copied["pageable"]),
+    }
+    device = results["copies"]["machine"]["device"].partition(": ")[2]
+    return beside(found["rows"], device, model, found["setting"]["prefix_tokens"], rates)
 
 
 def main() -> None:

@@ -129,13 +129,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def kept(path: Path | None) -> list[Json]:
-    """Rows of a run that was cut short, but for those whose compiler was missing."""
+    """Rows of a run that was cut short, without those that no compiler was asked for."""
     if path is None:
         raise SystemExit("--resume needs --json FILE, the file to go on from")
     if not path.is_file():
         return []
     rows: list[Json] = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if row["status"] != "skipped"]
+    return [row for row in rows if row["status"] != "skipped" and row["program"] != "all"]
 
 
 if __name__ == "__main__":

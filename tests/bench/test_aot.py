@@ -1,0 +1,202 @@
+"""What `bench.aot` reads out of compilers' own texts (captured), and how it takes bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from bench.aot import compilers, dumps, hlo, traffic
+from bench.aot.__main__ import kept, main
+from bench.aot.chips import CHIPS
+from bench.aot.processes import compiled_rows
+from bench.aot.verdict import judged
+
+POOL = (22491, 4, 2, 16, 2, 64)
+RUN_ON_V5E = """
+%fused_computation.19 (param_0.61: s32[1,16]) -> s32[16] {
+  %param_0.61 = s32[1,16]{1,0:T(1,128)} parameter(0)
+  ROOT %bitcast.204 = s32[16]{0:T(128)S(1)} bitcast(%param_0.61)
+}
+  %copy-start = (bf16[9728,896]{1,0:T(8,128)(2,1)S(1)}, bf16[9728,896]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%states_0___mlp____gate_up_kernel__.1), cross_program_prefetch_index=0
+  %pages.1 = bf16[22491,4,2,16,2,64]{0,5,4,3,2,1:T(8,128)(2,1)} parameter(38), sharding={replicated}
+  %copy.84 = bf16[22491,4,2,16,2,64]{5,4,3,2,1,0:T(2,128)(2,1)} copy(%pages.1), sharding={replicated}
+  %bitcast.15 = bf16[179928,16,2,64]{3,2,1,0:T(2,128)(2,1)} bitcast(%copy.84)
+  %run.4 = (bf16[1,2,256,64]{3,2,1,0:T(8,128)(2,1)S(1)}, f32[1,2,256,1]{3,2,1,0:T(8,128)}) custom-call(%copy-done.44, /*index=5*/%copy-done.10, %bitcast.15), custom_call_target="tpu_custom_call", operand_layout_constraints={}
+  %custom-call.6 = bf16[896,896]{1,0:T(8,128)(2,1)S(1)} custom-call(%slice-done.24, %slice-done.25), custom_call_target="ConcatBitcast", backend_config={"flag_configs":[]}
+"""  # noqa: E501
+PTXAS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 95 registers, used 2 barriers, 1 bytes smem
+ptxas info    : Compile time = 475.820 ms
+"""
+LAUNCH = (
+    "gpu.launch blocks in (%c5, %c4, %c4) threads in (%c128, %c1, %c1)  "
+    "dynamic_shared_memory_size %c95256_i32 args(%98 : !llvm.ptr)\n"
+)
+UTILIZATION = """\
+== CAPACTIY:
+MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
+    4     3     4     2     1     3     3     1     1     2
+== UTILIZATION:
+0 0 0 0 0 0 0 0 0 2
+0 0 1 1 0 1 0 1 1 1
+0 0 0 0 0 1 0 1 0 0
+"""
+
+
+def test_only_a_copy_of_the_whole_pool_counts() -> None:
+    [copy] = hlo.copies_of(RUN_ON_V5E, [POOL])
+    assert (copy.name, copy.opcode, copy.shape) == ("copy.84", "copy", POOL)
+    assert not hlo.copies_of(RUN_ON_V5E.replace("copy(%pages.1)", "bitcast(%pages.1)"), [POOL])
+    [weights] = hlo.copies_of(RUN_ON_V5E, [(9728, 896)])
+    assert weights.opcode == "copy-start"
+
+
+def test_kernels_are_told_from_bookkeeping_whose_second_is_given_back() -> None:
+    assert hlo.kernels(RUN_ON_V5E) == ["run.4"]
+    assert hlo.optimal_seconds(RUN_ON_V5E, -0.99627) == pytest.approx(0.00373)
+    assert hlo.optimal_seconds(RUN_ON_V5E, -3.5) is None
+    assert hlo.optimal_seconds(RUN_ON_V5E, None) is None
+
+
+def test_the_worst_of_a_programs_gpu_kernels(tmp_path: Path) -> None:
+    assert dumps.gpu_kernels(tmp_path) is None
+    (tmp_path / "kernel_0.ptxas").write_text(PTXAS)
+    (tmp_path / "kernel_0.mlir-passes.log").write_text("module {\n" + LAUNCH)
+    spilled = PTXAS.replace("0 bytes spill stores, 0", "812 bytes spill stores, 788")
+    (tmp_path / "kernel_1.ptxas").write_text(spilled.replace("Used 95", "Used 255"))
+    found = dumps.gpu_kernels(tmp_path)
+    assert found == dumps.GpuKernels(spill_bytes=1600, registers=255, shared_bytes=95256)
+
+
+def test_a_tpus_instructions_are_of_the_kernels_own_file(tmp_path: Path) -> None:
+    assert dumps.bundles(UTILIZATION) == dumps.Bundles(count=3, scalar=3, spills=1)
+    with pytest.raises(ValueError, match="VSTORE:SPILL"):
+        dumps.bundles(UTILIZATION.replace("VSTORE:SPILL", "VSTORE2"))
+    end = "final_hlo-static-per-bundle-utilization.txt"
+    for name in ("attend.1-70", "attend.10-70", "fusion.3-64"):
+        (tmp_path / f"1795343105132751833-{name}-{end}").write_text(UTILIZATION)
+    assert len(dumps.tpu_kernels(tmp_path, ["attend.1"])) == 1
+
+
+def test_a_block_is_moved_again_only_where_its_index_changes() -> None:
+    table = np.array([3, 3, 1, 1, 1, 2], np.int32)
+
+    def copied(table: jax.Array, pages: jax.Array) -> Any:
+        def kernel(table_ref: Any, page_ref: Any, out_ref: Any) -> None:
+            out_ref[...] = page_ref[...]
+
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((6, 8, 128), jnp.float32),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(6,),
+                in_specs=[pl.BlockSpec((1, 8, 128), lambda i, table: (table[i], 0, 0))],
+                out_specs=pl.BlockSpec((1, 8, 128), lambda i, table: (i, 0, 0)),
+            ),
+        )(table + 0, pages)
+
+    [call] = traffic.calls(jax.jit(copied), (table, np.zeros((4, 8, 128), np.float32)))
+    page = 8 * 128 * 4
+    assert (call.grid, call.steps) == ((6,), 6)
+    assert call.moved == table.nbytes + 3 * page + 6 * page
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A row that passes, with changes."""
+    good = {
+        "compiled": True, "why": None, "implementation": "tpu", "kernels": 4, "kernels_expected": 4,
+        "pool_copies": 0, "temp_bytes": 5_105_152, "temp_bound": 60_000_000, "aliased_bytes": 0,
+        "donated_bytes": 0, "spill_bytes": None, "bundles": None, "spill_stores": None,
+        "weight_bytes": 15_231_233_024, "device_bytes": 15_974_000_000,
+        "memory_bytes": CHIPS["v5e"].memory_bytes, "fits": True,
+    }  # fmt: skip
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "why"),
+    [
+        ({}, "ok", None),
+        ({"pool_copies": 1}, "failed", "copies the whole pool"),
+        ({"temp_bytes": 1_480_225_792}, "failed", "temporary"),
+        ({"donated_bytes": 736_755_712}, "failed", "donated"),
+        ({"implementation": "reference"}, "failed", "nothing says why"),
+        ({"kernels": 0}, "failed", "expected 4"),
+        (
+            {
+                "implementation": "reference",
+                "why": "mosaic_gpu does not: got compute capability (8, 0), expected (9, 0)",
+            },
+            "explained",
+            "compute capability",
+        ),
+        (
+            {"implementation": "reference", "why": "mosaic_gpu does not: got chunks of 1 tokens"},
+            "failed",
+            "chunks of 1",
+        ),
+        ({"spill_bytes": 1600}, "failed", "spilled"),
+        ({"bundles": 6884, "spill_stores": 1766}, "failed", "1766 spills"),
+        ({"bundles": 3239, "spill_stores": 142}, "ok", None),
+        ({"fits": False}, "failed", "needs"),
+        ({"fits": False, "weight_bytes": 145_400_000_000}, "explained", "do not leave"),
+    ],
+)
+def test_what_fails_a_row(changes: dict[str, Any], status: str, why: str | None) -> None:
+    found = judged(row(**changes))
+    assert found["status"] == status
+    assert found["why"] is None if why is None else why in found["why"]
+
+
+def test_what_is_unknown_or_missing_is_said_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out = tmp_path / "aot.json"
+    asked = ["--target", "v9", "v5e", "H100", "--model", "0.5B", "9B", "--program", "run", "head"]
+    assert main([*asked, "--json", str(out)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    found = {(r["target"], r["model"], r["program"]): (r["status"], r["why"]) for r in rows}
+    assert "unknown target" in found["v9", "0.5B", "all"][1]
+    assert "unknown model" in found["v5e", "9B", "all"][1]
+    assert found["v5e", "0.5B", "run"] == ("skipped", "libtpu is not installed: run `make aot`")
+    assert found["H100", "0.5B", "head"][1].startswith("jax-cuda13-plugin is not installed")
+    assert "FAILED v9" in capsys.readouterr().out
+    assert {r["target"] for r in kept(out)} == {
+        "v9",
+        "v5e",
+        "H100",
+    }  # what was skipped is asked again
+    assert all(r["program"] == "all" for r in kept(out))
+
+
+def test_a_compiler_of_another_version_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    there = compilers.folder("tpu") / "libtpu-0.0.1.dist-info"
+    there.mkdir(parents=True)
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.1\n")
+    assert "libtpu is 0.0.1, this JAX needs 0.0." in str(compilers.trouble("tpu"))
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_costs_the_row_it_was_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing to compile with there
+    [found] = compiled_rows("v5e", "0.5B", ["embed"], row_s=60)
+    assert found["status"] == "failed" and "its process ended with 1" in found["why"]
