@@ -7,8 +7,8 @@ Stages write DIR/<stage>.json and are skipped when that is there: host-to-device
 bandwidth, the kernels, and for each model the time to first token of every system with both floors,
 breakdown and speedups. Beside each measured time stands what `bench.predict` says of that device
 with the disk and bus that were measured (nothing for a device that it does not know). Weights are
-random and made on the device, with the structure that `bench.structured` describes. Nothing is downloaded. Defaults fit 139 GiB of device memory, 128 GiB
-of host memory and 64 GiB of disk.
+random and made on the device, with the structure that `bench.structured` describes. Nothing is
+downloaded. Defaults fit 139 GiB of device memory, 128 GiB of host memory and 64 GiB of disk.
 """
 
 from __future__ import annotations
