@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.aot.chips import CHIPS
-from bench.aot.compilers import trouble
+from bench.aot.compilers import KINDS, installed, trouble
 from bench.aot.kernels import KERNELS
 from bench.aot.processes import compiled_rows
 from bench.aot.programs import PROGRAMS
@@ -47,7 +47,9 @@ class Asked:
     def to_json(self) -> Json:
         """Plain JSON values."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return values | {"prefix_tokens": PREFIX, "suffix_tokens": SUFFIX}
+        versions = {name: said for kind in KINDS for name, said in installed(kind).items()}
+        sizes = {"prefix_tokens": PREFIX, "suffix_tokens": SUFFIX}
+        return values | sizes | {"compilers": versions}
 
 
 def rows_of(target: str, model: str, programs: Sequence[str], row_s: float) -> list[Json]:

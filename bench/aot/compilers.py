@@ -40,12 +40,17 @@ def requirements(kind: Kind) -> list[str]:
     return [line for line in wanted if line.startswith("libtpu")]
 
 
-def trouble(kind: Kind) -> str | None:
-    """Why nothing can be compiled for such devices here; None if it can."""
-    there = {
+def installed(kind: Kind) -> dict[str, str]:
+    """Versions of what is there, by name."""
+    return {
         dist.metadata["Name"].lower().replace("_", "-"): dist.version
         for dist in map(PathDistribution, folder(kind).glob("*.dist-info"))
     }
+
+
+def trouble(kind: Kind) -> str | None:
+    """Why nothing can be compiled for such devices here; None if it can."""
+    there = installed(kind)
     for requirement in requirements(kind):
         name, _, wanted = requirement.partition("==")
         if name not in there:

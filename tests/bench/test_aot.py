@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from bench.aot import compilers, dumps, hlo, traffic
 from bench.aot.__main__ import kept, main
 from bench.aot.chips import CHIPS
+from bench.aot.compare import compared
 from bench.aot.processes import compiled_rows
 from bench.aot.verdict import judged
 
@@ -159,6 +160,17 @@ def test_what_fails_a_row(changes: dict[str, Any], status: str, why: str | None)
     found = judged(row(**changes))
     assert found["status"] == status
     assert found["why"] is None if why is None else why in found["why"]
+
+
+def test_before_and_after_a_change_side_by_side() -> None:
+    named = {"target": "v5e", "model": "7B", "status": "ok", "must_read_bytes": 1_052_160}
+    old = row(bundles=6884, grid_steps=6, kernel_bytes=3_042_496, spill_stores=1766) | named
+    new = row(bundles=3239, grid_steps=3, kernel_bytes=1_100_000, spill_stores=142) | named
+    same = row() | named | {"program": "head"}
+    before, after = [old | {"program": "kernel-attend"}, same], [new | {"program": "kernel-attend"}]
+    [line] = compared(before, [*after, same])
+    assert line[2:6] == ["kernel-attend", "ok → ok", "6884 → 3239", "4.13e+04 → 9717"]
+    assert line[8:10] == ["1766 → 142", "2.892 → 1.045"]
 
 
 def test_what_is_unknown_or_missing_is_said_and_the_rest_goes_on(
