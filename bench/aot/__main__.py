@@ -14,9 +14,11 @@ Programs are of four layers; `fits` is about the whole model. Kernels also stand
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from bench.common import Json, finish, result_file, table
 
 COLUMNS = (
     "target", "model", "program", "implementation", "status", "compile_s", "MB", "temp MB",
-    "ms", "copies", "bundles", "spills", "registers", "shared", "why",
+    "ms", "copies", "bundles", "spills", "bytes/must", "registers", "shared", "why",
 )  # fmt: skip
 KEY = ("target", "model", "program")
 
@@ -77,12 +79,14 @@ def shown(row: Json) -> list[object]:
         value = row.get(name)
         return "" if value is None else value if scale == 1.0 else f"{value / scale:.1f}"
 
-    ms = row.get("optimal_ms")
+    ms, must = row.get("optimal_ms"), row.get("must_read_bytes")
+    moved = row.get("kernel_bytes") or row.get("declared_bytes")
     return [
         *(of(name) for name in KEY), of("implementation"), row["status"], of("compile_s"),
         of("argument_bytes", 1e6), of("temp_bytes", 1e6), "" if ms is None else f"{ms:.2f}",
         of("pool_copies"), of("bundles"),
         of("spill_bytes") if row.get("spill_stores") is None else of("spill_stores"),
+        f"{moved / must:.2f}" if moved and must else "",
         of("registers"), of("shared_bytes"), (row.get("why") or "")[:90],
     ]  # fmt: skip
 
@@ -97,7 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--target", nargs="+", default=list(CHIPS), help=", ".join(CHIPS))
     p.add_argument("--model", nargs="+", default=list(MODELS), help=", ".join(MODELS))
     every = (*PROGRAMS, *KERNELS)
-    p.add_argument("--program", nargs="+", default=list(every), choices=every, metavar="PROGRAM")
+    p.add_argument(
+        "--program", nargs="+", default=list(every), choices=every, metavar="PROGRAM",
+        help=", ".join(every),
+    )  # fmt: skip
+    p.add_argument("--without", nargs="+", default=[], choices=every, metavar="PROGRAM")
+    p.add_argument("--jobs", type=int, default=1, help="devices and models compiled at a time")
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     p.add_argument("--row-s", type=float, default=600.0, help="seconds for one program at most")
@@ -105,20 +114,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = Asked(
         targets=tuple(args.target),
         models=tuple(args.model),
-        programs=tuple(args.program),
+        programs=tuple(name for name in args.program if name not in args.without),
         row_s=args.row_s,
     )
     rows = kept(args.json) if args.resume else []
-    for target in asked.targets:
-        for model in asked.models:
-            done = {tuple(row[name] for name in KEY) for row in rows}
+    done = {tuple(row[name] for name in KEY) for row in rows}
+    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+        parts = {}
+        for target, model in itertools.product(asked.targets, asked.models):
             left = [name for name in asked.programs if (target, model, name) not in done]
-            if not left:
-                continue
-            found = rows_of(target, model, left, asked.row_s)
-            rows += found
-            counts = Counter(row["status"] for row in found)
-            print(f"{target} {model}: {dict(counts)}", flush=True)
+            if left:
+                part = pool.submit(rows_of, target, model, left, asked.row_s)
+                parts[part] = f"{target} {model}"
+        for part in as_completed(parts):
+            rows += part.result()
+            counts = Counter(row["status"] for row in part.result())
+            print(f"{parts[part]}: {dict(counts)}", flush=True)
             if args.json is not None:
                 finish(args, asked, {"rows": rows})
     print(table([shown(row) for row in rows], COLUMNS))
