@@ -93,6 +93,7 @@ class Compiler:
             "flops": cost.get("flops"),
             "bytes_accessed": cost.get("bytes accessed"),
             "must_read_bytes": program.must_read,
+            "kinds_dropped": program.pinned and memory.host_argument_size_in_bytes == 0,
             **self._fit(program, memory, donated),
             **self._kernel_facts(program, ours),
         }

@@ -121,7 +121,7 @@ def row(**changes: Any) -> dict[str, Any]:
         "compiled": True, "why": None, "implementation": "tpu", "kernels": 4, "kernels_expected": 4,
         "pool_copies": 0, "temp_bytes": 5_105_152, "temp_bound": 60_000_000, "aliased_bytes": 0,
         "donated_bytes": 0, "spill_bytes": None, "bundles": None, "spill_stores": None,
-        "weight_bytes": 15_231_233_024, "device_bytes": 15_974_000_000,
+        "kinds_dropped": False, "weight_bytes": 15_231_233_024, "device_bytes": 15_974_000_000,
         "memory_bytes": CHIPS["v5e"].memory_bytes, "fits": True,
     }  # fmt: skip
     return good | changes
@@ -149,6 +149,7 @@ def row(**changes: Any) -> dict[str, Any]:
             "failed",
             "chunks of 1",
         ),
+        ({"kinds_dropped": True}, "explained", "memory kinds"),
         ({"spill_bytes": 1600}, "failed", "spilled"),
         ({"bundles": 6884, "spill_stores": 1766}, "failed", "1766 spills"),
         ({"bundles": 3239, "spill_stores": 142}, "ok", None),
