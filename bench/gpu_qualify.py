@@ -29,7 +29,7 @@ from bench.common import Json, Setting, budget_share, machine, result_folder, ta
 from bench.disk import FILE_BYTES, Disk
 from bench.kernels import kernel_rows
 from bench.lab import Lab
-from bench.predict import beside
+from bench.prediction import beside
 from bench.ttft import cold, speedups
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.systems import SYSTEMS
