@@ -1,4 +1,4 @@
-"""One request on a device that is not here: the pipeline's model with published and assumed rates."""
+"""One request on a device that is not here: the pipeline's model with published rates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from types import MappingProxyType
 
 from bench import costs
 from bench.aot.chips import CHIPS, GIB, Chip
-from bench.aot.programs import BLOCK
-from bench.aot.shapes import BUDGET, CALL_LAYERS, MODELS, PREFIX, SUFFIX
+from bench.aot.shapes import BLOCK, BUDGET, CALL_LAYERS, MODELS, PREFIX, SUFFIX
 from bench.common import Json
 from bench.simulation import Hardware, Script, Simulation
 from ckv_jax.model.config import ModelConfig

@@ -12,8 +12,19 @@ import jax
 import numpy as np
 from jax import Array
 
-from bench.aot.programs import BLOCK, WINDOW_ROWS, Program
-from bench.aot.shapes import CHUNK, PREFIX, PROBES, RIVAL_CHUNK, SUFFIX, Sizes, ints, nbytes
+from bench.aot.program import Program
+from bench.aot.shapes import (
+    BLOCK,
+    CHUNK,
+    PREFIX,
+    PROBES,
+    RIVAL_CHUNK,
+    SUFFIX,
+    WINDOW_ROWS,
+    Sizes,
+    ints,
+    nbytes,
+)
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.score.api import Probe, score

@@ -43,6 +43,10 @@ DTYPE = "bfloat16"
 PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
 CHUNK, PACK = 16, 4
 RIVAL_CHUNK = 64
+BLOCK = 512
+"""Tokens of one block of a dense prefill."""
+WINDOW_ROWS = 64
+"""Rows of a decode buffer when it begins."""
 CALL_LAYERS = 4
 """Layers of one call of `run` or `extend`."""
 

@@ -21,7 +21,8 @@ import numpy as np
 from bench.aot import dumps, hlo, traffic
 from bench.aot.chips import CHIPS, Chip
 from bench.aot.kernels import KERNELS
-from bench.aot.programs import PROGRAMS, Program
+from bench.aot.program import Program
+from bench.aot.programs import PROGRAMS
 from bench.aot.shapes import MODELS, Sizes
 from bench.aot.verdict import judged, temp_bound
 from bench.common import Json

@@ -1,0 +1,102 @@
+"""Contexts that go through in parts, and the buffers of decode batches, as programs to compile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax.numpy as jnp
+
+from bench.aot.program import Program, of
+from bench.aot.shapes import (
+    BLOCK,
+    CALL_LAYERS,
+    SUFFIX,
+    WINDOW_ROWS,
+    Sizes,
+    abstract,
+    ints,
+)
+from ckv_jax.pipeline.kv_rows import KvRows
+from ckv_jax.pipeline.pieces import Part, Pieces
+
+
+def _open(sizes: Sizes) -> Program:
+    own = Pieces(sizes.layers)
+    return of(sizes, lambda: own.open(0, sizes.hidden(1, SUFFIX), ints(1)), tokens=SUFFIX)
+
+
+def _part(sizes: Sizes) -> Part:
+    q, k = sizes.queries(1, SUFFIX), sizes.rows(1, SUFFIX)
+    out, lse = abstract(q.shape, jnp.float32), abstract(q.shape[:3], jnp.float32)
+    return Part(q, k, k, out, lse)
+
+
+def _over_pages(sizes: Sizes) -> Program:
+    pool, chosen = sizes.pool(), sizes.chosen
+    return of(
+        sizes,
+        lambda: Pieces(sizes.layers).over_pages(
+            _part(sizes), 0, pool, ints(1, chosen), ints(1, chosen)
+        ),
+        kernels=1,
+        tokens=SUFFIX,
+        big=(pool.shape,),
+    )
+
+
+def _over_rows(sizes: Sizes) -> Program:
+    keys = sizes.rows(1, 4 * BLOCK)
+    return of(
+        sizes,
+        lambda: Pieces(sizes.layers).over_rows(_part(sizes), keys, keys),
+        kernels=1,
+        tokens=SUFFIX,
+        room=8 * 4 * BLOCK * math.prod(sizes.row),
+    )
+
+
+def _insert(sizes: Sizes) -> Program:
+    buffer = sizes.rows(1, WINDOW_ROWS)
+    own = Pieces(sizes.layers)
+    return of(sizes, lambda: own.insert((buffer, buffer), _part(sizes), ints(1)), tokens=SUFFIX)
+
+
+def _close(sizes: Sizes) -> Program:
+    own = Pieces(sizes.layers)
+    hidden = sizes.hidden(1, SUFFIX)
+    return of(sizes, lambda: own.close(0, hidden, _part(sizes)), kernels=1, tokens=SUFFIX)
+
+
+def _grow(sizes: Sizes) -> Program:
+    """A batch of decode buffers to twice the rows."""
+    buffer = sizes.rows(8, WINDOW_ROWS)
+    own = KvRows(sizes.layers)
+    kv = ((buffer, buffer),) * CALL_LAYERS
+    return of(sizes, lambda: own.resize(kv, 2 * WINDOW_ROWS), tokens=0)
+
+
+def _put(sizes: Sizes) -> Program:
+    """One sequence into a batch of decode buffers."""
+    many, one = sizes.rows(8, WINDOW_ROWS), sizes.rows(1, WINDOW_ROWS)
+    own = KvRows(sizes.layers)
+    return of(
+        sizes,
+        lambda: own.put(((many, many),) * CALL_LAYERS, ((one, one),) * CALL_LAYERS, 0),
+        tokens=0,
+    )
+
+
+PIECES: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
+    {
+        "pieces-open": _open,
+        "pieces-pages": _over_pages,
+        "pieces-rows": _over_rows,
+        "pieces-insert": _insert,
+        "pieces-close": _close,
+        "buffers-grow": _grow,
+        "buffers-put": _put,
+    }
+)
+"""By name."""

@@ -1,0 +1,84 @@
+"""The calls of the layer-by-layer systems as programs to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from bench.aot.program import Program, of
+from bench.aot.shapes import (
+    PREFIX,
+    RIVAL_CHUNK,
+    SUFFIX,
+    Sizes,
+    abstract,
+    ints,
+)
+from ckv_jax.kernels_pallas.gather.api import gather
+from ckv_jax.rivals.layers import RivalLayers
+
+
+def _gather(sizes: Sizes) -> Program:
+    pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
+    table = ints(1, -(-PREFIX // RIVAL_CHUNK))
+    return Program(
+        jitted=jax.jit(partial(gather, target=sizes.target)),
+        args=(pool, table),
+        named={},
+        kernels=1,
+        tokens=0,
+        big=(pool.shape,),
+    )
+
+
+def _rival(name: str) -> Callable[[Sizes], Program]:
+    def program(sizes: Sizes) -> Program:
+        own = RivalLayers(sizes.layers)
+        pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
+        chunks = -(-PREFIX // RIVAL_CHUNK)
+        tokens, chosen = chunks * RIVAL_CHUNK, 256
+        hidden, k = sizes.hidden(1, SUFFIX), sizes.rows(1, SUFFIX)
+        qkv = (sizes.queries(1, SUFFIX), k, k)
+        table = ints(chunks)
+        calls: dict[str, tuple[int, Callable[[], Any]]] = {
+            "project": (0, lambda: own.project(0, hidden, ints(1))),
+            "by-keys": (
+                1, lambda: own.choose_by_keys(qkv, ints(1), pool, table, ints(), ints(1), n=chosen),
+            ),
+            "by-probe": (
+                0,
+                lambda: own.choose_by_probe(
+                    qkv, ints(1), abstract((tokens, min(3, sizes.row[0]), sizes.row[1])), ints(),
+                    ints(1), n=chosen, chunk_tokens=RIVAL_CHUNK,
+                ),
+            ),
+            "attend-tokens": (
+                1,
+                lambda: own.attend_tokens(0, hidden, qkv, pool, table, table, ints(1, chosen)),
+            ),
+            "attend-all": (
+                1, lambda: own.attend_all(0, hidden, ints(1), pool, table, table, table)
+            ),
+        }  # fmt: skip
+        kernels, call = calls[name]
+        scores = 16 * sizes.config.num_heads * SUFFIX * tokens  # float32, a few of them at a time
+        room = scores if name.startswith("by") else 0
+        return of(sizes, call, kernels=kernels, tokens=SUFFIX, big=(pool.shape,), room=room)
+
+    return program
+
+
+RIVALS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
+    {
+        "rival-gather": _gather,
+        **{
+            f"rival-{name}": _rival(name)
+            for name in ("project", "by-keys", "by-probe", "attend-tokens", "attend-all")
+        },
+    }
+)
+"""By name."""
