@@ -32,7 +32,7 @@ from bench.common import Json, finish, result_file, table
 
 COLUMNS = (
     "target", "model", "program", "implementation", "status", "compile_s", "MB", "temp MB",
-    "ms", "copies", "bundles", "spills", "bytes/must", "registers", "shared", "why",
+    "ms", "copies", "bundles", "spills", "bytes/must", "registers", "shared",
 )  # fmt: skip
 KEY = ("target", "model", "program")
 
@@ -87,7 +87,7 @@ def shown(row: Json) -> list[object]:
         of("pool_copies"), of("bundles"),
         of("spill_bytes") if row.get("spill_stores") is None else of("spill_stores"),
         f"{moved / must:.2f}" if moved and must else "",
-        of("registers"), of("shared_bytes"), (row.get("why") or "")[:90],
+        of("registers"), of("shared_bytes"),
     ]  # fmt: skip
 
 
@@ -134,8 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 finish(args, asked, {"rows": rows})
     print(table([shown(row) for row in rows], COLUMNS))
     failed = [row for row in rows if row["status"] == "failed"]
-    for row in failed:
-        print(f"FAILED {row['target']} {row['model']} {row['program']}: {row['why']}")
+    for row in rows:
+        if row["status"] != "ok":
+            where = " ".join(row[name] for name in KEY)
+            print(f"{row['status'].upper()} {where}: {row['why']}")
     counts = Counter(row["status"] for row in rows)
     print(f"{len(rows)} rows: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
     return 1 if failed else 0
