@@ -19,16 +19,18 @@ from bench.aot.shapes import (
     PREFIX,
     PROBES,
     RIVAL_CHUNK,
+    RIVAL_TOKENS,
     SUFFIX,
     WINDOW_ROWS,
     Sizes,
+    abstract,
     ints,
     nbytes,
 )
-from ckv_jax.kernels_pallas.attend.api import attend
+from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.score.api import Probe, score
-from ckv_jax.pipeline.prefill import Prefills, context_bucket
+from ckv_jax.pipeline.prefill import context_bucket
 
 _ITEM = 2  # bytes of an element of bfloat16
 
@@ -45,7 +47,7 @@ def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:
             ints(batch, sizes.chosen),
         )
         args = (q, pages, table, table, table, new, new, ints(batch))
-        row = math.prod(sizes.row) * _ITEM
+        row = sizes.row * _ITEM
         read = batch * sizes.chosen * CHUNK * 2 * row + nbytes((q, new, new))
         written = nbytes(q) + 4 * batch * length * sizes.config.num_heads
         return Program(
@@ -58,22 +60,22 @@ def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:
 
 
 def _attend_rows(sizes: Sizes) -> Program:
-    """A block of a dense prefill over the rows before it and its own, half of them on average."""
-    own = Prefills(sizes.layers, block=BLOCK, window=8192)
-    pages = jax.eval_shape(lambda x: x.reshape(-1, *x.shape[3:]), own.no_pages)
+    """A block of a dense prefill over the rows before it and its own."""
     rows = context_bucket(PREFIX, BLOCK)
-    q, new, table = sizes.queries(1, BLOCK), sizes.rows(1, rows), ints(1, 1)
-    args = (q, pages, table, table, table, new, new, ints(1))
+    q, new = sizes.queries(1, BLOCK), sizes.rows(1, rows)
     return Program(
-        jitted=jax.jit(partial(attend, target=sizes.target)), args=args, named={},
-        kernels=1, tokens=BLOCK,
+        jitted=jax.jit(partial(attend_rows, target=sizes.target)),
+        args=(q, new, new, ints(1)), named={}, kernels=1, tokens=BLOCK,
         must_read=2 * nbytes(q) + 2 * nbytes(new) + 4 * BLOCK * sizes.config.num_heads,
-        room=16 * rows * math.prod(sizes.row),
-        example=lambda: _pages_example(args, at=rows - BLOCK, valid=0),
+        room=16 * rows * sizes.row,
+        example=lambda: (
+            *(np.zeros(x.shape, x.dtype) for x in (q, new, new)),
+            np.full(1, rows - BLOCK, np.int32),
+        ),
     )  # fmt: skip
 
 
-def _pages_example(args: tuple[Any, ...], *, at: int, valid: int = CHUNK) -> tuple[Any, ...]:
+def _pages_example(args: tuple[Any, ...], *, at: int) -> tuple[Any, ...]:
     """Tables of pages that all differ, and every new token seen."""
     q, pages, table, _, _, new, _, start = args
     keys = 2 * np.arange(math.prod(table.shape), dtype=np.int32).reshape(table.shape)
@@ -81,7 +83,7 @@ def _pages_example(args: tuple[Any, ...], *, at: int, valid: int = CHUNK) -> tup
     rows = np.zeros(new.shape, new.dtype)
     return (
         np.zeros(q.shape, q.dtype), pool, keys, keys + 1,
-        np.full(table.shape, valid, np.int32), rows, rows, np.full(start.shape, at, np.int32),
+        np.full(table.shape, CHUNK, np.int32), rows, rows, np.full(start.shape, at, np.int32),
     )  # fmt: skip
 
 
@@ -107,19 +109,24 @@ def _score(kind: str) -> Callable[[Sizes], Program]:
     return program
 
 
-def _gather(sizes: Sizes) -> Program:
-    pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
-    table = ints(1, -(-PREFIX // RIVAL_CHUNK))
-    page = math.prod(pool.shape[1:]) * _ITEM
-    return Program(
-        jitted=jax.jit(partial(gather, target=sizes.target)), args=(pool, table), named={},
-        kernels=1, tokens=0,
-        big=(pool.shape,), must_read=2 * table.shape[1] * page,
-        example=lambda: (
-            np.zeros((table.shape[1], *pool.shape[1:]), pool.dtype),
-            np.arange(table.shape[1], dtype=np.int32)[None],
-        ),
-    )  # fmt: skip
+def _gather(unit: str) -> Callable[[Sizes], Program]:
+    """A rival's pages of 64 tokens, all of a layer's keys; or 256 single tokens."""
+
+    def program(sizes: Sizes) -> Program:
+        pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
+        count = -(-PREFIX // RIVAL_CHUNK)
+        shape = (pool.shape[0], RIVAL_CHUNK, sizes.row)
+        if unit == "tokens":
+            shape, count = (pool.shape[0] * RIVAL_CHUNK, sizes.row), RIVAL_TOKENS
+        table = np.arange(count, dtype=np.int32)[None]
+        return Program(
+            jitted=jax.jit(partial(gather, target=sizes.target)),
+            args=(abstract(shape), ints(1, count)), named={}, kernels=1, tokens=0,
+            big=(pool.shape,), must_read=2 * count * math.prod(shape[1:]) * _ITEM,
+            example=lambda: (np.zeros((1024, *shape[1:]), pool.dtype), table),
+        )  # fmt: skip
+
+    return program
 
 
 KERNELS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
@@ -129,7 +136,8 @@ KERNELS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "kernel-attend-decode": _attend(1, 1, WINDOW_ROWS),
         "kernel-attend-rows": _attend_rows,
         **{f"kernel-score-{kind}": _score(kind) for kind in PROBES},
-        "kernel-gather": _gather,
+        "kernel-gather": _gather("pages"),
+        "kernel-gather-tokens": _gather("tokens"),
     }
 )
 """By name."""

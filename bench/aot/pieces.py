@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -53,7 +52,7 @@ def _over_rows(sizes: Sizes) -> Program:
         lambda: Pieces(sizes.layers).over_rows(_part(sizes), keys, keys),
         kernels=1,
         tokens=SUFFIX,
-        room=8 * 4 * BLOCK * math.prod(sizes.row),
+        room=8 * 4 * BLOCK * sizes.row,
     )
 
 

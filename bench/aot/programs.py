@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -111,7 +110,7 @@ def _prefill(sizes: Sizes) -> Program:
         ),
         kernels=CALL_LAYERS,
         tokens=BLOCK,
-        room=16 * rows * math.prod(sizes.row),
+        room=16 * rows * sizes.row,
         whole_model=sizes.config.num_layers / CALL_LAYERS,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from bench.aot.program import Program, of
 from bench.aot.shapes import (
     PREFIX,
     RIVAL_CHUNK,
+    RIVAL_TOKENS,
     SUFFIX,
     Sizes,
     abstract,
@@ -40,8 +41,10 @@ def _rival(name: str) -> Callable[[Sizes], Program]:
         own = RivalLayers(sizes.layers)
         pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
         chunks = -(-PREFIX // RIVAL_CHUNK)
-        tokens, chosen = chunks * RIVAL_CHUNK, 256
-        hidden, k = sizes.hidden(1, SUFFIX), sizes.rows(1, SUFFIX)
+        tokens, chosen = chunks * RIVAL_CHUNK, RIVAL_TOKENS
+        hidden, config = sizes.hidden(1, SUFFIX), sizes.config
+        heads, dim = config.num_kv_heads, config.head_dim
+        k = abstract((1, SUFFIX, heads, dim))
         qkv = (sizes.queries(1, SUFFIX), k, k)
         table = ints(chunks)
         calls: dict[str, tuple[int, Callable[[], Any]]] = {
@@ -52,12 +55,12 @@ def _rival(name: str) -> Callable[[Sizes], Program]:
             "by-probe": (
                 0,
                 lambda: own.choose_by_probe(
-                    qkv, ints(1), abstract((tokens, min(3, sizes.row[0]), sizes.row[1])), ints(),
+                    qkv, ints(1), abstract((tokens, min(3, heads), dim)), ints(),
                     ints(1), n=chosen, chunk_tokens=RIVAL_CHUNK,
                 ),
             ),
             "attend-tokens": (
-                1,
+                3,
                 lambda: own.attend_tokens(0, hidden, qkv, pool, table, table, ints(1, chosen)),
             ),
             "attend-all": (

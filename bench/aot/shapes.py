@@ -43,6 +43,8 @@ DTYPE = "bfloat16"
 PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
 CHUNK, PACK = 16, 4
 RIVAL_CHUNK = 64
+RIVAL_TOKENS = 256
+"""Tokens that 5% buys a rival, rounded up."""
 BLOCK = 512
 """Tokens of one block of a dense prefill."""
 WINDOW_ROWS = 64
@@ -75,9 +77,9 @@ class Sizes:
     target: Target
 
     @property
-    def row(self) -> tuple[int, int]:
-        """K, D."""
-        return self.config.num_kv_heads, self.config.head_dim
+    def row(self) -> int:
+        """K * D: numbers in a token's keys (or values) of one layer."""
+        return self.config.num_kv_heads * self.config.head_dim
 
     @property
     def pool_bytes(self) -> int:
@@ -97,7 +99,7 @@ class Sizes:
 
     def pack(self, *, layers: int = PACK, kinds: int = 2, chunk: int = CHUNK) -> tuple[int, ...]:
         """The shape of one slot of the pool."""
-        return (layers, kinds, chunk, *self.row)
+        return layers, kinds, chunk, self.row
 
     def pool(self, *, layers: int = PACK, kinds: int = 2, chunk: int = CHUNK) -> Any:
         """The pool of such slots."""
@@ -114,12 +116,12 @@ class Sizes:
         return abstract((batch, length, self.config.num_heads, self.config.head_dim), DTYPE)
 
     def rows(self, batch: int, length: int) -> Any:
-        """Keys or values [B, R, K, D]."""
-        return abstract((batch, length, *self.row), DTYPE)
+        """Keys or values [B, R, K*D]."""
+        return abstract((batch, length, self.row), DTYPE)
 
     def probe(self, kind: str, tokens: int) -> Probe:
         """A probe of so many keys."""
-        heads, dim = self.row
+        heads, dim = self.config.num_kv_heads, self.config.head_dim
         scale = abstract((tokens, heads), jnp.float32)
         if kind == "keys":
             return Keys(abstract((tokens, heads, dim), DTYPE))
