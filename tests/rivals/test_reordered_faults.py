@@ -19,8 +19,8 @@ from ckv_jax.storage.prefix import Prefix
 MODEL = dataclasses.replace(
     SMALL, num_layers=3, num_heads=8, num_kv_heads=4, tie_word_embeddings=False
 )
-"""Of sharp attention, so that a token in another's place changes the answer."""
-LENGTH = 250
+"""Of sharp attention, so that a token that is missing changes the answer."""
+LENGTH, CHUNKS = 250, 4
 COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
 
 
@@ -80,3 +80,24 @@ def test_reads_that_all_fail(
     assert scale_error(again.logits, sparse.logits) < TIGHT
     full = ask(engine, prefix, 1.0)
     assert scale_error(full.logits, engine.recompute(full.request).logits) < TIGHT
+
+
+def test_reads_of_the_first_chunk_alone_fail(served: tuple[Engine, Prefix], tmp_path: Path) -> None:
+    """Its tokens are not those that came first, and the other chunks lie as they were stored:
+    without the mapping list some tokens would be there twice and others not at all."""
+    engine, prefix = served
+    before = [ask(engine, prefix, budget) for budget in (0.1, 1.0)]
+    layout = engine.layout
+    [home] = reordered_segments(engine, tmp_path / "store")
+    for shard in home.glob("packs/c.*"):
+        data = bytearray(shard.read_bytes())
+        for group in range(min(layout.shard_groups, len(data) // (CHUNKS * layout.pack_bytes))):
+            data[group * CHUNKS * layout.pack_bytes] ^= 1
+        shard.write_bytes(data)
+    for expected in before:
+        budget = expected.request.budget
+        assert budget is not None
+        again = ask(engine, prefix, budget)
+        recomputed = again.trace.counters["recomputed_packs"]
+        assert 0 < recomputed <= layout.groups  # of the first chunk, in each group
+        assert scale_error(again.logits, expected.logits) < TIGHT
