@@ -1,0 +1,190 @@
+"""Decode windows: which chunks stay on the device between tokens, and which make room (KVDrive §5).
+
+A window holds the chunks that recent tokens of one row chose, a row being what shares a choice: a
+sequence, or one KV head of it. Everything is a pure function of device arrays, so that the call
+that chooses also finds hits and victims, and the host learns only what must be fetched. No answer
+depends on it: whatever leaves, a chosen chunk is in its slot before it is attended.
+
+To add a way of keeping: a function, and its line in `KEEP`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+__all__ = ["CLOSED", "FREE", "KEEP", "Choice", "Keep", "Moves", "Window", "advance",
+           "empty_window", "lookahead_within"]  # fmt: skip
+
+FREE = -1
+"""A slot that holds nothing yet."""
+CLOSED = -2
+"""A slot that its row may not use: rows of one window may be of different widths."""
+
+
+class Choice(NamedTuple):
+    """What one token of each row attends to."""
+
+    ids: Int32[Array, "R N"]
+    """Distinct chosen chunks, -1 past a row's limit."""
+    scores: Float32[Array, "R M"]
+    """The score of every chunk, higher is better; no NaN."""
+
+
+class Window(NamedTuple):
+    """What each row keeps, for the layers that share its choices."""
+
+    chunk: Int32[Array, "R W"]
+    """The chunk in each slot; FREE; CLOSED."""
+    last: Int32[Array, "R W"]
+    """The step that last chose it, -1 for none."""
+    uses: Int32[Array, "R W"]
+    """How often it was chosen since it came."""
+
+
+class Moves(NamedTuple):
+    """What one step asks for. Chunk `misses[r, i]` has to be fetched into slot `table[r, i]`."""
+
+    table: Int32[Array, "R N"]
+    """The slot of each chosen chunk, -1 past a row's limit."""
+    misses: Int32[Array, "R N"]
+    """The chosen chunk where it was not in the window, else -1."""
+
+
+Keep = Callable[[Float32[Array, "R W"], Window, Choice], Float32[Array, "R W"]]
+"""(this step's score of each resident, the window before the step, the choice) -> its worth.
+
+The lowest leaves first; of equal worth the one that was chosen longest ago, then the lower slot.
+What stands in slots that are free, closed or chosen now does not matter.
+"""
+
+
+def empty_window(widths: np.ndarray, limits: np.ndarray, *, slots: int | None = None) -> Window:
+    """A window that holds nothing.
+
+    Args:
+      widths: int [R], slots that each row may use.
+      limits: int [R], the most chunks of one choice of each row.
+      slots: W; None: the widest row's width. More than that stay closed.
+
+    Raises:
+      ValueError: a row without a slot for every chunk of one choice, or more widths than slots.
+    """
+    if widths.ndim != 1 or widths.shape != limits.shape or not len(widths):
+        raise ValueError(f"got widths {widths.shape} and limits {limits.shape}, expected [R] each")
+    narrow = np.flatnonzero((widths < limits) | (limits < 1))
+    if len(narrow):
+        row = narrow[0]
+        raise ValueError(
+            f"got a window of {widths[row]} slots for a choice of {limits[row]} chunks (row {row}),"
+            " expected room for at least one chunk and one whole choice"
+        )
+    total = int(widths.max()) if slots is None else slots
+    if total < widths.max():
+        raise ValueError(f"got {total} slots, expected at least the widest row's {widths.max()}")
+    chunk = np.where(np.arange(total) < widths[:, None], FREE, CLOSED)
+    return Window(
+        chunk=jnp.asarray(chunk, jnp.int32),
+        last=jnp.full(chunk.shape, -1, jnp.int32),
+        uses=jnp.zeros(chunk.shape, jnp.int32),
+    )
+
+
+@partial(jax.jit, static_argnames="keep")
+def advance(
+    window: Window, choice: Choice, step: Int32[Array, ""], keep: Keep
+) -> tuple[Window, Moves]:
+    """The window after a step has chosen, and what the step has to fetch.
+
+    What is chosen stays or comes; it takes free slots first, then those of the lowest worth among
+    what is not chosen now. `step` counts from 0 and rises. A row must not choose more chunks than
+    its window has open slots (`empty_window`).
+
+    Raises:
+      ValueError: choices wider than the window, or rows that do not match.
+    """
+    rows, width = window.chunk.shape
+    count, chunks = choice.ids.shape[1], choice.scores.shape[1]
+    if count > width:
+        raise ValueError(f"got choices of {count} chunks, expected at most the {width} slots")
+    if not choice.ids.shape[0] == choice.scores.shape[0] == rows:
+        raise ValueError(
+            f"got ids {choice.ids.shape} and scores {choice.scores.shape}, expected {rows} rows"
+        )
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    slot = jnp.arange(width, dtype=jnp.int32)[None, :]
+    held = jnp.where(window.chunk < 0, chunks, window.chunk)
+    spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot)
+    hit = jnp.where(choice.ids < 0, -1, jnp.take_along_axis(spot, choice.ids, axis=1))
+    missing = (choice.ids >= 0) & (hit < 0)
+    worst = _victims(window, choice, hit, keep)[:, :count]
+    turn = jnp.maximum(jnp.cumsum(missing, axis=1) - 1, 0)
+    table = jnp.where(missing, jnp.take_along_axis(worst, turn, axis=1), hit)
+    touched = jnp.where(table < 0, width, table)  # past the last slot: dropped
+    before = jnp.take_along_axis(window.uses, jnp.maximum(table, 0), axis=1)
+    after = Window(
+        chunk=window.chunk.at[row, touched].set(choice.ids, mode="drop"),
+        last=window.last.at[row, touched].set(step, mode="drop"),
+        uses=window.uses.at[row, touched].set(jnp.where(missing, 1, before + 1), mode="drop"),
+    )
+    return after, Moves(table=table, misses=jnp.where(missing, choice.ids, -1))
+
+
+def _victims(window: Window, choice: Choice, hit: Array, keep: Keep) -> Int32[Array, "R W"]:
+    """Slots of each row in the order in which they are taken; never to be taken ones at the end."""
+    now = jnp.take_along_axis(choice.scores, jnp.maximum(window.chunk, 0), axis=1)
+    worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, choice))
+    worth = jnp.where(_chosen(window, hit) | (window.chunk == CLOSED), jnp.inf, worth)
+    # A free slot was never chosen: its -1 puts it before residents whose worth is -inf, too.
+    return jnp.lexsort((window.last, worth), axis=-1).astype(jnp.int32)
+
+
+def _chosen(window: Window, hit: Array) -> Bool[Array, "R W"]:
+    rows, width = window.chunk.shape
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    none = jnp.zeros((rows, width), bool)
+    return none.at[row, jnp.where(hit < 0, width, hit)].set(True, mode="drop")
+
+
+def lru(now: Array, window: Window, choice: Choice) -> Array:
+    """Least recently used: all of equal worth, so that age decides."""
+    return jnp.zeros_like(now)
+
+
+def lfu(now: Array, window: Window, choice: Choice) -> Array:
+    """Least frequently used since it came; among equals, the least recently used goes first."""
+    return window.uses.astype(jnp.float32)
+
+
+def lookahead(now: Array, window: Window, choice: Choice) -> Array:
+    """The current step's score, of all residents: what nearly was chosen stays (KVDrive §5.1)."""
+    return now
+
+
+@cache
+def lookahead_within(pool: int) -> Keep:
+    """Lookahead among the `pool` best chunks alone, the paper's M; the rest by age.
+
+    The paper has M = 1.25 K of a choice of K. With M = K this is LRU exactly.
+    """
+    if pool < 1:
+        raise ValueError(f"got a pool of {pool} chunks, expected at least 1")
+
+    def keep(now: Array, window: Window, choice: Choice) -> Array:
+        if pool >= choice.scores.shape[1]:
+            return now
+        first_out = lax.top_k(choice.scores, pool + 1)[0][:, pool:]
+        return jnp.where(now > first_out, now, -jnp.inf)
+
+    return keep
+
+
+KEEP: Mapping[str, Keep] = MappingProxyType({"lru": lru, "lfu": lfu, "lookahead": lookahead})

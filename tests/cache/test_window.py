@@ -1,0 +1,217 @@
+"""Decode windows against a model of dictionaries, with any traffic."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckv_jax.cache.window import (
+    CLOSED,
+    FREE,
+    KEEP,
+    Choice,
+    Keep,
+    advance,
+    empty_window,
+    lookahead_within,
+)
+
+ROWS, CHOSEN, CHUNKS = 3, 4, 24
+POOL = 6
+
+
+class Model:
+    """One row: chunk -> [slot, last step, uses]."""
+
+    def __init__(self, width: int, keep: str) -> None:
+        self.residents: dict[int, list[int]] = {}
+        self.free = list(range(width))
+        self.keep = keep
+
+    def advance(self, ids: list[int], scores: np.ndarray, step: int) -> tuple[list[int], list[int]]:
+        """(slot of each id, missing chunks or -1); the lowest by (worth, last, slot) leave."""
+
+        def worth(chunk: int) -> tuple[float, int, int]:
+            slot, last, uses = self.residents[chunk]
+            if self.keep == "lfu":
+                return uses, last, slot
+            if self.keep == "lookahead":
+                return scores[chunk], last, slot
+            if self.keep == "pool" and (scores >= scores[chunk]).sum() <= POOL:
+                return scores[chunk], last, slot
+            return -np.inf, last, slot
+
+        others = sorted((c for c in self.residents if c not in ids), key=worth)
+        missing = [chunk if chunk not in self.residents else -1 for chunk in ids]
+        for chunk in ids:
+            if chunk in self.residents:
+                self.residents[chunk][1:] = [step, self.residents[chunk][2] + 1]
+                continue
+            slot = self.free.pop(0) if self.free else self.residents.pop(others.pop(0))[0]
+            self.residents[chunk] = [slot, step, 1]
+        return [self.residents[chunk][0] for chunk in ids], missing
+
+
+def keep_of(name: str) -> Keep:
+    return lookahead_within(POOL) if name == "pool" else KEEP[name]
+
+
+def draw(rng: np.random.Generator, sticky: float, before: np.ndarray | None) -> np.ndarray:
+    """Scores [R, M] without equals, near the last ones; chosen are the best of a row."""
+    fresh = rng.permuted(np.tile(np.arange(1.0, CHUNKS + 1), (ROWS, 1)), axis=1)
+    if before is None:
+        return fresh
+    mixed = sticky * before + (1 - sticky) * fresh
+    return mixed.argsort(1).argsort(1) + 1.0
+
+
+def choice_of(scores: np.ndarray, limits: np.ndarray) -> Choice:
+    ids = np.full((ROWS, CHOSEN), -1, np.int32)
+    for row, limit in enumerate(limits):
+        ids[row, :limit] = np.sort(np.argsort(-scores[row])[:limit])
+    return Choice(jnp.asarray(ids), jnp.asarray(scores, jnp.float32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    keep=st.sampled_from([*KEEP, "pool"]),
+    slots=st.sampled_from([CHOSEN, 7, 12]),
+    sticky=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
+)
+def test_agrees_with_dictionaries(seed: int, keep: str, slots: int, sticky: float) -> None:
+    rng = np.random.default_rng(seed)
+    widths = rng.integers(1, slots + 1, ROWS)
+    limits = np.minimum(rng.integers(1, CHOSEN + 1, ROWS), widths)
+    window = empty_window(widths, limits, slots=slots)
+    models = [Model(int(width), keep) for width in widths]
+    scores = None
+    for step in range(25):
+        scores = draw(rng, sticky, scores)
+        now = np.minimum(rng.integers(0, CHOSEN + 1, ROWS), limits)  # a row may choose nothing
+        choice = choice_of(scores, now)
+        window, moves = advance(window, choice, jnp.int32(step), keep_of(keep))
+        chunk, last, uses = map(np.asarray, window)
+        for row, model in enumerate(models):
+            ids = np.asarray(choice.ids)[row, : now[row]].tolist()
+            slots_, missing = model.advance(ids, scores[row].astype(np.float32), step)
+            rest = [-1] * (CHOSEN - now[row])
+            assert moves.table[row].tolist() == slots_ + rest
+            assert moves.misses[row].tolist() == missing + rest
+            held = {int(c): [s, int(last[row, s]), int(uses[row, s])]
+                    for s, c in enumerate(chunk[row]) if c >= 0}  # fmt: skip
+            assert held == model.residents
+            assert (chunk[row, : widths[row]] >= FREE).all()
+            assert (chunk[row, widths[row] :] == CLOSED).all()
+
+
+def run(trace: list[tuple[list[int], list[float]]], width: int, keep: Keep) -> list[list[int]]:
+    """Misses of each step of one row; `trace` is (chosen, scores)."""
+    most = max(len(ids) for ids, _ in trace)
+    window = empty_window(np.array([width]), np.array([most]))
+    out = []
+    for step, (ids, scores) in enumerate(trace):
+        padded = np.array([ids + [-1] * (most - len(ids))], np.int32)
+        choice = Choice(jnp.asarray(padded), jnp.asarray([scores], jnp.float32))
+        window, moves = advance(window, choice, jnp.int32(step), keep)
+        out.append([int(chunk) for chunk in moves.misses[0] if chunk >= 0])
+    return out
+
+
+def test_an_unchanged_choice_asks_for_nothing() -> None:
+    step = ([1, 3], [0.0, 9.0, 0.0, 8.0])
+    for keep in KEEP.values():
+        assert run([step] * 4, 2, keep) == [[1, 3], [], [], []]
+
+
+def test_a_choice_as_wide_as_the_window_keeps_nothing_else() -> None:
+    """At width N every keep does the same: the last step's choice stays (the paper's x1)."""
+    rng = np.random.default_rng(0)
+    trace = []
+    for _ in range(30):
+        scores = rng.permutation(8).astype(float).tolist()
+        trace.append((sorted(np.argsort(scores)[-3:].tolist()), scores))
+    wanted = [
+        [c for c in ids if number == 0 or c not in trace[number - 1][0]]
+        for number, (ids, _) in enumerate(trace)
+    ]
+    for keep in (*KEEP.values(), lookahead_within(5)):
+        assert run(trace, 3, keep) == wanted
+
+
+def test_lookahead_keeps_what_was_nearly_chosen() -> None:
+    """Chunk 0 was chosen longest ago and stays next best; chunk 1 falls to the lowest score."""
+    trace = [
+        ([0], [9.0, 1.0, 0.0, 0.0]),
+        ([1], [8.0, 9.0, 0.0, 0.0]),
+        ([2], [8.0, 1.0, 9.0, 0.0]),
+        ([0], [9.0, 1.0, 8.0, 0.0]),
+    ]
+    assert run(trace, 2, KEEP["lru"]) == [[0], [1], [2], [0]]
+    assert run(trace, 2, KEEP["lookahead"]) == [[0], [1], [2], []]
+
+
+def test_lookahead_loses_where_scores_mislead() -> None:
+    """Chunk 0 keeps a high score without being chosen again; chunk 1 comes back from the lowest."""
+    trace = [
+        ([0], [9.0, 0.0, 0.0, 0.0]),
+        ([1], [8.0, 9.0, 0.0, 0.0]),
+        ([2], [8.0, 1.0, 9.0, 0.0]),
+        ([1], [1.0, 9.0, 8.0, 0.0]),
+    ]
+    assert run(trace, 2, KEEP["lru"]) == [[0], [1], [2], []]
+    assert run(trace, 2, KEEP["lookahead"]) == [[0], [1], [2], [1]]
+
+
+def test_a_pool_of_one_choice_is_lru() -> None:
+    rng = np.random.default_rng(1)
+    scores, trace = None, []
+    for _ in range(60):
+        fresh = rng.standard_normal(40)
+        scores = fresh if scores is None else 0.9 * scores + 0.4 * fresh
+        trace.append((sorted(np.argsort(scores)[-6:].tolist()), scores.tolist()))
+    missed = {name: run(trace, 12, keep) for name, keep in KEEP.items()}
+    assert run(trace, 12, lookahead_within(6)) == missed["lru"]
+    assert run(trace, 12, lookahead_within(40)) == missed["lookahead"]
+    assert missed["lookahead"] != missed["lru"]
+
+
+def test_equal_scores_leave_by_age() -> None:
+    """Ties of worth must not depend on where a chunk happens to lie."""
+    flat = [0.0] * 5
+    trace = [([0], flat), ([1], flat), ([0], flat), ([2], flat), ([0, 1], flat)]
+    for name in ("lru", "lookahead"):
+        assert run(trace, 2, KEEP[name])[-1] == [1]
+
+
+def test_residents_scored_at_minus_infinity_leave_after_free_slots() -> None:
+    window = empty_window(np.array([3]), np.array([1]))
+    scores = jnp.asarray([[-jnp.inf, 1.0, 2.0]])
+    for step, chunk in enumerate((0, 1, 2)):
+        choice = Choice(jnp.asarray([[chunk]], jnp.int32), scores)
+        window, moves = advance(window, choice, jnp.int32(step), KEEP["lookahead"])
+        assert int(moves.table[0, 0]) == step
+    assert sorted(window.chunk[0].tolist()) == [0, 1, 2]
+
+
+def test_what_holds_no_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"window of 3 slots for a choice of 4 chunks \(row 1\)"):
+        empty_window(np.array([8, 3]), np.array([4, 4]))
+    with pytest.raises(ValueError, match="room for at least one chunk"):
+        empty_window(np.array([8]), np.array([0]))
+    with pytest.raises(ValueError, match="at least the widest row's 8"):
+        empty_window(np.array([8, 3]), np.array([3, 3]), slots=7)
+    with pytest.raises(ValueError, match=r"expected \[R\] each"):
+        empty_window(np.array([8, 3]), np.array([3]))
+    window = empty_window(np.array([2]), np.array([2]))
+    wide = Choice(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 5), jnp.float32))
+    with pytest.raises(ValueError, match="choices of 3 chunks, expected at most the 2 slots"):
+        advance(window, wide, jnp.int32(0), KEEP["lru"])
+    with pytest.raises(ValueError, match="expected 1 rows"):
+        rows = Choice(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 5), jnp.float32))
+        advance(window, rows, jnp.int32(0), KEEP["lru"])
+    with pytest.raises(ValueError, match="pool of 0"):
+        lookahead_within(0)
