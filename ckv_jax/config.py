@@ -59,7 +59,7 @@ class SystemConfig:
     subperiod: int = 4
     """Layers in one jitted call: how much KV must be there before compute starts."""
     probe: Literal["keys", "heads", "digest", "none"] = "keys"
-    digest: Literal["none", "int8", "int4", "pq"] = "none"
+    digest: Literal["none", "int8", "int4", "pq", "means", "bounds"] = "none"
     prefetch: Prefetch = "inter"
     speculate: Speculate = "previous"
     overfetch: float = 1.0

@@ -18,6 +18,9 @@ VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
 CODED_VERSION = 3
 """Of layouts with a codec: what knows none leaves their segments alone."""
+LANDMARKS_VERSION = 4
+"""Of layouts whose digest has one landmark for each chunk: likewise."""
+VERSIONS = (VERSION, CODED_VERSION, LANDMARKS_VERSION)
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -27,7 +30,9 @@ _DTYPES: dict[str, tuple[Any, str]] = {
     "float32": (np.float32, "float32"),
 }
 _PROBES = ("keys", "heads", "none")
-_DIGESTS = ("none", "int8", "int4", "pq")
+LANDMARKS = ("means", "bounds")
+"""Digests that keep a landmark for each chunk, not for each token."""
+_DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,64}:[0-9]{1,9}")
 _PROBE_HEADS = 3  # IMPRESS §4.1: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
@@ -53,7 +58,8 @@ class Layout:
       kv_together: whether keys and values of a chunk share a pack.
       probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
         first three KV heads of every layer; "none".
-      digest: compressed keys: "int8", "int4", "pq" (one byte for eight values) or "none".
+      digest: compressed keys: "int8", "int4", "pq" (one byte for eight values); of every chunk
+        its mean key ("means") or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
       reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
@@ -215,24 +221,34 @@ class Layout:
     def digest_params(self) -> int:
         """float32 values at the head of a layer's record: mean key, or the pq codebooks."""
         values = self.num_kv_heads * self.head_dim
-        return {"none": 0, "pq": values * PQ_CODES}.get(self.digest, values)
+        return {"int8": values, "int4": values, "pq": values * PQ_CODES}.get(self.digest, 0)
+
+    @property
+    def digest_unit(self) -> int:
+        """Tokens that share one entry of codes."""
+        return self.chunk_tokens if self.digest in LANDMARKS else 1
 
     @property
     def digest_codes(self) -> int:
-        """Bytes of codes a token and KV head."""
+        """Bytes of codes of one entry and KV head."""
+        if self.digest in LANDMARKS:
+            return self.head_dim * self.disk_dtype.itemsize * (1 + LANDMARKS.index(self.digest))
         parts = {"none": 0, "int8": 1, "int4": 2, "pq": PQ_DIM}[self.digest]
         return self.head_dim // parts if parts else 0
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""
-        scale = 0 if self.digest == "pq" else 4 * self.num_kv_heads * tokens
-        return 4 * self.digest_params, scale, self.digest_codes * self.num_kv_heads * tokens
+        scale = 4 * self.num_kv_heads * tokens if self.digest in ("int8", "int4") else 0
+        entries = -(-tokens // self.digest_unit)
+        return 4 * self.digest_params, scale, self.digest_codes * self.num_kv_heads * entries
 
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the format version. Without a codec nothing is said of codecs."""
+        """JSON form, with the format version. Older versions say nothing of codecs."""
         values = dataclasses.asdict(self)
+        if self.digest in LANDMARKS:
+            return {"version": LANDMARKS_VERSION, **values}
         if self.codec == PLAIN:
             del values["codec"], values["codec_bytes"]
             return {"version": VERSION, **values}
@@ -241,8 +257,7 @@ class Layout:
     @classmethod
     def from_dict(cls, value: Any) -> Layout:
         """Inverse of `to_dict`; raises ValueError for anything else."""
-        versions = (VERSION, CODED_VERSION)
-        if not isinstance(value, dict) or value.get("version") not in versions:
+        if not isinstance(value, dict) or value.get("version") not in VERSIONS:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
         if value["version"] == VERSION:

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Prefix, StoreConfig
+from ckv_jax.storage import ChunkStore, DigestData, Prefix, StoreConfig
+from ckv_jax.storage.layout import LANDMARKS
 
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""
@@ -159,13 +160,31 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
             wrong = (out[:good] != keys[layer, :good, : layout.probe_heads]).any((1, 2)).sum()
             total += Served(good == tokens, int(wrong))
         digest = reader.read_digest()
-        if digest is not None:
+        if digest is not None and digest.kind in LANDMARKS:
+            wrong = wrong_landmarks(digest, keys[list(layout.digest_layers)].astype(np.float64))
+            total += Served(True, wrong * layout.chunk_tokens)
+        elif digest is not None:
             # What the digest lost is the same shift for all keys, and half a step of rounding.
             lost = keys[list(layout.digest_layers)].astype(np.float32) - digest.keys()
             lost -= lost.mean(1, keepdims=True)
             step = digest.arrays["scale"].max(1)[:, None, :, None]
             total += Served(True, int((np.abs(lost) > 1.5 * step + 1e-6).any((0, 2, 3)).sum()))
         return total + Served(digest is not None, 0)
+
+
+def wrong_landmarks(digest: DigestData, keys: np.ndarray) -> int:
+    """Chunks of 16 whose means or bounds are not those of the `keys` [R, T, K, D]; means are
+    rounded."""
+    chunks = [keys[:, at : at + 16] for at in range(0, keys.shape[1], 16)]
+    if digest.kind == "means":
+        truth = [np.stack([chunk.mean(1) for chunk in chunks], axis=1)]
+        found = [digest.arrays["mean"]]
+    else:
+        truth = [np.stack([f(chunk, 1) for chunk in chunks], axis=1) for f in (np.min, np.max)]
+        found = [digest.arrays["low"], digest.arrays["high"]]
+    far = [np.abs(f.astype(np.float64) - t) > 2.0**-8 * np.abs(t) + 1e-6
+           for f, t in zip(found, truth, strict=True)]  # fmt: skip
+    return int(np.any(far, axis=(0, 1, 3, 4)).sum())
 
 
 def sweep_over(

@@ -13,9 +13,17 @@ import numpy as np
 
 from ckv_jax.buckets import pad_rows, probe_bucket
 from ckv_jax.cache.tiers import Tiers
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import (
+    BoundKeys,
+    Int4Keys,
+    Int8Keys,
+    MeanKeys,
+    PqKeys,
+    Probe,
+)
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -112,7 +120,7 @@ class Residents:
     def keep_digest(self, resident: Resident, data: DigestData) -> None:
         """Puts a digest on the device; others make room until the byte budget holds."""
         layout = resident.prefix.layout
-        probes = device_digest(data, resident.probe_chunks * layout.chunk_tokens)
+        probes = device_digest(data, resident.probe_chunks, layout.chunk_tokens)
         resident.digest = dict(zip(layout.digest_layers, probes, strict=True))
         total = self.digest_bytes
         for other in self._known.values():
@@ -187,15 +195,16 @@ class Residents:
         return self._segments[segment][0]
 
 
-def device_digest(data: DigestData, tokens: int) -> list[Probe]:
-    """A stored digest as one device probe a row, padded to `tokens`."""
+def device_digest(data: DigestData, chunks: int, chunk_tokens: int) -> list[Probe]:
+    """A stored digest as one device probe a row, padded to so many chunks."""
     arrays = data.arrays
+    entries = chunks * (1 if data.kind in LANDMARKS else chunk_tokens)
 
     def codes(row: int, name: str = "codes") -> jax.Array:
-        padded: jax.Array = jax.device_put(pad_rows(arrays[name][row], tokens))
+        padded: jax.Array = jax.device_put(pad_rows(arrays[name][row], entries))
         return padded
 
-    rows = range(len(arrays["codes"]))
+    rows = range(len(next(iter(arrays.values()))))
     match data.kind:
         case "int8":
             return [Int8Keys(codes(row), codes(row, "scale")) for row in rows]
@@ -203,4 +212,8 @@ def device_digest(data: DigestData, tokens: int) -> list[Probe]:
             return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":
             return [PqKeys(codes(row), jax.device_put(arrays["codebooks"][row])) for row in rows]
-    raise ValueError(f"got a digest of kind {data.kind!r}, expected int8, int4 or pq")
+        case "means":
+            return [MeanKeys(codes(row, "mean"), codes(row, "log_size")) for row in rows]
+        case "bounds":
+            return [BoundKeys(codes(row, "low"), codes(row, "high")) for row in rows]
+    raise ValueError(f"got a digest of unknown kind {data.kind!r}")

@@ -29,8 +29,8 @@ class ChunkScore(Protocol):
         chunk_tokens: int,
         target: Target,
     ) -> Float32[Array, "B M"]:
-        """`q` with RoPE; `probe` has T >= num_tokens keys; query i counts if i < q_lengths[b];
-        `target`: what the call is compiled for."""
+        """`q` with RoPE; `probe` has T >= num_tokens keys, or landmarks of so many; query i counts
+        if i < q_lengths[b]; `target`: what the call is compiled for."""
         ...
 
 
@@ -44,7 +44,7 @@ def attention_mass(
     target: Target,
 ) -> Float32[Array, "B M"]:
     """Equation 1 of ContiguousKV (§4.4): the attention that the chunk's keys get, summed."""
-    return score(
+    found = score(
         q,
         probe,
         num_tokens=num_tokens,
@@ -52,6 +52,7 @@ def attention_mass(
         chunk_tokens=chunk_tokens,
         target=target,
     )
+    return found[:, 0]
 
 
 def last_queries(

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
-from ckv_jax.kernels_pallas.score import reference
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score import landmarks, reference
+from ckv_jax.kernels_pallas.score.probe import (
+    BoundKeys,
+    Int4Keys,
+    Int8Keys,
+    Keys,
+    Landmarks,
+    MeanKeys,
+    PqKeys,
+    Probe,
+)
 from ckv_jax.kernels_pallas.target import Target
 
-__all__ = ["IMPLEMENTATIONS", "Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe", "score"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "BoundKeys",
+    "Int4Keys",
+    "Int8Keys",
+    "Keys",
+    "MeanKeys",
+    "PqKeys",
+    "Probe",
+    "score",
+]
 
 
 def score(
@@ -26,18 +45,23 @@ def score(
     q_lengths: Int32[Array, " B"],
     chunk_tokens: int,
     target: Target,
+    heads: Literal["all", "each"] = "all",
     implementation: Implementation = "auto",
-) -> Float32[Array, "B M"]:
+) -> Float32[Array, "B J M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
-    chunk's tokens, all query heads and all valid queries.
+    chunk's tokens, the query heads and all valid queries.
 
-    The sum over chunks is H * q_lengths[b] when num_tokens > 0. No `[H, S, T]` array is made.
+    Over all heads together (J = 1) the sum over chunks is H * q_lengths[b] when num_tokens > 0,
+    for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made. A probe
+    of landmarks gives the softmax over chunks of what `landmarks.score` says of each.
 
     Args:
       q: RoPE applied; a probe over the first K' KV heads goes with its K' * G query heads.
-      probe: `T` keys, a multiple of `chunk_tokens`; what stands past `num_tokens` is ignored.
-      num_tokens: int32 scalar, how many of the T keys belong to the prefix.
+      probe: `T` keys, a multiple of `chunk_tokens`, or `M` landmarks; what stands past `num_tokens`
+        is ignored.
+      num_tokens: int32 scalar, how many tokens belong to the prefix.
       q_lengths: query i of sequence b counts if i < q_lengths[b].
+      heads: pooled, or each KV head with its G query heads.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -45,8 +69,9 @@ def score(
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
     args = (q, probe, num_tokens, q_lengths, chunk_tokens)
-    out: Array = dispatch("score", implementation, IMPLEMENTATIONS, target, *args)
-    return out
+    kernels = LANDMARKS if isinstance(probe, Landmarks) else IMPLEMENTATIONS
+    out: Array = dispatch("score", implementation, kernels, target, *args)  # [B, K, M]
+    return out if heads == "each" else jnp.sum(out, axis=1, keepdims=True)
 
 
 def _mosaic_gpu() -> Callable[..., Any]:
@@ -68,13 +93,17 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
         "reference": Kernel(lambda: reference.score),
     }
 )
+"""Of probes with a key for each token."""
+LANDMARKS: Mapping[str, Kernel] = MappingProxyType({"reference": Kernel(lambda: landmarks.score)})
+"""Of landmarks."""
 
 
 def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:
     tokens, kv_heads, dim = probe.shape
     if q.ndim != 4 or q.shape[2] % kv_heads or q.shape[3] != dim:
         raise ValueError(f"got q {q.shape}, expected [B, S, H, {dim}] with {kv_heads} | H")
-    if chunk_tokens < 1 or tokens == 0 or tokens % chunk_tokens:
+    every = 1 if isinstance(probe, Landmarks) else chunk_tokens
+    if chunk_tokens < 1 or tokens == 0 or tokens % every:
         raise ValueError(f"got {tokens} keys, expected a multiple of chunk_tokens {chunk_tokens}")
     if q_lengths.shape != q.shape[:1] or q_lengths.dtype != jnp.int32:
         raise ValueError(
@@ -92,6 +121,12 @@ def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_to
             expected = (kv_heads, codes.shape[2], 256)
             if codebooks.shape[:3] != expected:
                 raise ValueError(f"got codebooks {codebooks.shape}, expected {expected} + (Dsub,)")
+        case MeanKeys(_, log_size):
+            if log_size.shape != (tokens, kv_heads):
+                raise ValueError(f"got log_size {log_size.shape}, expected {(tokens, kv_heads)}")
+        case BoundKeys(low, high):
+            if low.shape != high.shape:
+                raise ValueError(f"got low {low.shape} and high {high.shape}, expected the same")
         case Keys(keys):
             bits = jnp.dtype(f"uint{8 * q.dtype.itemsize}")
             if not jnp.issubdtype(keys.dtype, jnp.floating) and keys.dtype != bits:

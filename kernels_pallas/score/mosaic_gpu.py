@@ -23,7 +23,7 @@ from ckv_jax.kernels_pallas.blocks import GpuScore, gpu_blocks
 from ckv_jax.kernels_pallas.capability import require_wgmma
 from ckv_jax.kernels_pallas.cost import of_gpu, score_cost
 from ckv_jax.kernels_pallas.score.mosaic_gpu_keys import KeyBlocks, key_blocks
-from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.score.probe import TokenProbe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens
 from ckv_jax.kernels_pallas.target import Target
 
@@ -36,7 +36,7 @@ _LOWEST = -1e30  # start of the running maximum: finite, so that differences sta
 @functools.partial(jax.jit, static_argnames=("chunk_tokens", "target", "blocks", "interpret"))
 def score(
     q: Array,
-    probe: Probe,
+    probe: TokenProbe,
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
@@ -63,7 +63,7 @@ def score(
     probe = pad_tokens(probe, max(blocks.keys, -(-tokens // 16) * 16))
     plan = key_blocks(probe, q.dtype, blocks.keys, blocks.steps)
     if q.size == 0:
-        return jnp.zeros((q.shape[0], tokens // chunk_tokens), jnp.float32)
+        return jnp.zeros((q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
     rows, valid = fold_queries(q, kv_heads, q_lengths, _ROWS)  # [B, K, rows, D], [B, rows]
     steps = pl.cdiv(probe.shape[0], blocks.keys)
     units = rows.shape[0] * kv_heads * (rows.shape[2] // _ROWS)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
 
 __all__ = ["KeyBlocks", "key_blocks"]
 
@@ -45,7 +45,7 @@ class KeyBlocks:
         return sum(x.size * x.dtype.itemsize for x in self.operands)
 
 
-def key_blocks(probe: Probe, dtype: Any, keys: int, steps: int) -> KeyBlocks:
+def key_blocks(probe: TokenProbe, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     """The plan for `probe`; keys come out in `dtype`."""
     match probe:
         case Keys():

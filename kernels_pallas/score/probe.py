@@ -1,4 +1,4 @@
-"""What chunks are scored against: the keys themselves, or one of three compressed copies."""
+"""What chunks are scored against: the keys, a compressed copy of them, or landmarks of chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import jax
 from jax import Array
 from jaxtyping import Float, Float32, Int8, UInt, UInt8
 
-__all__ = ["Int4Keys", "Int8Keys", "Keys", "PqKeys", "Probe"]
+__all__ = ["BoundKeys", "Int4Keys", "Int8Keys", "Keys", "Landmarks", "MeanKeys", "PqKeys", "Probe",
+           "TokenProbe"]  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -70,4 +71,39 @@ class PqKeys:
         return tokens, heads, subspaces * self.codebooks.shape[-1]
 
 
-Probe = Keys | Int8Keys | Int4Keys | PqKeys
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class MeanKeys:
+    """Every key of a chunk ~ the chunk's mean key."""
+
+    mean: Float[Array, "M K D"]
+    log_size: Float32[Array, "M K"]
+    """Logarithm of how many keys a mean stands for; -inf: none."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, K, D)."""
+        chunks, heads, dim = self.mean.shape
+        return chunks, heads, dim
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class BoundKeys:
+    """The least and the greatest value of each dim of a chunk's keys (Quest)."""
+
+    low: Float[Array, "M K D"]
+    high: Float[Array, "M K D"]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, K, D)."""
+        chunks, heads, dim = self.low.shape
+        return chunks, heads, dim
+
+
+TokenProbe = Keys | Int8Keys | Int4Keys | PqKeys
+"""What has a key for each token."""
+Landmarks = MeanKeys | BoundKeys
+"""What has one entry for each chunk."""
+Probe = TokenProbe | Landmarks

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
 
 __all__ = ["score"]
 
@@ -26,14 +26,17 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def score(
     q: Array,
-    probe: Probe,
+    probe: TokenProbe,
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
     *,
     logits_bytes: int = _LOGITS_BYTES,
 ) -> Array:
-    """See `api.score`. Keys go in blocks whose logits take at most `logits_bytes`."""
+    """See `api.score`; float32 [B, K, M].
+
+    Keys go in blocks whose logits take at most `logits_bytes`.
+    """
     batch, queries, heads, dim = q.shape
     tokens, kv_heads, _ = probe.shape
     group = heads // kv_heads
@@ -64,11 +67,11 @@ def score(
     weighted = jnp.where(valid[None, :, :, None], sums * share[None, :, :, None], 0.0)
     blocks_, width = sums.shape[0], sums.shape[3]
     weighted = weighted.reshape(blocks_, kv_heads, batch, queries * group, width)
-    out = jnp.sum(weighted, axis=(1, 3))  # [blocks, B, width]
-    return out.swapaxes(0, 1).reshape(batch, blocks_ * width)[:, :chunks]
+    out = jnp.sum(weighted, axis=3)  # [blocks, K, B, width]
+    return out.transpose(2, 1, 0, 3).reshape(batch, kv_heads, blocks_ * width)[..., :chunks]
 
 
-def _block(rows: Array, probe: Probe, num_tokens: Array, chunk: int) -> tuple[Array, Array]:
+def _block(rows: Array, probe: TokenProbe, num_tokens: Array, chunk: int) -> tuple[Array, Array]:
     """rows [K, R, D] -> sums of exponentials [K, R, chunks], maxima [K, R], of these keys."""
     tokens, kv_heads, dim = probe.shape
     if isinstance(probe, PqKeys):
@@ -130,8 +133,8 @@ def _look_up(probe: PqKeys, dtype: jnp.dtype) -> Array:
 
 
 def _split(
-    probe: Probe, blocks: int, tokens: int, dtype: jnp.dtype
-) -> tuple[tuple[Array, ...], Callable[..., Probe]]:
+    probe: TokenProbe, blocks: int, tokens: int, dtype: jnp.dtype
+) -> tuple[tuple[Array, ...], Callable[..., TokenProbe]]:
     """Pads the tokens with zeros and splits them into `blocks`: arrays [blocks, T', ...], and
     what makes a probe of one block of each."""
 

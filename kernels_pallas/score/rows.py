@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ckv_jax.kernels_pallas.score.probe import PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import PqKeys, TokenProbe
 
 __all__ = ["chunk_sums", "fold_queries", "pad_tokens"]
 
@@ -29,7 +29,7 @@ def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tu
     )
 
 
-def pad_tokens(probe: Probe, tokens: int) -> Probe:
+def pad_tokens(probe: TokenProbe, tokens: int) -> TokenProbe:
     """Zeros behind the keys, up to `tokens` of them."""
     pad = tokens - probe.shape[0]
     if pad <= 0:
@@ -40,12 +40,12 @@ def pad_tokens(probe: Probe, tokens: int) -> Probe:
 
     if isinstance(probe, PqKeys):
         return PqKeys(padded(probe.codes), probe.codebooks)
-    longer: Probe = jax.tree.map(padded, probe)
+    longer: TokenProbe = jax.tree.map(padded, probe)
     return longer
 
 
 def chunk_sums(weights: Array, chunk_tokens: int) -> Array:
-    """Weights of keys [B, K, tiles, T] -> scores of chunks [B, M]."""
+    """Weights of keys [B, K, tiles, T] -> scores of chunks [B, K, M]."""
     batch, kv_heads, tiles, tokens = weights.shape
     by_chunk = weights.reshape(batch, kv_heads, tiles, tokens // chunk_tokens, chunk_tokens)
-    return jnp.sum(by_chunk, axis=(1, 2, 4))
+    return jnp.sum(by_chunk, axis=(2, 4))

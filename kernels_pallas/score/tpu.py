@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ckv_jax.kernels_pallas.attend.pieces import tile_rows
 from ckv_jax.kernels_pallas.blocks import TpuScore, tpu_blocks
 from ckv_jax.kernels_pallas.cost import score_cost
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
 from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries
 from ckv_jax.kernels_pallas.target import Target
 
@@ -34,7 +34,7 @@ _LOWEST = -1e30  # start of the running maximum: finite, so that differences sta
 @functools.partial(jax.jit, static_argnames=("chunk_tokens", "target", "blocks", "interpret"))
 def score(
     q: Array,
-    probe: Probe,
+    probe: TokenProbe,
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
@@ -56,7 +56,7 @@ def score(
     if isinstance(probe, Keys) and not jnp.issubdtype(probe.keys.dtype, jnp.floating):
         raise NotImplementedError(f"got keys as bit patterns {probe.keys.dtype}, expected floats")
     if q.size == 0:
-        return jnp.zeros((q.shape[0], tokens // chunk_tokens), jnp.float32)
+        return jnp.zeros((q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
     group_rows = q.shape[1] * (q.shape[2] // kv_heads)
     cores = -(-target.cores // (q.shape[0] * kv_heads))
     tile = tile_rows(group_rows, blocks.rows, cores)
@@ -136,7 +136,9 @@ def _kernel(
         out_ref[0, 0, 0] = jnp.sum(p, axis=0, keepdims=True)
 
 
-def _head_major(rows: Array, probe: Probe, keys: int) -> tuple[Array, list[Array], list[Any], Any]:
+def _head_major(
+    rows: Array, probe: TokenProbe, keys: int
+) -> tuple[Array, list[Array], list[Any], Any]:
     """What the kernel multiplies: rows (or their tables), operands, their specs, and how."""
     subspaces = probe.codes.shape[2] if isinstance(probe, PqKeys) else 0
 

@@ -4,7 +4,7 @@ int8 and int4 keep, per token and KV head, a scale and the rounded difference to
 key: keys ~ mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift
 that is the same for all keys. "pq" keeps one byte for eight values (`pq.py`). Mean and codebooks
 come from a prefix's first segment and are inherited by all that continue it, so that one softmax
-may span them.
+may span them. "means" and "bounds" keep a landmark for each chunk (`landmarks.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckv_jax.storage.digest import pq
-from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,10 +22,11 @@ class DigestData:
     """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`.
 
     Attributes:
-      kind: "int8", "int4" or "pq".
+      kind: "int8", "int4", "pq", "means" or "bounds".
       arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
         [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
-        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8].
+        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8]. means, bounds: those of
+        `landmarks.decode`.
       mixed: whether segments that were made around other parameters were brought to the first's.
     """
 
@@ -39,7 +40,12 @@ class DigestData:
         return sum(a.nbytes for a in self.arrays.values())
 
     def keys(self) -> np.ndarray:
-        """float32 [R, T, K, D]: the keys as the digest knows them, less the mean for int8, int4."""
+        """float32 [R, T, K, D]: the keys as the digest knows them, less the mean for int8, int4.
+
+        Raises ValueError for a digest that knows no single key.
+        """
+        if self.kind in LANDMARKS:
+            raise ValueError(f"got a digest of kind {self.kind!r}, which knows no single key")
         codes = self.arrays["codes"]
         if self.kind == "pq":
             books = self.arrays["codebooks"]

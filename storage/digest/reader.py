@@ -9,8 +9,9 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
+from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, turn
-from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline
@@ -60,15 +61,16 @@ def read_digest(
     """
     layout, tokens = prefix.layout, prefix.num_tokens
     rows = len(layout.digest_layers)
-    shape = (rows, tokens, layout.num_kv_heads)
-    codes = np.empty((*shape, layout.digest_codes), np.uint8)
-    scale = np.empty(shape if layout.digest != "pq" else (rows, 0, 0), np.float32)
+    shape, unit = (rows, tokens, layout.num_kv_heads), layout.digest_unit
+    codes = np.empty((rows, -(-tokens // unit), shape[2], layout.digest_codes), np.uint8)
+    scaled = layout.digest in ("int8", "int4")
+    scale = np.empty(shape if scaled else (rows, 0, 0), np.float32)
     params = np.empty((rows, layout.digest_params), np.float32)
     mixed = False
     for run in runs:
         _, segment, start, end = run
         found = params if not start else np.empty_like(params)
-        parts = (found, scale[:, start:end], codes[:, start:end])
+        parts = (found, scale[:, start:end], codes[:, start // unit : -(-end // unit)])
         bad = _read_run(run, layout, parts, deadline)
         if bad:  # once more before the segment is given up
             bad = _read_run(run, layout, parts, deadline)
@@ -80,17 +82,22 @@ def read_digest(
             for row in range(rows):
                 turned = turn(layout, parts[2][row], parts[1][row], found[row], params[row])
                 parts[2][row], parts[1][row] = turned
-    arrays: dict[str, np.ndarray] = {"codes": codes}
-    if layout.digest == "int8":
-        arrays["codes"] = codes.view(np.int8)
-    if layout.digest == "pq":
-        books = (shape[2], layout.digest_codes, PQ_CODES, PQ_DIM)
-        arrays["codebooks"] = params.reshape(shape[0], *books)
-    else:
-        arrays["scale"] = scale
+    arrays = _arrays(layout, tokens, params, scale, codes)
     for array in arrays.values():
         array.flags.writeable = False
     return DigestData(layout.digest, arrays, mixed)
+
+
+def _arrays(
+    layout: Layout, tokens: int, params: np.ndarray, scale: np.ndarray, codes: np.ndarray
+) -> dict[str, np.ndarray]:
+    """What `DigestData` says of a layout's kind."""
+    if layout.digest in LANDMARKS:
+        return landmarks.decode(codes, layout, tokens)
+    if layout.digest == "pq":
+        books = (layout.num_kv_heads, layout.digest_codes, PQ_CODES, PQ_DIM)
+        return {"codes": codes, "codebooks": params.reshape(len(params), *books)}
+    return {"codes": codes.view(np.int8) if layout.digest == "int8" else codes, "scale": scale}
 
 
 def _read_run(
@@ -103,7 +110,7 @@ def _read_run(
     sizes = layout.digest_record(len(segment.manifest.tokens))
     starts = (0, sizes[0], sizes[0] + sizes[1])
     before = span.first_chunk * layout.chunk_tokens * layout.num_kv_heads
-    skips = (0, 4 * before, layout.digest_codes * before)
+    skips = (0, 4 * before, layout.digest_codes * before // layout.digest_unit)
     found = np.zeros((len(layout.digest_layers), 3), np.uint32)
     for row in range(len(found)):
         for part in range(3):

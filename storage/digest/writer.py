@@ -7,8 +7,9 @@ from collections.abc import Callable
 import google_crc32c
 import numpy as np
 
-from ckv_jax.storage.digest import pq
+from ckv_jax.storage.digest import landmarks, pq
 from ckv_jax.storage.digest.data import as_float32, quantise
+from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys
@@ -17,8 +18,9 @@ from ckv_jax.storage.segment.packing import block_keys
 class DigestWriter:
     """Fills the digest array of one segment; one thread at a time.
 
-    int8 and int4 stream with the blocks, around the mean key of the first block. "pq" trains on
-    tokens from all over the segment and encodes at the end, reading the packs back.
+    int8 and int4 stream with the blocks, around the mean key of the first block; means and bounds
+    stream too, and have no parameters. "pq" trains on tokens from all over the segment and encodes
+    at the end, reading the packs back.
 
     Args:
       draft: the segment's manifest; its digest checksums are filled in.
@@ -52,6 +54,9 @@ class DigestWriter:
         layout = self._layout
         if layout.digest == "pq":
             return
+        if layout.digest in LANDMARKS:
+            self._add_landmarks(first_token, packs, tokens)
+            return
         heads = layout.num_kv_heads
         fresh = np.empty((len(layout.digest_layers), layout.digest_params), np.float32)
         for row, layer in enumerate(layout.digest_layers):
@@ -66,6 +71,13 @@ class DigestWriter:
         if self._params is None:
             self._params = fresh
             self._put_params(fresh)
+
+    def _add_landmarks(self, first_token: int, packs: np.ndarray, tokens: int) -> None:
+        layout = self._layout
+        first = first_token // layout.chunk_tokens * layout.num_kv_heads * layout.digest_codes
+        for row, layer in enumerate(layout.digest_layers):
+            keys = as_float32(block_keys(packs, layer, layout)[:tokens], layout)
+            self._append(row, 2, first, landmarks.encode(keys, layout))
 
     def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
         """Encode what could not be encoded before the end.

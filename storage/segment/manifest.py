@@ -15,7 +15,7 @@ import numpy as np
 from ckv_jax.storage import chain, tenant
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import CODED_VERSION, VERSION, Layout
+from ckv_jax.storage.layout import VERSION, VERSIONS, Layout
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"
@@ -158,7 +158,7 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         raise ValueError(f"expected format {_FORMAT}")
     described = value["layout"]
     version = described.get("version") if isinstance(described, dict) else None
-    if type(version) is int and version not in (VERSION, CODED_VERSION):
+    if type(version) is int and version not in VERSIONS:
         raise SegmentForeign(
             f"segment {expected_id}: of version {version}, expected {VERSION}: it is left alone; "
             "ingest its text again"

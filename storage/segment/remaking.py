@@ -93,7 +93,8 @@ def _digest(
     if not rows:
         return table
     params = segment.digest_params()
-    if params is None:  # other parameters make other codes, of all layers
+    if params is None and manifest.layout.digest_params:
+        # Other parameters make other codes, of all layers.
         params, rows = inherit(), list(range(len(table)))
     try:
         fresh, records = _encode(segment, params, codec)

@@ -193,9 +193,10 @@ class Segment:
         return crc.checksum(self._seeds["digest"], row, part, _NOTHING)
 
     def digest_params(self) -> np.ndarray | None:
-        """float32 [R, digest_params], for a segment that continues this one; None if unread."""
+        """float32 [R, digest_params], for a segment that continues this one; None if unread, or
+        if there are none."""
         layout = self._layout
-        if layout.digest == "none":
+        if not layout.digest_params:
             return None
         size = layout.digest_record(len(self.manifest.tokens))[0]
         params = np.empty((len(layout.digest_layers), size), np.uint8)

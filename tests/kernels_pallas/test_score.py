@@ -73,16 +73,16 @@ def make_queries(rng: np.random.Generator, case: Case) -> jax.Array:
 
 
 def expected(q: np.ndarray, keys: np.ndarray, case: Case) -> np.ndarray:
-    """Equation 1 in float64, [B, M]."""
-    out = np.zeros((len(case.lengths), case.tokens))
+    """Equation 1 in float64, [B, K, M]."""
+    out = np.zeros((len(case.lengths), case.kv_heads, case.tokens))
     group = case.heads // case.kv_heads
     for b, h in np.ndindex(len(case.lengths), case.heads):
         for i in range(case.lengths[b]):
             logits = keys[: case.num_tokens, h // group] @ q[b, i, h] / np.sqrt(case.dim)
             if case.num_tokens:
                 logits = np.exp(logits - logits.max())
-                out[b, : case.num_tokens] += logits / logits.sum()
-    return out.reshape(len(case.lengths), -1, case.chunk).sum(axis=2)
+                out[b, h // group, : case.num_tokens] += logits / logits.sum()
+    return out.reshape(*out.shape[:2], -1, case.chunk).sum(axis=3)
 
 
 def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -> float:
@@ -170,6 +170,21 @@ def test_keys_as_bit_patterns() -> None:
     for name in ("mosaic_gpu", "tpu"):
         with pytest.raises(NotImplementedError, match="uint16"):
             score(q, bits, **rest | {"target": OF[name]}, implementation=name)
+
+
+def test_heads_apart_add_up_to_all_of_them() -> None:
+    case, rng = Case(), np.random.default_rng(0)
+    probe, keys = make_probe(rng, "int8", case)
+    q, lengths = make_queries(rng, case), jnp.asarray(case.lengths, jnp.int32)
+    rest: dict[str, Any] = {
+        "target": CPU, "num_tokens": jnp.int32(199), "q_lengths": lengths, "chunk_tokens": 16,
+    }  # fmt: skip
+    each = score(q, probe, heads="each", **rest)
+    wanted = expected(np.asarray(q, np.float64), keys, case)
+    np.testing.assert_allclose(each, wanted, rtol=1e-4, atol=1e-5)
+    together = score(q, probe, **rest)
+    assert together.shape == (2, 1, 13)
+    np.testing.assert_allclose(together[:, 0], each.sum(1), rtol=1e-6)
 
 
 def test_no_logits_of_all_keys_in_memory() -> None:

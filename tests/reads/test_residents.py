@@ -9,7 +9,7 @@ import pytest
 from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Request
-from ckv_jax.kernels_pallas.score.probe import Int4Keys
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys
 from ckv_jax.stored_kv import read_kv
 
 
@@ -29,3 +29,30 @@ def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layer
         held = (nibbles * np.asarray(probe.scale)[:200, :, None]).ravel()
         near = [np.corrcoef(held, (k - k.mean(0)).ravel())[0, 1] for k in keys[:, :200]]
         assert int(np.argmax(near)) == layer and near[layer] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["means", "bounds"])
+def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) -> None:
+    overrides = {"digest": kind, "score_layers": 3}
+    with small_engine(tmp_path, system="ckv", overrides=overrides) as engine:
+        prefix = engine.ingest(tokens(200))
+        (found,) = engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
+        assert 0 < found.trace.attention_mass <= 1
+        keys = read_kv(engine.store, prefix)[:, 0].astype(np.float32)
+        resident = engine._worker.residents.open(prefix)
+    assert resident.digest is not None and resident.digest_bytes > 0
+    for layer, probe in resident.digest.items():
+        chunks = [keys[layer, at : at + 16] for at in range(0, 200, 16)]
+        assert probe.shape[0] == resident.probe_chunks
+        if kind == "means":
+            assert isinstance(probe, MeanKeys)
+            wanted = np.stack([chunk.mean(0) for chunk in chunks])
+            np.testing.assert_allclose(np.asarray(probe.mean, np.float32)[:13], wanted, atol=0.02)
+            sizes = np.exp(np.asarray(probe.log_size)[:13])
+            np.testing.assert_allclose(sizes[:, 0], [len(chunk) for chunk in chunks], rtol=1e-6)
+        else:
+            assert isinstance(probe, BoundKeys)
+            low = np.stack([chunk.min(0) for chunk in chunks])
+            np.testing.assert_array_equal(np.asarray(probe.low, np.float32)[:13], low)
+            high = np.stack([chunk.max(0) for chunk in chunks])
+            np.testing.assert_array_equal(np.asarray(probe.high, np.float32)[:13], high)

@@ -27,8 +27,11 @@ def digest(store: ChunkStore, prefix: Prefix) -> bytes | None:
     return None if found is None else b"".join(a.tobytes() for a in found.arrays.values())
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "pq"])
-@pytest.mark.parametrize("part", ["params", "codes", "file"])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [(kind, part) for kind in ("int8", "int4", "pq") for part in ("params", "codes", "file")]
+    + [(kind, part) for kind in ("means", "bounds") for part in ("codes", "file")],
+)
 def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
     layout = layout_of(kind)
     with ChunkStore.open(folder) as store:

@@ -1,0 +1,138 @@
+"""Digests of one landmark for each chunk: written, read over segments, cut, and of what version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from segment_support import find
+
+from bench.truth import FINGERPRINT, SMALL, ingest, some_tokens
+from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store
+from ckv_jax.storage.digest.data import DigestData
+
+ENDS = (16 * 5, 16 * 9, 16 * 12 + 7)
+
+
+def layout_of(kind: str, **more: object) -> Layout:
+    return dataclasses.replace(SMALL, digest=kind, digest_layers=(0, 3), probe="none", **more)
+
+
+def keys_of(layout: Layout, tokens: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.head_dim)
+    return rng.normal(size=shape).astype(layout.numpy_dtype)
+
+
+def write(store: ChunkStore, layout: Layout, kv: np.ndarray, block: int = 32) -> Prefix:
+    """A prefix over three segments."""
+    tokens, parent = some_tokens(kv.shape[2]), None
+    for start, end in zip((0, *ENDS), ENDS, strict=False):
+        with store.writer(
+            fingerprint=FINGERPRINT, layout=layout, tokens=tokens[start:end], parent=parent
+        ) as writer:
+            for at in range(start, end, block):
+                writer.write(at - start, kv[:, :, at : min(at + block, end)])
+            parent = writer.commit()
+    assert parent is not None and len(parent.spans) == 3
+    return parent
+
+
+def read(store: ChunkStore, prefix: Prefix) -> DigestData:
+    with store.reader(prefix) as reader:
+        found = reader.read_digest()
+    assert found is not None and not found.mixed
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_means_are_those_of_the_keys(store: ChunkStore, dtype: str) -> None:
+    layout = layout_of("means", dtype=dtype)
+    kv = keys_of(layout, ENDS[-1])
+    prefix = write(store, layout, kv)
+    digest = read(store, prefix)
+    keys = kv[[0, 3], 0].astype(np.float64)
+    mean, log_size = digest.arrays["mean"], digest.arrays["log_size"]
+    assert mean.shape == (2, 13, 2, 8) and mean.dtype == layout.numpy_dtype
+    assert log_size.shape == (2, 13, 2) and log_size.dtype == np.float32
+    for chunk in range(13):
+        part = keys[:, 16 * chunk : 16 * chunk + 16]
+        step = float(ml_dtypes.finfo(layout.numpy_dtype).eps)
+        np.testing.assert_allclose(
+            mean[:, chunk].astype(np.float64), part.mean(1), rtol=step, atol=1e-6
+        )
+        np.testing.assert_allclose(np.exp(log_size[:, chunk]), part.shape[1], rtol=1e-6)
+    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
+    part_ = read(store, cut).arrays
+    np.testing.assert_array_equal(part_["mean"], mean[:, :6])
+    assert part_["log_size"].shape == (2, 6, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bounds_are_exact(store: ChunkStore, dtype: str) -> None:
+    layout = layout_of("bounds", dtype=dtype)
+    kv = keys_of(layout, ENDS[-1])
+    digest = read(store, write(store, layout, kv))
+    low, high = digest.arrays["low"], digest.arrays["high"]
+    for chunk in range(13):
+        part = kv[[0, 3], 0, 16 * chunk : 16 * chunk + 16].astype(np.float32)
+        np.testing.assert_array_equal(low[:, chunk].astype(np.float32), part.min(1))
+        np.testing.assert_array_equal(high[:, chunk].astype(np.float32), part.max(1))
+
+
+@pytest.mark.parametrize("kind", ["means", "bounds"])
+def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> None:
+    layout = layout_of(kind, dtype="float16")
+    kv = keys_of(layout, ENDS[-1])
+    clean = read(store, write(store, layout, kv)).arrays
+    kv[0, 0, 3], kv[3, 0, 40] = np.nan, np.inf
+    bad = dataclasses.replace(layout, chunk_tokens=8)  # another prefix
+    found = read(store, write(store, bad, kv)).arrays
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in found.values())
+    assert clean.keys() == found.keys()
+
+
+@pytest.mark.parametrize("kind", ["means", "bounds"])
+def test_no_single_key_is_known(store: ChunkStore, kind: str) -> None:
+    digest = read(store, ingest(store, some_tokens(40), layout=layout_of(kind)))
+    with pytest.raises(ValueError, match="knows no single key"):
+        digest.keys()
+
+
+@pytest.mark.parametrize("kind", ["means", "bounds"])
+def test_blocks_do_not_matter(tmp_path: Path, kind: str) -> None:
+    layout = layout_of(kind)
+    kv = keys_of(layout, ENDS[-1])
+    found = []
+    for block in (16, 32, 512):
+        with ChunkStore.open(tmp_path / str(block)) as store:
+            prefix = write(store, layout, kv, block)
+            found.append(b"".join(a.tobytes() for a in read(store, prefix).arrays.values()))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(("kind", "share"), [("means", 1), ("bounds", 2)])
+def test_they_take_a_share_of_the_keys(kind: str, share: int) -> None:
+    layout = layout_of(kind)
+    assert layout.digest_params == 0
+    params, scale, codes = layout.digest_record(16 * 10)
+    assert (params, scale, codes) == (0, 0, 10 * share * 2 * 8 * 2)
+    assert layout.digest_record(16 * 10 + 1)[2] == 11 * share * 2 * 8 * 2
+
+
+@pytest.mark.parametrize("kind", ["means", "bounds"])
+def test_they_are_of_a_version_of_their_own(folder: Path, kind: str) -> None:
+    """Code that knows no landmarks leaves their segments alone, as those of any other version."""
+    layout = layout_of(kind)
+    assert layout.to_dict()["version"] == 4 and layout_of("int8").to_dict()["version"] == 2
+    assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(40), layout=layout)
+    with ChunkStore.open(folder) as store:
+        assert find(store, some_tokens(40), layout) == prefix
+        (segment,) = inspect_store(store).segments
+        assert segment.layout["digest"] == kind
