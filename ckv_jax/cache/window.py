@@ -45,7 +45,7 @@ class Window(NamedTuple):
     chunk: Int32[Array, "R W"]
     """The chunk in each slot; FREE; CLOSED."""
     last: Int32[Array, "R W"]
-    """The step that last chose it, -1 for none."""
+    """The step that last chose it, below 0 for none."""
     uses: Int32[Array, "R W"]
     """How often it was chosen since it came."""
 
