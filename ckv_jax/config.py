@@ -7,6 +7,7 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ckv_jax.cache.policy import Policy
+from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import CODECS, Codec, codec_id
 from ckv_jax.storage.layout import Layout
 from ckv_jax.validate import check_number, check_text, check_whole
@@ -19,6 +20,7 @@ Selector = Literal["none", "all", "chunk", "h2o", "impress"]
 Prefetch = Literal["none", "intra", "inter"]
 Speculate = Literal["previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]
+KeepName = Literal["lru", "lfu", "lookahead"]
 
 MIB = 2**20
 GB = 10**9
@@ -78,6 +80,17 @@ class SystemConfig:
     """How many layers of a period select for it, spread over it as evenly as whole numbers go,
     their attention summed: 1 is the paper's way, the first layer. Each makes its own queries of the
     hidden state that enters the period; more than 1 needs a digest, of these layers."""
+    decode: Select | None = None
+    """How the tokens of a text choose what they attend to; None: by what the re-prefill chose, to
+    the end. Needs a resident digest."""
+    window: float = 2.0
+    """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
+    choice; fewer where memory is short (KVDrive §5). 1: the latest choice alone."""
+    keep: KeepName = "lookahead"
+    """What leaves a full window first, see `cache.window.KEEP`."""
+    sequential: bool = False
+    """Decode chooses for all sequences before it reads for any; False: packs of the first are read
+    while the next ones choose (KVDrive §6.1)."""
     reorder: bool = False
     """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
     codec: str | Codec = "none"
@@ -110,6 +123,11 @@ class SystemConfig:
             raise ValueError(
                 f"got score_layers={self.score_layers} without a resident digest, expected 1"
             )
+        if self.decode is not None and self.probe != "digest":
+            raise ValueError("got decode=Select(...) without a resident digest")
+        if not self.window >= 1:
+            raise ValueError(f"got window={self.window}, expected at least 1: one whole choice")
+        _one_of("keep", self.keep, KeepName)
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
         if self.score_window is not None and self.score_window < 1:
@@ -131,7 +149,8 @@ class SystemConfig:
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
         ]
-        scored = [layer for p in periods for layer in scoring_layers(p, self.score_layers)]
+        counts = {self.score_layers} | ({self.decode.score_layers} if self.decode else set())
+        scored = sorted({layer for p in periods for n in counts for layer in scoring_layers(p, n)})
         plain = Layout(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,

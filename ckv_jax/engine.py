@@ -264,21 +264,19 @@ class Engine:
         requests: Request | Several[Request],
         sampling: SamplingParams | Several[SamplingParams] | None = None,
         *,
-        reselect_every: int = 0,
         keep_kv: bool = False,
     ) -> TokenStream:
         """Text after each suffix: an iterator of tokens; its `results()` are the generations.
 
-        Decode attends to the chunks that the re-prefill chose, the suffix, and what was
-        generated. All running texts are decoded together, whatever their prefix and `sampling`.
+        Every token attends to chunks that it chooses itself (`SystemConfig.decode`; without, to
+        those that the re-prefill chose), the suffix, and what was generated. All running texts
+        are decoded together, whatever their prefix and `sampling`.
 
         Args:
             sampling: for all requests, or one each; None: `default_sampling`.
-            reselect_every: choose the chunks again after so many tokens, by the queries of the
-                latest ones; 0: never.
             keep_kv: keep keys and values in host memory for `append`.
         """
-        asked, ways = sampled(requests, sampling, self.default_sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
         return TokenStream(self._intake.submit(asked, ways, listener=items.put), items)
 
@@ -297,11 +295,10 @@ class Engine:
         requests: Request | Several[Request],
         sampling: SamplingParams | Several[SamplingParams] | None = None,
         *,
-        reselect_every: int = 0,
         keep_kv: bool = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
-        asked, ways = sampled(requests, sampling, self.default_sampling, reselect_every, keep_kv)
+        asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
             return self._intake.submit(asked, ways, listener=listener)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ckv_jax.config import PolicyName, Selector, SystemConfig
+from ckv_jax.selection.select import Select
 
 
 def _rival(
@@ -70,6 +71,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 speculate_always=False,
                 score_window=4,
                 score_layers=3,
+                decode=Select(score_layers=3),
                 policy="frequency-attention",
             ),
         )

@@ -197,8 +197,6 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
         engine.warmup(prefix, max_batch=0)
     with pytest.raises(ValueError, match="2 samplings, expected 1"):
         engine.generate(Request(prefix=prefix, suffix=[1]), [SamplingParams()] * 2)
-    with pytest.raises(ValueError, match="reselect_every=-1"):
-        engine.generate(Request(prefix=prefix, suffix=[1]), reselect_every=-1)
     with pytest.raises(TypeError, match="heat"):
         SamplingParams(heat=1.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"budget=-0\.5"):
@@ -313,7 +311,5 @@ def test_nothing_is_compiled_after_warm_up(tmp_path: Path) -> None:
                 SamplingParams(max_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 1.0]))
                 for _ in requests
             ]
-            engine.generate(
-                requests, sampling, reselect_every=rng.choice([0, 7]), keep_kv=rng.random() < 0.5
-            ).results()
+            engine.generate(requests, sampling, keep_kv=rng.random() < 0.5).results()
         assert compilations() == warm

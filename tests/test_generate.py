@@ -108,9 +108,9 @@ def test_a_batch_decodes_what_each_would_alone(engine: Engine, prefix: Prefix) -
         SamplingParams(max_tokens=12),
         SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, top_k=20, seed=7),
     ]
-    together = engine.generate(requests, sampling, reselect_every=5).results()
+    together = engine.generate(requests, sampling).results()
     for request, params, got in zip(requests, sampling, together, strict=True):
-        (alone,) = engine.generate(request, params, reselect_every=5).results()
+        (alone,) = engine.generate(request, params).results()
         assert got.request is request
         assert got.token_ids.tolist() == alone.token_ids.tolist()
 
@@ -164,23 +164,6 @@ def test_a_deadline_ends_a_text_with_what_there_is(engine: Engine, prefix: Prefi
     assert isinstance(late.error, (DeadlineExceeded, type(None)))
 
 
-def test_reselection_changes_nothing_where_all_is_selected(engine: Engine, prefix: Prefix) -> None:
-    request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
-    sampling = SamplingParams(max_tokens=24)
-    (plain,) = engine.generate(request, sampling).results()
-    (again,) = engine.generate(request, sampling, reselect_every=3).results()
-    assert again.token_ids.tolist() == plain.token_ids.tolist()
-
-
-def test_reselection_follows_the_text(engine: Engine, prefix: Prefix) -> None:
-    request = Request(prefix=prefix, suffix=SUFFIX, budget=0.2)
-    sampling = SamplingParams(max_tokens=24)
-    (plain,) = engine.generate(request, sampling).results()
-    (moved,) = engine.generate(request, sampling, reselect_every=2).results()
-    assert moved.token_ids.tolist() != plain.token_ids.tolist()
-    assert moved.token_ids.tolist()[:2] == plain.token_ids.tolist()[:2]
-
-
 @pytest.mark.parametrize("length", [140, 128, 7])
 def test_turns_are_appended_and_never_computed_again(engine: Engine, length: int) -> None:
     history = engine.ingest(tokens(length, length))
@@ -225,7 +208,7 @@ def test_all_slots_and_pins_come_back(engine: Engine, prefix: Prefix) -> None:
     with engine.variant(config) as small:
         memory = small._worker.memory
         requests = [Request(prefix=prefix, suffix=tokens(4, i).tolist()) for i in range(6)]
-        small.generate(requests, SamplingParams(max_tokens=20), reselect_every=3).results()
+        small.generate(requests, SamplingParams(max_tokens=20)).results()
         small.reprefill([Request(prefix=prefix, suffix=[1])])
         tiers = memory.tiers
         assert tiers.free_slots == memory.pool.slots - tiers.device_pages
@@ -241,14 +224,14 @@ def test_a_running_text_outlives_its_page_tables(
     request = Request(prefix=prefix, suffix=SUFFIX, budget=0.6)
     sampling = SamplingParams(max_tokens=40)
     with engine.variant(config) as small:
-        (alone,) = small.generate(request, sampling, reselect_every=4).results()
+        (alone,) = small.generate(request, sampling).results()
         others = [small.ingest(tokens(140, seed)) for seed in (50, 51)]
-        stream = small.generate(request, sampling, reselect_every=4)
+        stream = small.generate(request, sampling)
         next(stream)
         for other in others * 3:
             small.reprefill([Request(prefix=other, suffix=[1])])
         (beside,) = stream.results()
-        (after,) = small.generate(request, sampling, reselect_every=4).results()
+        (after,) = small.generate(request, sampling).results()
     assert beside.token_ids.tolist() == after.token_ids.tolist() == alone.token_ids.tolist()
 
 

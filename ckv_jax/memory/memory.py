@@ -93,9 +93,8 @@ class Memory:
         """The cache decides about packs in lent slots, see `Tiers.admit`."""
         self.apply(self.tiers.admit(pages, slots))
 
-    def let_go(self, pages: np.ndarray) -> None:
-        """Unpins pages that a sequence held, and shrinks the cache to its size again."""
-        self.tiers.unpin(pages)
+    def trim(self) -> None:
+        """Shrinks the cache to its size again, after pages that sequences held were unpinned."""
         self.apply(self.tiers.trim())
 
     def apply(self, moves: Moves) -> None:

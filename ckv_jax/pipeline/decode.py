@@ -16,15 +16,13 @@ from jax import Array
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket
 from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
-
-Watch = Callable[[int, Array], bool]
-"""(period, hidden [B, 1, E]) -> whether any row's window has changed: choosing anew."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class Decoder:
         self._packs = packs
         self._pieces = Piecewise(layers, memory) if packs is not None else None
         self._buffers: list[LayerKv] = []
-        self._tables: list[tuple[Array, Array]] | None = None
+        self._tables: dict[int, tuple[Array, Array]] = {}
 
     @property
     def capacity(self) -> int:
@@ -77,7 +75,7 @@ class Decoder:
 
         Returns the place of each within this batch.
         """
-        self._tables = None
+        self._tables.clear()
         suffix = kv[0][0][0].shape[1]
         need = max(max(row.length + 1, suffix) for _, row in joining)
         whole = batch_bucket(max(place for place, _ in joining) + 1)
@@ -134,7 +132,7 @@ class Decoder:
         """Rows are done. Halves the batch, as often as those left fit: new places by old ones."""
         for place in places:
             self.rows[place] = None
-        self._tables = None
+        self._tables.clear()
         left = self.live
         if not left:
             self.rows, self._buffers = [], []
@@ -151,19 +149,25 @@ class Decoder:
         if self._buffers and rows > self.capacity:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
-    def step(self, tokens: np.ndarray, *, watch: Watch | None = None) -> Array:
+    def step(self, tokens: np.ndarray, *, choices: Choices | None = None) -> Array:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
-        `watch` sees what enters each period's first layer.
+        `choices`: what the rows choose anew before each period.
         """
         self.reserve(max(row.length for row in self.rows if row is not None) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
         hidden = self._layers.embed(tokens[:, None])
+        if choices is not None:
+            choices.begin()
         for step in self._plan.steps:
-            if step.selects and watch is not None and watch(step.period, hidden):
-                self._tables = None
+            if choices is not None and step.selects:
+                chosen = choices.choose(step.period, hidden, start, at)
+                for other in self._plan.period_steps(step.period) if chosen else ():
+                    self._tables.pop(other.index, None)
             hidden = self._run(step, hidden, start, at)
+        if choices is not None:
+            choices.finish()
         for row in self.rows:
             if row is not None:
                 row.length += 1
@@ -183,8 +187,8 @@ class Decoder:
         if self._packs is not None:
             with self._packs() as packs:
                 return self._run_streaming(step, hidden, start, at, packs)
-        if self._tables is None:
-            self._tables = [self._table(each) for each in self._plan.steps]
+        if step.index not in self._tables:
+            self._tables[step.index] = self._table(step)
         slots, lengths = self._tables[step.index]
         hidden, self._buffers[step.index] = self._layers.extend(
             step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,

@@ -59,11 +59,12 @@ class Plan:
         """The layer whose queries select for this period."""
         return self.period_steps(period)[0].layers[0]
 
-    def scoring_layers(self, period: int) -> list[int]:
-        """The layers whose queries select for this period, see `SystemConfig.score_layers`."""
+    def scoring_layers(self, period: int, most: int | None = None) -> list[int]:
+        """The layers whose queries select for this period, see `SystemConfig.score_layers`: so
+        many at most (None: as many as a re-prefill asks)."""
         steps = self.period_steps(period)
         layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
-        return scoring_layers(layers, self.score_layers)
+        return scoring_layers(layers, self.score_layers if most is None else most)
 
     def groups(self, period: int) -> range:
         """The layer groups of a period, in layer order."""

@@ -1,20 +1,32 @@
-"""The packs that one sequence's decode attends to, kept in their device slots between tokens."""
+"""The packs that one sequence's decode keeps in their device slots between tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from ckv_jax.cache.window import FREE
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.residents import Resident
+
+
+class _Kept:
+    """What a period chose last, and what its window holds: slot by slot, as the device has it."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids
+        self.chunk = ids.astype(np.int32)
+        self.last = np.zeros(len(ids), np.int32)
+        self.uses = np.ones(len(ids), np.int32)
 
 
 class Window:
     """Pins of one sequence on cached packs, period by period. Engine thread only.
 
-    A window that is not `held` only knows what was chosen: its packs come through the pool anew
-    for every token (`Decoder`).
+    Every chunk of a period that is in the window is pinned in all the period's layer groups, so
+    sequences over one prefix share packs, and what leaves goes back to the caches. A window that
+    is not `held` only knows what was chosen: its packs come through the pool anew for every token
+    (`Decoder`).
     """
 
     def __init__(self, resident: Resident, memory: Memory, plan: Plan, *, held: bool) -> None:
@@ -22,37 +34,13 @@ class Window:
         self.held = held
         self._memory = memory
         self._plan = plan
-        self._chosen: dict[int, np.ndarray] = {}
-        self._pages: dict[int, np.ndarray] = {}  # layer group -> pinned pages
+        self._kept: dict[int, _Kept] = {}
 
     def choose(self, period: int, ids: np.ndarray) -> None:
-        """Keeps these chunks (ascending) for a period, and no others; they must be cached."""
-        self._chosen[period] = ids
-        if not self.held:
-            return
-        before = [self._pages[g] for g in self._plan.groups(period) if g in self._pages]
-        for group in self._plan.groups(period):
-            self._pages[group] = self.resident.pages(group, ids)
-            self._memory.tiers.pin(self._pages[group])
-        for pages in before:  # all new ones are pinned: letting go shrinks the cache
-            self._memory.let_go(pages)
-
-    def narrow(self, period: int, ids: np.ndarray) -> None:
-        """Lets go of what a period no longer chooses, before the rest of `ids` is read."""
-        for group in self._plan.groups(period) if self.held else ():
-            before = self._pages[group]
-            kept = np.isin(before, self.resident.pages(group, ids))
-            self._memory.let_go(before[~kept])
-            self._pages[group] = before[kept]
-
-    def load(self, period: int, ids: np.ndarray, packs: Packs) -> None:
-        """Brings the packs of `ids` into device slots, to be chosen next."""
-        for group in self._plan.groups(period):
-            packs.demand(0, group, ids)
-        for group in self._plan.groups(period):
-            packs.collect(0, group, ids)
-        packs.keep(0)
-        self.choose(period, ids)
+        """Begins a period with these chunks (ascending), which must be cached."""
+        assert not self.held or period not in self._kept
+        self._kept[period] = _Kept(ids)
+        self._pin(period, ids)
 
     def cached(self, period: int, ids: np.ndarray) -> bool:
         """Whether all packs of these chunks are in device slots now."""
@@ -64,11 +52,28 @@ class Window:
     @property
     def widest(self) -> int:
         """Chunks of the period that has most."""
-        return max((len(ids) for ids in self._chosen.values()), default=0)
+        return max((len(kept.ids) for kept in self._kept.values()), default=0)
+
+    @property
+    def excess(self) -> int:
+        """Device slots of what is kept beside the latest choices."""
+        return sum(
+            (int((kept.chunk >= 0).sum()) - len(kept.ids)) * len(self._plan.groups(period))
+            for period, kept in self._kept.items()
+            if self.held
+        )
+
+    @property
+    def slots_held(self) -> int:
+        """Device slots of all that is kept."""
+        return sum(
+            int((kept.chunk >= 0).sum()) * len(self._plan.groups(period))
+            for period, kept in self._kept.items()
+        )
 
     def ids(self, step: Step) -> np.ndarray:
         """Chunks int [n] of a step's period, ascending."""
-        return self._chosen[step.period]
+        return self._kept[step.period].ids
 
     def lengths(self, step: Step) -> np.ndarray:
         """Valid tokens int32 [n] of each of them."""
@@ -77,11 +82,66 @@ class Window:
 
     def slots(self, step: Step) -> np.ndarray:
         """Device slots int32 [P, n] of a held window's packs."""
-        tiers = self._memory.tiers
-        return np.stack([tiers.lookup(self._pages[group])[0] for group in step.groups])
+        tiers, ids = self._memory.tiers, self.ids(step)
+        return np.stack([tiers.lookup(self.resident.pages(group, ids))[0] for group in step.groups])
+
+    def state(self, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What each slot of the window holds (FREE: nothing), the step that chose it last and how
+        often it was chosen, int32 [W] each."""
+        kept = self._kept[period]
+        return kept.chunk, kept.last, kept.uses
+
+    def resize(self, width: int) -> None:
+        """Gives every period so many slots, at least those of its latest choice; what was chosen
+        longest ago leaves first."""
+        for period, kept in self._kept.items() if self.held else ():
+            size = max(width, len(kept.ids))
+            if size == len(kept.chunk):
+                continue
+            age = np.where(np.isin(kept.chunk, kept.ids), np.iinfo(np.int32).max, kept.last)
+            order = np.argsort(np.where(kept.chunk < 0, -1, age), kind="stable")[::-1]
+            self._unpin(period, kept.chunk[order[size:]])
+            more = max(0, size - len(kept.chunk))
+            for name, empty in (("chunk", FREE), ("last", -1), ("uses", 0)):
+                held = getattr(kept, name)[order[:size]]
+                setattr(kept, name, np.append(held, np.full(more, empty, np.int32)))
+
+    def make_way(self, period: int, table: np.ndarray, misses: np.ndarray) -> None:
+        """Lets go of what stands where a choice's misses are to go (`cache.window.Moves`)."""
+        kept, places = self._kept[period], table[misses >= 0]
+        self._unpin(period, kept.chunk[places])
+        kept.chunk[places] = FREE
+
+    def move(
+        self, period: int, ids: np.ndarray, table: np.ndarray, misses: np.ndarray, step: int
+    ) -> None:
+        """A choice `ids` (-1 past its end) is complete: all its packs are in device slots."""
+        kept, taken = self._kept[period], ids >= 0
+        places = table[taken]
+        came = misses[misses >= 0]
+        self._pin(period, came)
+        kept.ids = ids[taken]
+        kept.chunk[places] = kept.ids
+        kept.last[places] = step
+        kept.uses[places] = np.where(misses[taken] >= 0, 1, kept.uses[places] + 1)
+
+    def rechoose(self, period: int, ids: np.ndarray) -> None:
+        """What a window that is not held attends to from now on."""
+        assert not self.held
+        self._kept[period] = _Kept(ids)
 
     def close(self) -> None:
         """Unpins everything. Idempotent."""
-        for pages in self._pages.values():
-            self._memory.let_go(pages)
-        self._pages.clear()
+        for period, kept in self._kept.items():
+            self._unpin(period, kept.chunk)
+        self._kept.clear()
+        self._memory.trim()
+
+    def _pin(self, period: int, chunks: np.ndarray) -> None:
+        for group in self._plan.groups(period) if self.held else ():
+            self._memory.tiers.pin(self.resident.pages(group, chunks))
+
+    def _unpin(self, period: int, chunks: np.ndarray) -> None:
+        chunks = chunks[chunks >= 0]
+        for group in self._plan.groups(period) if self.held else ():
+            self._memory.tiers.unpin(self.resident.pages(group, chunks))

@@ -20,7 +20,6 @@ class Way:
     """How one request goes on after its first token; without `sampling` it does not."""
 
     sampling: SamplingParams | None = None
-    reselect_every: int = 0
     keep_kv: bool = False
 
 
@@ -73,7 +72,6 @@ class Intake:
                 request,
                 index=next(places),
                 sampling=way.sampling,
-                reselect_every=way.reselect_every,
                 keep_kv=way.keep_kv,
                 listener=listener,
             )
@@ -105,7 +103,6 @@ def sampled(
     requests: Request | Several[Request],
     sampling: SamplingParams | Several[SamplingParams] | None,
     default: SamplingParams,
-    reselect_every: int,
     keep_kv: bool,
 ) -> tuple[list[Request], list[Way]]:
     """Each request of a `generate` call with how it goes on."""
@@ -114,6 +111,4 @@ def sampled(
         sampling = [sampling or default] * len(asked)
     if len(sampling) != len(asked):
         raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one a request")
-    return asked, [
-        Way(sampling=params, reselect_every=reselect_every, keep_kv=keep_kv) for params in sampling
-    ]
+    return asked, [Way(sampling=params, keep_kv=keep_kv) for params in sampling]

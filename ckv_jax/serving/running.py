@@ -7,22 +7,17 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
-from jax import Array
 
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingArrays, SamplingParams, sample, stack_params
+from ckv_jax.pipeline.choices import Choices, Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
-from ckv_jax.pipeline.reselect import Reselect
 from ckv_jax.pipeline.window import Window
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
-from ckv_jax.reads.residents import Residents
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.trace import Trace
 
 _IDLE = SamplingParams()
 _SHARED_ROWS = 1024
@@ -37,7 +32,8 @@ class Going:
     row: Row
     lease: Lease | None = None
     window: Window | None = None
-    reselect: Reselect | None = None
+    chooser: Chooser | None = None
+    """None: what it attends to stays."""
 
     @property
     def streams(self) -> bool:
@@ -58,26 +54,27 @@ class Running:
 
     Args:
         decoder: makes an empty batch; with a lease, one for a single row that streams.
-        open_packs: the packs of a lease.
-        open_probes: its probes.
+        choices: what a batch's rows choose anew; None where the system does not.
         recovery: the job that computes again what the store lost.
+        hold_slots: device slots that all windows may have together.
+        window: slots of a window for each chunk of a choice, where there are so many.
     """
 
     def __init__(
         self,
         *,
         decoder: Callable[[Lease | None], Decoder],
-        open_packs: Callable[[Lease, Trace], Packs],
-        open_probes: Callable[[Lease, Trace], Probes],
+        choices: Callable[[], Choices] | None,
         recovery: Callable[[RecoveryNeeded], Job],
-        residents: Residents,
+        hold_slots: int,
+        window: float,
         max_batch: int,
     ) -> None:
         self._decoder = decoder
-        self._open_packs = open_packs
-        self._open_probes = open_probes
+        self._choices = choices
         self._recovery = recovery
-        self._residents = residents
+        self._hold_slots = hold_slots
+        self._window = window
         self._max_batch = max_batch
         self._batches: list[_Batch] = []
 
@@ -98,6 +95,15 @@ class Running:
             for going in batch.going.values()
             if not going.streams
         ]
+
+    @property
+    def excess(self) -> int:
+        """Device slots that windows could do without: what they keep beside the latest choices."""
+        return sum(going.window.excess for going in self._all() if going.window is not None)
+
+    def narrow(self) -> None:
+        """Takes those slots back, until somebody joins or leaves."""
+        self._resize(1.0)
 
     def start(
         self, logits: np.ndarray, kv: Several[LayerKv], starting: Several[tuple[int, Going]]
@@ -126,10 +132,12 @@ class Running:
             for place, (_, going) in zip(places, members, strict=True):
                 batch.going[place] = going
             batch.sampling = None
+        self._widen()
 
     def step(self) -> list[Job]:
         """One token for every sequence. Returns jobs that some of them have to wait for."""
         jobs = []
+        before = len(self)
         for batch in list(self._batches):
             if batch.waits_for is not None and not batch.waits_for.future.done():
                 for going in batch.going.values():
@@ -147,6 +155,8 @@ class Running:
                 self._crash(batch, error)
             if not batch.going:
                 self._batches.remove(batch)
+        if len(self) != before:
+            self._widen()
         return jobs
 
     def end(self, error: CkvError) -> None:
@@ -192,6 +202,7 @@ class Running:
                 alone = going.streams
                 batch = _Batch(
                     self._decoder(going.lease if alone else None),
+                    self._choices() if self._choices is not None else None,
                     alone=alone,
                     long=going.row.length >= _SHARED_ROWS,
                 )
@@ -209,18 +220,12 @@ class Running:
         tokens = np.zeros(len(decoder.rows), np.int32)
         for place, going in batch.going.items():
             tokens[place] = going.sequence.token_ids[-1]
-        choosing = [going for going in batch.going.values() if going.reselect is not None]
-        watch = None
-        if choosing:
-
-            def watch(period: int, hidden: Array) -> bool:
-                return self._choose_again(batch, period, np.asarray(hidden))
-
-        logits = decoder.step(tokens, watch=watch)
-        for place, going in list(batch.going.items()):
-            if going.sequence.reason is not None:  # only its last token's KV was missing
-                _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
-                self._leave(batch, [place])
+        logits = decoder.step(tokens, choices=batch.choosing())
+        ended = [place for place, g in batch.going.items() if g.sequence.reason is not None]
+        for place in ended:  # only the last token's KV was missing
+            going = batch.going[place]
+            _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
+        self._leave(batch, ended)  # at once: it moves the other rows
         if not batch.going:
             return
         chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
@@ -228,35 +233,28 @@ class Running:
             going.sequence.push(int(chosen[place]))
         self._drop(batch)
 
-    def _choose_again(self, batch: _Batch, period: int, hidden: np.ndarray) -> bool:
-        """Choices of the sequences whose turn it is, before a period of the step under way."""
-        changed = False
-        for place, going in batch.going.items():
-            if going.reselect is None:
-                continue
-            step = len(going.sequence.token_ids)
-            going.reselect.see(step, period, hidden[place, 0])
-            if going.reselect.due(step):
-                self._reselect(going, going.reselect, period)
-                changed = True
-        return changed
+    def _all(self) -> list[Going]:
+        return [going for batch in self._batches for going in batch.going.values()]
 
-    def _reselect(self, going: Going, reselect: Reselect, period: int) -> None:
-        lease, window, trace = going.lease, going.window, Trace()
-        assert lease is not None and window is not None
-        probes = self._open_probes(lease, trace)
-        try:
-            ids = reselect.choose(
-                period, going.row.start + going.row.length, probes, lease.resident, self._residents
-            )
-        finally:
-            probes.cancel()
-        window.narrow(period, ids)
-        if window.held:
-            with self._open_packs(lease, trace) as packs:
-                window.load(period, ids, packs)
-        else:
-            window.choose(period, ids)
+    def _widen(self) -> None:
+        """Gives windows what there is room for: each as many times its choice as every other."""
+        least = fixed = 0
+        for going in self._all():
+            if going.window is None or not going.window.held:
+                continue
+            if going.chooser is not None:
+                least += going.chooser.slots
+            else:
+                fixed += going.window.slots_held
+        share = (self._hold_slots - fixed) / least if least else 1.0
+        self._resize(max(1.0, min(self._window, share)))
+
+    def _resize(self, times: float) -> None:
+        for batch in self._batches:
+            for going in batch.going.values():
+                if going.chooser is not None:
+                    going.chooser.resize(times)
+            batch.stale = True
 
     def _drop(self, batch: _Batch) -> None:
         """Sequences that have ended leave."""
@@ -273,6 +271,7 @@ class Running:
         moved = batch.decoder.leave(places)
         batch.going = {moved[place]: going for place, going in batch.going.items()}
         batch.sampling = None
+        batch.stale = True
 
     def _fail(self, batch: _Batch, error: CkvError | ValueError) -> None:
         for going in batch.going.values():
@@ -290,13 +289,30 @@ class Running:
 class _Batch:
     """A decode batch and whose its rows are."""
 
-    def __init__(self, decoder: Decoder, *, alone: bool, long: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, choices: Choices | None, *, alone: bool, long: bool
+    ) -> None:
         self.decoder = decoder
+        self.choices = choices
+        self.stale = True
+        """Whether `choices` is yet to be told who is in the batch."""
         self.alone = alone
         self.long = long
         self.going: dict[int, Going] = {}
         self.sampling: SamplingArrays | None = None
         self.waits_for: Job | None = None
+
+    def choosing(self) -> Choices | None:
+        """What rows choose anew, if any of them does."""
+        choosers = {
+            place: going.chooser for place, going in self.going.items() if going.chooser is not None
+        }
+        if self.choices is None or not choosers:
+            return None
+        if self.stale:
+            self.choices.rows_are(choosers)
+            self.stale = False
+        return self.choices
 
     def params(self) -> SamplingArrays:
         """Every row's sampling parameters."""

@@ -23,7 +23,6 @@ from ckv_jax.request import (
 from ckv_jax.serving.text import Text
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
-from ckv_jax.validate import check_whole
 
 Outcome = Result | Generation
 
@@ -40,18 +39,15 @@ class Sequence:
         *,
         index: int = 0,
         sampling: SamplingParams | None = None,
-        reselect_every: int = 0,
         keep_kv: bool = False,
         listener: Callable[[TokenEvent], None] | None = None,
     ) -> None:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"got {type(sampling).__name__}, expected SamplingParams")
-        check_whole("reselect_every", reselect_every, least=0)
         self.request = request
         self.index = index
         """Place in the call that submitted it."""
         self.sampling = sampling
-        self.reselect_every = reselect_every
         self.keep_kv = keep_kv
         self.token_ids: list[int] = []
         self.reason: FinishReason | None = None

@@ -82,7 +82,6 @@ class _MadeUp(Sequence):
         super().__init__(
             Request(prefix=prefix, suffix=[0]),
             sampling=sampling,
-            reselect_every=1 if new else 0,
             keep_kv=new > 0,
         )
         self.place(prefix, suffix, budget)

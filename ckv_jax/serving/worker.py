@@ -13,17 +13,18 @@ from ckv_jax.errors import CkvError
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.pipeline.choices import ChoiceCalls, Choices, Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.executor import Batch, Executor, FirstToken, selected_chunks
-from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
+from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
-from ckv_jax.pipeline.reselect import Reselect
 from ckv_jax.pipeline.window import Window
-from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.packs import Packs, Source
 from ckv_jax.reads.prefetcher import Prefetcher
+from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Residents
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
@@ -31,6 +32,7 @@ from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prefill_jobs import dense_job, recovery_job
+from ckv_jax.serving.room import SlotRoom
 from ckv_jax.serving.running import Going, Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.text import Text
@@ -70,7 +72,6 @@ class Worker:
         self._tokenizer = tokenizer
         self.system = system
         self._layout = layout
-        self._max_bytes = config.admit_bytes
         self._store_prompt = store_prompt
         self._recoveries = Recoveries(self.prefills)
         self._recovering: dict[int, tuple[Job, int]] = {}
@@ -90,14 +91,19 @@ class Worker:
                 self.reorderer = Reorderer(store, replaced=self.residents.drop, codec=system.coder)
             self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
         self._rows = KvRows(layers)
+        self._choice_calls = ChoiceCalls(layers)
         self._running = Running(
             decoder=self._decoder,
-            open_packs=lambda lease, trace: self.packs([lease], trace),
-            open_probes=self.leases.probes,
+            choices=self._choices if system.decode is not None else None,
             recovery=self.recovery,
-            residents=self.residents,
+            hold_slots=self.memory.hold_slots,
+            window=system.window,
             max_batch=config.max_batch,
         )
+        self._room = SlotRoom(
+            self.memory, self._running, system=system, plan=self.plan, layout=layout,
+            max_bytes=config.admit_bytes,
+        )  # fmt: skip
 
     # -- what may run together --------------------------------------------------------------------
 
@@ -108,65 +114,19 @@ class Worker:
 
     def together(self, sequence: Sequence) -> Hashable:
         """See `scheduler.Worker`."""
-        if not self._sparse(sequence):
+        if not self._room.sparse(sequence):
             return None
         if not self.system.chunked:
             return sequence.prefix.id, sequence.sampling is None
         return sequence.sampling is None
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """See `scheduler.Worker`: bytes in all, slots of one step, slots that stay."""
-        if self._num_bytes(batch) + job_bytes > self._max_bytes:
-            return False
-        if not self.system.chunked:
-            return True
-        step = max(len(step.groups) for step in self.plan.steps)
-        if self._chunks(batch) * step > self.memory.step_slots:
-            return False
-        return batch[0].sampling is None or self._held(batch)
-
-    def _held(self, batch: Several[Sequence]) -> bool:
-        """Whether all packs of a batch's texts, and of those running, may stay in their slots."""
-        chunks = self._chunks([*self._running.holding, *batch])
-        return chunks * self._layout.groups <= self.memory.hold_slots
-
-    def _chunks(self, sequences: Several[Sequence]) -> int:
-        """Chunks that sequences select at most, those of one prefix in common at best."""
-        most: dict[str, list[int]] = {}
-        for sequence in sequences:
-            if self._sparse(sequence):
-                count = selected_chunks(sequence.budget, sequence.prefix.num_chunks)
-                most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
-        return sum(min(total, sum(counts)) for total, *counts in most.values())
-
-    def _num_bytes(self, batch: Several[Sequence]) -> int:
-        """Device bytes of a batch and of all that runs: packs, and the keys and values of suffixes
-        and of what is generated."""
-        running = self._running.sequences
-        sequences = [*running, *batch]
-        token = self._token_bytes()
-        rows = 0
-        for sequence in sequences:
-            own = len(sequence.suffix) if self._sparse(sequence) else len(sequence.tokens)
-            new = sequence.sampling.max_tokens if sequence.sampling is not None else 0
-            rows += rows_bucket(own + new)
-        texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
-        others = [sequence for sequence in batch if sequence.sampling is None]
-        step = max(len(step.groups) for step in self.plan.steps)
-        packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * step
-        return packs * self._layout.pack_bytes + rows * token
-
-    def _token_bytes(self) -> int:
-        layout = self._layout
-        row = layout.num_kv_heads * layout.head_dim * layout.numpy_dtype.itemsize
-        return 2 * row * layout.num_layers
+        """See `scheduler.Worker`."""
+        return self._room.fits(batch, job_bytes)
 
     def prefill_bytes(self, tokens: int) -> int:
         """Device bytes that a bounded prefill of so many tokens holds."""
-        return min(tokens, self.prefills.window) * self._token_bytes()
-
-    def _sparse(self, sequence: Sequence) -> bool:
-        return sequence.prefix.num_tokens > 0 and self.system.selector != "none"
+        return min(tokens, self.prefills.window) * self._room.token_bytes
 
     # -- first tokens -----------------------------------------------------------------------------
 
@@ -195,8 +155,9 @@ class Worker:
                     prefixes,
                     which,
                 )
-            hold = texts and self._held(batch)
-            packs = stack.enter_context(self.packs(leases, trace))
+            hold = texts and self._room.held(batch)
+            self._room.make_way(batch, hold=hold)
+            packs = stack.enter_context(self.packs([lease.source for lease in leases], trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
             logits = np.asarray(first.logits)
@@ -206,8 +167,11 @@ class Worker:
             for index in range(len(leases) if hold else 0):
                 packs.keep(index)
             going = [
-                (row, self._going(sequence, leases[which[row]], first, row, shares[row], hold))
-                for row, sequence in enumerate(batch if texts else ())
+                (
+                    row,
+                    self._going(sequence, leases[i], prefixes[i][1], first, row, shares[row], hold),
+                )
+                for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ())
             ]
         if texts:
             self._running.start(logits, first.kv, going)
@@ -215,10 +179,10 @@ class Worker:
             for sequence in batch:  # nothing is held for them any more
                 sequence.settle()
 
-    def packs(self, leases: Several[Lease], trace: Trace) -> Packs:
+    def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
         return Packs(
-            [lease.source for lease in leases],
+            sources,
             memory=self.memory,
             landing=self.landing,
             prefetcher=self.prefetcher,
@@ -265,6 +229,7 @@ class Worker:
         self,
         sequence: Sequence,
         lease: Lease,
+        probes: Probes,
         first: FirstToken,
         row: int,
         trace: Trace,
@@ -277,11 +242,11 @@ class Worker:
         for period, ids in enumerate(chosen):
             window.choose(period, ids)
         limit = selected_chunks(sequence.budget, lease.resident.num_chunks)
-        reselect = None
-        if sequence.reselect_every:
-            reselect = Reselect(
-                sequence.reselect_every, limit, layers=self.layers, plan=self.plan,
-                system=self.system,
+        chooser = None
+        if self.system.decode is not None and limit < lease.resident.num_chunks:
+            chooser = Chooser(
+                select=self.system.decode, limit=limit, first=len(sequence.suffix), probes=probes,
+                window=window, source=lease.source,
             )  # fmt: skip
         self._begin_text(sequence, trace)
         return Going(
@@ -291,7 +256,7 @@ class Worker:
             ),
             lease=lease.shared(),
             window=window,
-            reselect=reselect,
+            chooser=chooser,
         )
 
     def _begin_text(self, sequence: Sequence, trace: Trace) -> None:
@@ -314,8 +279,14 @@ class Worker:
         self._running.end(error)
 
     def _decoder(self, streams: Lease | None) -> Decoder:
-        packs = None if streams is None else (lambda: self.packs([streams], Trace()))
+        packs = None if streams is None else (lambda: self.packs([streams.source], Trace()))
         return Decoder(self.layers, self.memory, self.plan, self._rows, packs=packs)
+
+    def _choices(self) -> Choices:
+        return Choices(
+            self._choice_calls, self.plan, self.system, self.residents,
+            open_packs=lambda sources: self.packs(sources, Trace()),
+        )  # fmt: skip
 
     # -- prefills ---------------------------------------------------------------------------------
 
@@ -328,7 +299,7 @@ class Worker:
 
     def dense_job(self, sequence: Sequence) -> Job:
         """A dense prefill of all tokens of a sequence, whose KV stays on the device."""
-        size = len(sequence.tokens) * self._token_bytes()
+        size = len(sequence.tokens) * self._room.token_bytes
         return dense_job(sequence, self.prefills, size, self._dense_done)
 
     def _dense_done(

@@ -1,7 +1,8 @@
-"""What `ckv` selects, against Equation 1 in numpy: at first, in padded batches, and re-chosen."""
+"""What `ckv` selects, against Equation 1 in numpy: at first, in batches, and token by token."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from engine_support import TIGHT, scale_error, tokens
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 
 CHUNK, WINDOW = 16, 4
@@ -28,7 +30,6 @@ class Chosen:
     limit: int
     ids: dict[int, np.ndarray] = field(default_factory=dict)
     mass: list[float] = field(default_factory=list)
-    recent: dict[int, list[tuple[np.ndarray, int]]] = field(default_factory=dict)
     own: list[LayerKv] = field(default_factory=list)
 
 
@@ -75,16 +76,13 @@ class Oracle:
                 hidden = self._layer(row, period, layer, hidden, positions)
         return row, self.model.logits(hidden[-1])
 
-    def next(self, row: Chosen, token: int, reselect: bool) -> np.ndarray:
-        """Logits after one more token; with `reselect` by the latest generated tokens' queries."""
+    def next(self, row: Chosen, token: int, anew: bool) -> np.ndarray:
+        """Logits after one more token; with `anew` its own queries choose."""
         at = np.array([self.start + len(row.own[0][0])])
         hidden = self.model.embed(np.array([token]))
         for period, (layers, _) in PERIODS.items():
-            recent = row.recent.setdefault(period, [])
-            recent.append((hidden[0], int(at[0])))
-            if reselect:
-                states, places = zip(*recent[-WINDOW:], strict=True)
-                self.choose(row, period, np.stack(states), np.array(places))
+            if anew:
+                self.choose(row, period, hidden, at)
             for layer in layers:
                 new = self.model.kv(layer, hidden, at)
                 row.own[layer] = tuple(
@@ -158,7 +156,7 @@ def test_rows_of_a_padded_batch_select_what_they_would_alone(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_what_is_chosen_again_is_chosen_by_the_latest_tokens(
+def test_what_is_chosen_anew_is_chosen_by_the_token_itself(
     made: tuple[Engine, Prefix, Oracle], every: int
 ) -> None:
     """The text tells: its likeliest token is another one where other chunks are attended to."""
@@ -169,15 +167,16 @@ def test_what_is_chosen_again_is_chosen_by_the_latest_tokens(
         row, logits = oracle.first(suffix, 0.2)
         text = [int(logits.argmax())]
         for step in range(1, length):
-            logits = oracle.next(row, text[-1], reselect=period > 0 and step % period == 0)
+            logits = oracle.next(row, text[-1], anew=period > 0 and step % period == 0)
             best = np.sort(logits)
             assert best[-1] - best[-2] > 2 * TIGHT * np.abs(logits).max(), "a tie"
             text.append(int(logits.argmax()))
         texts[period] = text
     request = Request(prefix=prefix, suffix=suffix, budget=0.2)
     for period, text in texts.items():
-        (got,) = engine.generate(
-            request, SamplingParams(max_tokens=length), reselect_every=period
-        ).results()
+        decode = Select(score_layers=3, every=period) if period else None
+        system = dataclasses.replace(engine.system, decode=decode)
+        with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
+            (got,) = other.generate(request, SamplingParams(max_tokens=length)).results()
         assert got.token_ids.tolist() == text
     assert texts[every] != texts[0]

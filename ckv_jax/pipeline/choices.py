@@ -1,0 +1,332 @@
+"""What the rows of a decode batch attend to, chosen anew token by token (KVDrive §5, §6.1).
+
+Before each period the newest token's queries score every row's prefix, one call a prefix, which
+also finds what of the choice its window lacks and what makes room for it. While later calls still
+score, the packs that the earlier ones lack are read; the period's layers then run once for the
+whole batch. Windows and the order of all this change when bytes arrive, never what is attended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int32
+
+from ckv_jax.buckets import batch_bucket, choice_bucket
+from ckv_jax.cache.window import CLOSED, KEEP, Choice, Keep, Moves, advance
+from ckv_jax.cache.window import Window as WindowArrays
+from ckv_jax.config import SystemConfig
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.decoder import Layer
+from ckv_jax.pipeline.layers import Layers, LayerState
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.packs import Packs, Source
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.selection.base import Selection, choose
+from ckv_jax.selection.chunks import ChunkScore, attention_mass
+from ckv_jax.selection.select import Select
+
+
+class Chosen(NamedTuple):
+    """What one call chose for the rows of one prefix, on the device."""
+
+    selection: Selection
+    moves: Moves
+    window: WindowArrays
+
+
+class ChoiceCalls:
+    """The jitted call that scores, chooses and looks up, over the layers of one model."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._choose = layers.programs.jit(
+            layers.once(_choose_of, layers.layer_of, layers.target),
+            static=("score", "keep", "n", "chunk_tokens"),
+        )
+
+    def choose(
+        self,
+        layers: Sequence[int],
+        hidden: Array,
+        rows: Int32[np.ndarray, " b"],
+        start: Int32[np.ndarray, " b"],
+        probes: Sequence[Probe],
+        resident: Resident,
+        limits: Int32[np.ndarray, " b"],
+        window: WindowArrays,
+        step: int,
+        *,
+        score: ChunkScore,
+        keep: Keep,
+        n: int,
+    ) -> Chosen:
+        """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
+
+        `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
+        stays. `probes`: one a layer, whose scores are summed; `window`: [b, W], W >= n.
+        """
+        shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
+        slots = window.chunk.shape[1]
+        key = (hidden.shape, len(rows), shapes, slots, score, keep, n)
+        found: Chosen = self._choose(
+            key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
+            tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
+            limits, window, np.int32(step), score=score, keep=keep, n=n,
+            chunk_tokens=resident.prefix.layout.chunk_tokens,
+        )  # fmt: skip
+        return found
+
+
+class Chooser:
+    """One row's part: how much it chooses, and by what."""
+
+    def __init__(
+        self,
+        *,
+        select: Select,
+        limit: int,
+        first: int,
+        probes: Probes,
+        window: Window,
+        source: Source,
+    ) -> None:
+        """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
+        was generated; `source`: where the packs of its prefix come from."""
+        self.limit = limit
+        self.probes = probes
+        self.window = window
+        self.source = source
+        self._every = select.every
+        self._first = first
+
+    @property
+    def slots(self) -> int:
+        """Device slots of a window that holds one choice."""
+        return self.limit * self.window.resident.prefix.layout.groups
+
+    def resize(self, times: float) -> None:
+        """Makes its window so many times as wide as one choice."""
+        self.window.resize(min(self.window.resident.num_chunks, int(self.limit * times)))
+
+    def due(self, length: int) -> bool:
+        """Whether the token that comes at row `length` of the buffers chooses anew."""
+        return (length - self._first + 1) % self._every == 0
+
+
+@dataclass(slots=True)
+class _Member:
+    """One prefix of a batch and the rows that stand on it."""
+
+    resident: Resident
+    choosers: list[Chooser]
+    rows: np.ndarray
+    """int32 [b], a bucket: rows of the batch, those past the choosers' are padding."""
+    n: int
+    windows: dict[int, WindowArrays]
+    """Period -> on the device."""
+
+
+_Moving = tuple[Chooser, np.ndarray, np.ndarray, np.ndarray]
+"""A row that chose: its ids, the window's slots of them, and those of them that it lacks."""
+
+
+class Choices:
+    """The choosing rows of one decode batch. Engine thread only."""
+
+    def __init__(
+        self,
+        calls: ChoiceCalls,
+        plan: Plan,
+        system: SystemConfig,
+        residents: Residents,
+        *,
+        open_packs: Callable[[Sequence[Source]], Packs],
+    ) -> None:
+        """`open_packs`: the packs of some prefixes, for one token."""
+        assert system.decode is not None
+        self._calls = calls
+        self._plan = plan
+        self._select = system.decode
+        self._score = system.score or attention_mass
+        self._keep = KEEP[system.keep]
+        self._slots = max(1.0, system.window)
+        self._sequential = system.sequential
+        self._residents = residents
+        self._open_packs = open_packs
+        self._rows: dict[int, Chooser] = {}
+        self._members: list[_Member] | None = None
+        self._packs: Packs | None = None
+        self._step = 0
+
+    def rows_are(self, rows: dict[int, Chooser]) -> None:
+        """The batch's rows by their places; their windows may have been resized."""
+        self._rows = rows
+        self._members = None
+
+    def begin(self) -> None:
+        """A token begins, perhaps once more after a failure."""
+        self._step += 1
+        if self._members is None:
+            self._members = self._grouped()
+
+    def choose(
+        self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
+        lengths: Int32[np.ndarray, " B"],
+    ) -> bool:  # fmt: skip
+        """Chooses for a period of the token whose hidden states [B, 1, E] enter it, and brings
+        what is missing; whether anything was chosen.
+
+        `starts`: positions of the tokens; `lengths`: tokens in each row's buffers before them.
+        """
+        assert self._members is not None
+        asked = []
+        for which, member in enumerate(self._members):
+            limits = np.zeros(len(member.rows), np.int32)
+            for row, chooser in enumerate(member.choosers):
+                if chooser.due(int(lengths[member.rows[row]])):
+                    limits[row] = chooser.limit
+            if limits.any():
+                chosen = self._ask(member, period, hidden, starts, limits)
+                asked.append((which, member, chosen, limits))
+        if self._sequential:
+            for _, _, chosen, _ in asked:
+                chosen.moves.table.block_until_ready()
+        try:
+            moving = [(*one[:3], self._demand(*one[:2], period, *one[2:])) for one in asked]
+            for _, member, chosen, limits in asked:  # while packs are read
+                self._record(member, period, chosen, limits > 0)
+            for which, member, chosen, moves in moving:
+                self._collect(which, period, moves)
+                member.windows[period] = chosen.window
+        except BaseException:
+            self._members = None  # what the device knows of windows is not what they hold
+            self.finish()
+            raise
+        return bool(asked)
+
+    def finish(self) -> None:
+        """All calls of the token are dispatched: ends reads, gives back what nobody keeps."""
+        if self._packs is not None:
+            self._packs.finish()
+            self._packs = None
+
+    def _grouped(self) -> list[_Member]:
+        by_prefix: dict[int, list[tuple[int, Chooser]]] = {}
+        for place, chooser in sorted(self._rows.items()):
+            by_prefix.setdefault(id(chooser.window.resident), []).append((place, chooser))
+        return [self._member(rows) for rows in by_prefix.values()]
+
+    def _member(self, rows: list[tuple[int, Chooser]]) -> _Member:
+        choosers = [chooser for _, chooser in rows]
+        size = batch_bucket(len(rows))
+        limit = max(chooser.limit for chooser in choosers)
+        n = choice_bucket(limit)
+        slots = max(n, choice_bucket(round(limit * self._slots)))
+        windows = {}
+        for period in range(self._plan.periods):
+            held = np.full((3, size, slots), CLOSED, np.int32)
+            for row, chooser in enumerate(choosers if choosers[0].window.held else ()):
+                state = chooser.window.state(period)
+                held[:, row, : len(state[0])] = state
+            windows[period] = WindowArrays(*map(jax.device_put, held))
+        return _Member(
+            resident=choosers[0].window.resident,
+            choosers=choosers,
+            rows=np.array([place for place, _ in rows] + [0] * (size - len(rows)), np.int32),
+            n=n,
+            windows=windows,
+        )
+
+    def _ask(
+        self, member: _Member, period: int, hidden: Array, starts: np.ndarray, limits: np.ndarray
+    ) -> Chosen:
+        layers = self._plan.scoring_layers(period, self._select.score_layers)
+        return self._calls.choose(
+            layers, hidden, member.rows, starts[member.rows],
+            member.choosers[0].probes.get(layers, period), member.resident, limits,
+            member.windows[period], self._step, score=self._score, keep=self._keep, n=member.n,
+        )  # fmt: skip
+
+    def _demand(
+        self, which: int, member: _Member, period: int, chosen: Chosen, limits: np.ndarray
+    ) -> list[_Moving]:
+        """Makes room for what a member's windows lack, and starts reading it."""
+        ids, table, misses = map(
+            np.asarray, (chosen.selection.ids, chosen.moves.table, chosen.moves.misses)
+        )
+        moving = []
+        for row in np.flatnonzero(limits).tolist():
+            chooser = member.choosers[row]
+            if chooser.window.held:
+                chooser.window.make_way(period, table[row], misses[row])
+                moving.append((chooser, ids[row], table[row], misses[row]))
+            else:
+                chooser.window.rechoose(period, ids[row][ids[row] >= 0])
+        missing = _union([misses for _, _, _, misses in moving])
+        if len(missing):
+            for group in self._plan.groups(period):
+                self._opened().demand(which, group, missing)
+        return moving
+
+    def _collect(self, which: int, period: int, moving: list[_Moving]) -> None:
+        missing = _union([misses for _, _, _, misses in moving])
+        if len(missing):
+            for group in self._plan.groups(period):
+                self._opened().collect(which, group, missing)
+            self._opened().keep(which)
+        for chooser, ids, table, misses in moving:
+            chooser.window.move(period, ids, table, misses, self._step)
+
+    def _opened(self) -> Packs:
+        if self._packs is None:
+            assert self._members is not None
+            self._packs = self._open_packs([member.choosers[0].source for member in self._members])
+        return self._packs
+
+    def _record(self, member: _Member, period: int, chosen: Chosen, chose: np.ndarray) -> None:
+        selection = Selection(*(np.asarray(part)[chose] for part in chosen.selection))
+        self._residents.record(member.resident, self._plan.groups(period), selection)
+        member.resident.last_selection[period] = _union(np.asarray(selection.ids))
+
+
+def _union(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """All chunk ids of some rows, each once, ascending; -1 is none."""
+    ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
+    kept: np.ndarray = ids[ids >= 0]
+    return kept
+
+
+def _dtype(leaf: Array) -> object:
+    return leaf.dtype
+
+
+def _choose_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Chosen]:
+    def choose_anew(
+        states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
+        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
+        window: WindowArrays, step: Array, *, score: ChunkScore, keep: Keep, n: int,
+        chunk_tokens: int,
+    ) -> Chosen:  # fmt: skip
+        one = jnp.ones(rows.shape, jnp.int32)
+        scores: Array = jnp.zeros((), jnp.float32)
+        for state, probe in zip(states, probes, strict=True):
+            q = layer_of(state).query(hidden[rows], start[:, None])
+            scores = scores + score(
+                q, probe, num_tokens=num_tokens, q_lengths=one, chunk_tokens=chunk_tokens,
+                target=target,
+            )  # [b, M]  # fmt: skip
+        selection = choose(scores, n, limits, count=num_chunks)
+        after, moves = advance(window, Choice(selection.ids, scores), step, keep)
+        return Chosen(selection, moves, after)
+
+    return choose_anew

@@ -1,0 +1,24 @@
+"""`Select`: what is chosen while text is generated, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckv_jax.validate import check_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select:
+    """A choice of decode: score what is known of every chunk, take the best.
+
+    The newest token's own queries score the resident digest; all heads choose together.
+    """
+
+    score_layers: int = 1
+    """Layers of a period whose scores are summed, see `SystemConfig.score_layers`."""
+    every: int = 1
+    """Tokens between two choices."""
+
+    def __post_init__(self) -> None:
+        check_whole("score_layers", self.score_layers, least=1)
+        check_whole("every", self.every, least=1)

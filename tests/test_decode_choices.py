@@ -1,0 +1,147 @@
+"""Every token chooses anew: what it attends to depends on nothing but its own queries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from engine_sharp import POOL_BYTES, Sharp
+from engine_support import tokens
+from pipeline_support import UnsteadyStore
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.config import SystemConfig
+from ckv_jax.selection.select import Select
+from ckv_jax.storage.prefix import Prefix
+
+BUDGET = 0.2
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefixes(engine: Engine) -> list[Prefix]:
+    return [engine.ingest(tokens(250 - 20 * i, i)) for i in range(2)]
+
+
+def asked(prefixes: list[Prefix]) -> list[Request]:
+    """Three rows, two of them on one prefix."""
+    return [
+        Request(prefix=prefixes[i // 2], suffix=tokens(7, 40 + i).tolist(), budget=BUDGET)
+        for i in range(3)
+    ]
+
+
+def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
+    """Keys and values of all that each text computed, which every attention has been through."""
+    sampling = SamplingParams(max_tokens=LENGTH)
+    texts = engine.generate(requests, sampling, keep_kv=True).results()
+    for text in texts:
+        text.raise_for_error()
+    return [np.asarray(text.completion().kv) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
+    return told(engine, asked(prefixes))
+
+
+def changed(engine: Engine, **system: object) -> SystemConfig:
+    assert isinstance(engine.config.system, SystemConfig)
+    return dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
+
+
+def test_choosing_anew_follows_the_text(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    stays = dataclasses.replace(engine.config, system=changed(engine, decode=None))
+    with engine.variant(stays) as other:
+        fixed = told(other, asked(prefixes))
+    for mine, theirs in zip(plain, fixed, strict=True):
+        assert (mine[:, :, :7] == theirs[:, :, :7]).all()  # the suffix
+        assert (mine != theirs).any()
+
+
+@pytest.mark.parametrize(
+    ("system", "config", "failing"),
+    [
+        ({"window": 1.0}, {}, 0.0),
+        ({"window": 4.0, "keep": "lru"}, {}, 0.0),
+        ({"keep": "lfu", "sequential": True}, {"device_cache_bytes": 0}, 0.0),
+        ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
+        ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
+    ],
+)
+def test_logits_are_the_same_bits_whatever_is_kept_where(
+    engine: Engine,
+    prefixes: list[Prefix],
+    plain: list[np.ndarray],
+    system: dict[str, object],
+    config: dict[str, object],
+    failing: float,
+) -> None:
+    room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, **system),
+        **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
+    )
+    with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+        for _ in range(2):  # cold, then warm
+            for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+                assert (mine == theirs).all()
+        stats = other.stats()
+        assert stats.pinned_packs == stats.running == 0
+
+
+def test_few_slots_narrow_windows_and_then_let_texts_stream(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    """One choice of all rows and little more; then less than one of a row."""
+    groups, pack = engine.layout.groups, engine.layout.pack_bytes
+    for slots in (2 * 3 * 4 * groups, 4 * groups):
+        values = dataclasses.replace(
+            engine.config,
+            device_cache_bytes=0,
+            host_cache_bytes=0,
+            prefetch_device_bytes=slots * pack,
+        )
+        with engine.variant(values) as tight:
+            texts = tight.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
+            assert tight.stats().pinned_packs == 0
+        (alone, *_) = engine.generate(
+            asked(prefixes)[0], SamplingParams(max_tokens=LENGTH)
+        ).results()
+        assert texts[0].token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_rows_that_come_and_go_change_nobody_elses_tokens(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    requests = asked(prefixes)
+    sampling = [SamplingParams(max_tokens=n) for n in (30, 4, 11)]
+    first = engine.generate(requests[0], sampling[0])
+    next(iter(first))
+    later = engine.generate(requests[1:], sampling[1:]).results()
+    together = [*first.results(), *later]
+    for request, params, got in zip(requests, sampling, together, strict=True):
+        (alone,) = engine.generate(request, params).results()
+        assert got.token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_what_cannot_be_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="without a resident digest"):
+        SystemConfig(name="x", selector="chunk", probe="keys", decode=Select())
+    with pytest.raises(ValueError, match=r"window=0\.5"):
+        changed(engine, window=0.5)
+    with pytest.raises(ValueError, match="keep='oldest'"):
+        changed(engine, keep="oldest")
+    with pytest.raises(ValueError, match="every=0"):
+        Select(every=0)
