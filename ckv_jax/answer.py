@@ -17,14 +17,16 @@ def answer_json(
     """What was asked over `prefix` and what came of it. Times in ms; bytes by where they came from.
 
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
-    periods; 1 where nothing was left out. A generation also has its number of tokens, the time
-    from its first token to its last, and why it ended. Raises the outcome's error, if it has one.
+    periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
+    of 1 is exact up to that. A generation also has its number of tokens, the time from its first
+    token to its last, and why it ended. Raises the outcome's error, if it has one.
     """
     outcome.raise_for_error()
     trace, budget = outcome.trace, outcome.request.budget
     values = {
         "system": engine.system.name,
         "model": model,
+        "codec": outcome.codec,
         "budget": engine.config.budget if budget is None else budget,
         "prefix_tokens": prefix.num_tokens,
         "suffix_tokens": len(engine.encode(outcome.request.suffix)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import Select
-from ckv_jax.storage.codec import CODECS, Codec, codec_id
+from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.layout import Layout
 from ckv_jax.validate import check_number, check_text, check_whole
 
@@ -94,7 +94,8 @@ class SystemConfig:
     reorder: bool = False
     """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
     codec: str | Codec = "none"
-    """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk."""
+    """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk. With one
+    that rounds, budget 1.0 is exact up to the codec."""
 
     def __post_init__(self) -> None:
         _one_of("selector", self.selector, Selector)
@@ -102,8 +103,8 @@ class SystemConfig:
         _one_of("speculate", self.speculate, Speculate)
         if isinstance(self.policy, str):
             _one_of("policy", self.policy, PolicyName)
-        if isinstance(self.codec, str) and self.codec not in CODECS:
-            raise ValueError(f"got codec={self.codec!r}, expected one of {', '.join(CODECS)}")
+        if isinstance(self.codec, str):
+            codec_named(self.codec)
         if self.chunk_tokens < 1:
             raise ValueError(f"got chunk_tokens={self.chunk_tokens}, expected at least 1")
         if self.pack_layers not in (1, 2, 4):
@@ -141,7 +142,7 @@ class SystemConfig:
     @property
     def coder(self) -> Codec | None:
         """What `codec` names; None where packs lie on disk as they are in memory."""
-        return CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+        return codec_named(self.codec) if isinstance(self.codec, str) else self.codec
 
     def layout(self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
         """How a prefix of such a model lies on disk for this system."""

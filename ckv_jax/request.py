@@ -10,6 +10,7 @@ import numpy as np
 
 from ckv_jax.config import check_budget
 from ckv_jax.errors import CkvError
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 from ckv_jax.validate import check_number
@@ -54,6 +55,8 @@ class FirstAnswer:
     token_id: int
     text: str
     logits: np.ndarray
+    codec: str = PLAIN
+    """See `Result.codec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,12 @@ class Result:
     def logits(self) -> np.ndarray:
         """float32 [V]."""
         return self._answer().logits
+
+    @property
+    def codec(self) -> str:
+        """What the stored KV was encoded with, name and version: at a budget of 1 the answer is
+        exact up to that. "none": to the last bit."""
+        return self._answer().codec
 
     def _answer(self) -> FirstAnswer:
         self.raise_for_error()
@@ -150,6 +159,12 @@ class Generation:
     def finish_reason(self) -> FinishReason:
         """ "stop": a stop token or string; "length": `max_tokens`; "cancelled"; "deadline"."""
         return self.completion().finish_reason
+
+    @property
+    def codec(self) -> str:
+        """See `Result.codec`."""
+        prefix = self.completion().prefix
+        return prefix.layout.codec if prefix.num_tokens else PLAIN
 
     def completion(self) -> Completion:
         """The answer as a whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -84,6 +85,12 @@ def system_named(name: str) -> SystemConfig:
     if name not in SYSTEMS:
         raise ValueError(f"got system={name!r}, expected one of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
+
+
+def with_codec(name: str, codec: str) -> SystemConfig:
+    """The preset `name` with packs encoded by the codec of a name. Raises as `system_named`, and
+    for a codec there is none of."""
+    return replace(system_named(name), codec=codec)
 
 
 def system_of(system: str | SystemConfig) -> SystemConfig:

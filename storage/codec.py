@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.quantised import Quantised
 
 
 class Codec(Protocol):
@@ -29,18 +30,54 @@ class Codec(Protocol):
         """Bytes of one encoded pack; `layout` is that of the packs as they are computed."""
         ...
 
+    def of_group(self, group: int, layout: Layout) -> Codec:
+        """What encodes and decodes the packs of one layer group: itself, where all are alike.
+        Hashable: groups with equal ones share what is compiled."""
+        ...
+
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         """uint8 [n, num_bytes] from packs [n, *pack_shape] of `layout.numpy_dtype`."""
         ...
 
     def decode(self, stored: Any, layout: Layout) -> Any:
         """Packs [n, *pack_shape], of `layout.numpy_dtype` or its bit patterns, from uint8
-        [n, num_bytes]. JAX operations only: it is traced into one call on the device."""
+        [n, num_bytes]: an array of numpy's on the host, or one that JAX traces into a call on the
+        device."""
         ...
 
 
-CODECS: Mapping[str, Codec | None] = MappingProxyType({PLAIN: None})
-"""By what `Layout.codec` says; None: packs lie on disk as they are in memory."""
+CODECS: Mapping[str, Codec | None] = MappingProxyType(
+    {
+        PLAIN: None,
+        "int8": Quantised(name="int8", bits=((8, 8),)),
+        "k8v4": Quantised(name="k8v4", bits=((8, 4),)),
+        "int4-rotated": Quantised(name="int4-rotated", bits=((4, 4),), turned=True),
+    }
+)
+"""By name; None: packs lie on disk as they are in memory."""
+
+
+def codec_named(name: str) -> Codec | None:
+    """The codec of a name in `CODECS`. Raises ValueError for another one."""
+    if name not in CODECS:
+        raise ValueError(f"got codec={name!r}, expected one of {', '.join(CODECS)}")
+    return CODECS[name]
+
+
+def codec_of(layout: Layout) -> Codec | None:
+    """The codec that `layout` names. Raises ValueError where it is not known here."""
+    codec = codec_named(layout.codec.partition(":")[0])
+    check_codec(codec, layout)
+    return codec
+
+
+def known(layout: Layout) -> bool:
+    """Whether the codec that `layout` names is known here."""
+    try:
+        codec_of(layout)
+    except ValueError:
+        return False
+    return True
 
 
 def codec_id(codec: Codec | None) -> str:
@@ -54,19 +91,23 @@ def check_codec(codec: Codec | None, layout: Layout) -> None:
         raise ValueError(f"codec: got {codec_id(codec)!r}, expected {layout.codec!r}")
 
 
-def encoded(codec: Codec | None, packs: np.ndarray, layout: Layout) -> np.ndarray:
-    """Packs as they lie on disk [n, *stored_shape], from bit patterns [n, *pack_shape]."""
+def encoded(codec: Codec | None, packs: np.ndarray, group: int, layout: Layout) -> np.ndarray:
+    """Packs of a layer group as they lie on disk [n, *stored_shape], from bit patterns
+    [n, *pack_shape]."""
     if codec is None:
         return packs
-    out = np.ascontiguousarray(codec.encode(packs.view(layout.numpy_dtype), layout))
+    coder = codec.of_group(group, layout)
+    out = np.ascontiguousarray(coder.encode(packs.view(layout.numpy_dtype), layout))
     if out.dtype != np.uint8 or out.shape != (len(packs), *layout.stored_shape):
         want = (len(packs), *layout.stored_shape)
         raise ValueError(f"{layout.codec}: got {out.dtype} {out.shape}, expected uint8 {want}")
     return out
 
 
-def decoded(codec: Codec | None, stored: np.ndarray, layout: Layout) -> np.ndarray:
-    """Packs [n, *pack_shape] of `layout.numpy_dtype`, from [n, *stored_shape], for the host."""
+def decoded(codec: Codec | None, stored: np.ndarray, group: int, layout: Layout) -> np.ndarray:
+    """Packs of a layer group [n, *pack_shape] of `layout.numpy_dtype`, from [n, *stored_shape],
+    for the host."""
     if codec is None:
         return stored
-    return np.asarray(codec.decode(stored, layout)).view(layout.numpy_dtype)
+    found = np.asarray(codec.of_group(group, layout).decode(stored, layout))
+    return found.view(layout.numpy_dtype)

@@ -100,17 +100,18 @@ def ask(
     with terminal.status("loading JAX and the model"):
         from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json
-        from ckv_jax.cli.serving import find_prefix, kv_bytes
+        from ckv_jax.cli.serving import codec_name, find_prefix, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
         from ckv_jax.request import Request
+        from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
         share = EngineConfig().budget if budget is None else check_budget(budget)
         with open_store(store, settings) as opened:
             stored = find_prefix(opened, prefix, salt=salt)
         config = EngineConfig(
-            system=system,
+            system=with_codec(system, codec_name(stored)),
             dtype=dtype,
             salt=salt,
             budget=share,

@@ -11,6 +11,7 @@ import typer
 from ckv_jax.cli.options import (
     Budget,
     Checkpoint,
+    Codec,
     DirectIo,
     Dtype,
     Eviction,
@@ -54,6 +55,7 @@ def batch(
         int,
         typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
     ] = 8,
+    codec: Codec = "none",
     dtype: Dtype = "bfloat16",
     salt: Salt = "",
     max_bytes: MaxBytes = None,
@@ -83,6 +85,7 @@ def batch(
         from ckv_jax.cli.serving import Answerer, kv_bytes
         from ckv_jax.config import EngineConfig, check_budget
         from ckv_jax.engine import Engine
+        from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
         lines = list(read_jobs(requests, prefix=prefix))
@@ -90,7 +93,7 @@ def batch(
             largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=system,
+            system=with_codec(system, codec),
             dtype=dtype,
             salt=salt,
             budget=default.budget if budget is None else check_budget(budget),

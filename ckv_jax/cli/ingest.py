@@ -13,6 +13,7 @@ import typer
 
 from ckv_jax.cli.options import (
     Checkpoint,
+    Codec,
     DirectIo,
     Dtype,
     Eviction,
@@ -38,6 +39,7 @@ def ingest(
     ],
     store: Store,
     system: System = "ckv",
+    codec: Codec = "none",
     dtype: Dtype = "bfloat16",
     salt: Salt = "",
     max_bytes: MaxBytes = None,
@@ -78,9 +80,10 @@ def ingest(
         from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
+        from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
-        config = EngineConfig(system=system, dtype=dtype, salt=salt)
+        config = EngineConfig(system=with_codec(system, codec), dtype=dtype, salt=salt)
         engine = Engine.from_pretrained(
             checkpoint, store=store, config=config, store_config=settings
         )
@@ -102,6 +105,7 @@ def ingest(
                 "seconds": seconds,
                 "store_bytes": stored,
                 "system": system,
+                "codec": codec,
                 "dtype": dtype,
             }
         )

@@ -48,6 +48,8 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
     kind = f"{layout['dtype']}, {layout['chunk_tokens']}-token chunks, probe {layout['probe']}"
     if layout["digest"] != "none":
         kind += f", digest {layout['digest']}"
+    if "codec" in layout:
+        kind += f", codec {layout['codec']}"
     notes = [
         "pinned" if segment.pinned else "",
         "salted" if segment.salted else "",

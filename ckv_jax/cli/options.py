@@ -10,6 +10,7 @@ import typer
 __all__ = [
     "Budget",
     "Checkpoint",
+    "Codec",
     "DirectIo",
     "Dtype",
     "Eviction",
@@ -73,6 +74,15 @@ System = Annotated[
         help="How prefixes are laid out, selected from and cached: ckv (ours), contiguous-kv "
         "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru or recompute. "
         "Ask with the system that ingested.",
+    ),
+]
+Codec = Annotated[
+    str,
+    typer.Option(
+        "--codec",
+        metavar="NAME",
+        help="How keys and values lie on disk: none, int8, k8v4 (keys 8 bits, values 4) or "
+        "int4-rotated: half, two fifths or a quarter of the bytes.",
     ),
 ]
 Dtype = Annotated[

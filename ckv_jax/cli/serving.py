@@ -11,10 +11,11 @@ from ckv_jax.cli.output import one_line
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation, Request, Result
+from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
-__all__ = ["Answerer", "find_prefix", "kv_bytes"]
+__all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes"]
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
@@ -32,6 +33,13 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
             raise ValueError(f"{len(stored)} prefixes are stored; say --prefix: {ids}{more}")
         (name,) = stored
     return store.prefix(name, salt=salt)
+
+
+def codec_name(prefix: Prefix) -> str:
+    """What `SystemConfig.codec` must be to read a prefix. Raises ValueError for a codec that is not
+    known here."""
+    codec_of(prefix.layout)
+    return prefix.layout.codec.partition(":")[0]
 
 
 def kv_bytes(prefix: Prefix) -> int:

@@ -56,8 +56,9 @@ class Landing(Protocol):
         """Compiles what `place` needs besides the pool's own writes."""
         ...
 
-    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
-        """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
+    def place(self, room: Room, good: np.ndarray, group: int) -> np.ndarray:
+        """Device slots int32 for the packs of `rows[good]`, all of one layer group; the room itself
+        is given back."""
         ...
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
@@ -112,7 +113,7 @@ class InPool:
         memory: Any = aligned_bytes(size).view(self._packs.dtype)
         return Room(memory.reshape(n, *self._packs.shape[1:]), np.arange(n, dtype=np.int32))
 
-    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+    def place(self, room: Room, good: np.ndarray, group: int) -> np.ndarray:
         """See `Landing`."""
         slots: np.ndarray
         if room.array is self._packs:
@@ -162,10 +163,11 @@ class HostBlocks:
         self._memory = memory
         self._layout = layout
         self._packs = bucket(job_packs(layout))
-        self._decode: Decode | None = None
+        self._decode: list[Decode] = []  # by layer group; equal ones share their programs
         if codec is not None:
-            shape = slot_shape(layout)
-            self._decode = jax.jit(lambda rows: codec.decode(rows, layout).reshape(-1, *shape))
+            coders = [codec.of_group(group, layout) for group in range(layout.groups)]
+            calls = {coder: _decoding(coder, layout) for coder in coders}
+            self._decode = [calls[coder] for coder in coders]
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
         self._free: list[np.ndarray] = []
@@ -190,15 +192,16 @@ class HostBlocks:
         shape = (self._packs, *self._layout.stored_shape)
         return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
 
-    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+    def place(self, room: Room, good: np.ndarray, group: int) -> np.ndarray:
         """See `Landing`."""
         slots = self._memory.take(len(good))
         padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
         where = np.full(len(padded), -1, np.int32)
         where[good] = slots
-        if self._decode is None:
+        decode = self._decode[group] if self._decode else None
+        if decode is None:
             padded = padded.reshape(-1, *slot_shape(self._layout))
-        marker: Any = self._memory.pool.write(padded, where, decode=self._decode)
+        marker: Any = self._memory.pool.write(padded, where, decode=decode)
         if marker is None:
             self._keep(room.array)
         else:
@@ -207,10 +210,9 @@ class HostBlocks:
 
     def warm(self) -> None:
         """See `Landing`."""
-        if self._decode is None:
-            return
         for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
-            self._decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
+            for decode in set(self._decode):
+                decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""
@@ -230,3 +232,8 @@ class HostBlocks:
         for entry in ended:
             self._busy.remove(entry)
             self._keep(entry[1])
+
+
+def _decoding(coder: Codec, layout: Layout) -> Decode:
+    shape = slot_shape(layout)
+    return jax.jit(lambda rows: coder.decode(rows, layout).reshape(-1, *shape))

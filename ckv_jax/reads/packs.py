@@ -291,11 +291,11 @@ class Packs:
         state.jobs.remove(job)
         state.flying.difference_update(chunks)
         try:
-            slots = self._landing.place(job.room, np.array(good))
+            slots = self._landing.place(job.room, np.array(good), job.group)
         except PoolExhausted:
             self._make_room(len(good), wait=True)
             self._take_back(len(good), None)
-            slots = self._landing.place(job.room, np.array(good))
+            slots = self._landing.place(job.room, np.array(good), job.group)
         self._own(state, [chunks[i] for i in good], slots)
         return failed
 
@@ -368,7 +368,7 @@ class Packs:
         done = state.used if used is None else state.used | used
         unused = [c for c in job.chunks.tolist() if c not in done]
         if unused and job.started():
-            self._trace.count_bytes("waste", len(unused) * self._layout.pack_bytes)
+            self._trace.count_bytes("waste", len(unused) * self._layout.stored_bytes)
 
     def _withdraw(self, state: _Group, job: ReadJob) -> None:
         """Ends a read, if it has not ended, and gives its room back."""

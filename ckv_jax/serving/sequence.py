@@ -21,6 +21,7 @@ from ckv_jax.request import (
     TokenEvent,
 )
 from ckv_jax.serving.text import Text
+from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
@@ -139,7 +140,8 @@ class Sequence:
 
     def answer(self, token_id: int, text: str, logits: np.ndarray, trace: Trace) -> None:
         """Ends with a first token."""
-        first = FirstAnswer(token_id=token_id, text=text, logits=logits)
+        codec = self.prefix.layout.codec if self.prefix.num_tokens else PLAIN
+        first = FirstAnswer(token_id=token_id, text=text, logits=logits, codec=codec)
         self.finish(
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
         )

@@ -42,9 +42,10 @@ _IN_FLIGHT: set[KernelRead] = set()
 """Reads that the kernel may still write for: they outlive whoever asked, and their store."""
 
 
-def fits(out: np.ndarray) -> bool:
-    """Whether rows of `out` [n, ...], C-contiguous, can be read into directly."""
-    return out[0].nbytes % FILE_ALIGN == 0 and out.ctypes.data % MEMORY_ALIGN == 0
+def fits(out: np.ndarray, align: int = MEMORY_ALIGN) -> bool:
+    """Whether rows of `out` [n, ...], C-contiguous, can be read into directly, from offsets that
+    are multiples of `align` as their sizes must be."""
+    return out[0].nbytes % align == 0 and out.ctypes.data % MEMORY_ALIGN == 0
 
 
 class KernelQueues:
@@ -63,16 +64,25 @@ class KernelQueues:
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._lock = threading.Lock()
         self._closed = False
+        self.align = FILE_ALIGN
+        """What offsets and sizes of reads must be multiples of; less, once `works` has found so."""
         self._idle = [self._new()]
 
     def works(self, path: str | os.PathLike[str]) -> bool:
         """Whether a real file can be read so, into memory that is aligned no better than needed."""
+        for align in (MEMORY_ALIGN, FILE_ALIGN):
+            if self._reads(path, align):
+                self.align = align
+                return True
+        return False
+
+    def _reads(self, path: str | os.PathLike[str], align: int) -> bool:
         page = np.empty(3 * FILE_ALIGN, np.uint8)
         skip = -page.ctypes.data % FILE_ALIGN + MEMORY_ALIGN
-        size = min(os.stat(path).st_size, FILE_ALIGN)
+        size = min(os.stat(path).st_size, align)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
-            out = page[skip : skip + FILE_ALIGN].reshape(1, -1)
+            out = page[skip : skip + align].reshape(1, -1)
             read = self.read(fd, np.zeros(1, np.int64), out, slice(None), expect=size)
         except OSError:
             return False
@@ -97,7 +107,7 @@ class KernelQueues:
 
         Args:
           fd: a file open for direct reads; closed when the read has landed, or cannot start.
-          offsets: where in the file, multiples of FILE_ALIGN.
+          offsets: where in the file, multiples of `align`.
           out: C-contiguous, see `fits`.
           rows: which n rows of `out` are filled: a slice, or ids.
           sizes: int64 [n], bytes of each read, from the start of its row on; default: a row's.

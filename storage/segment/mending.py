@@ -77,7 +77,7 @@ def mend(
     packs = pack(
         kv.view(layout.disk_dtype), layout, aligned(count * layout.groups * layout.pack_bytes)
     )
-    stored = [encoded(codec, data, layout) for data in packs]
+    stored = [encoded(codec, data, group, layout) for group, data in enumerate(packs)]
     tables = {"packs": manifest.pack_crc.copy(), "probe": manifest.probe_crc.copy()}
     parts: Pieces = defaultdict(dict)
 

@@ -116,7 +116,7 @@ class Segment:
 
         Returns None where that cannot be, and nothing was started.
         """
-        if self._queues is None or not fits(out):
+        if self._queues is None or not fits(out, self._queues.align):
             return None
         shard, offsets = self.manifest.arrays["packs"].offsets(group, chunks)
         return self._begin_direct("packs", shard, offsets, out, rows)
@@ -162,7 +162,7 @@ class Segment:
         if self._queues is None or rest or at * size % FILE_ALIGN:
             return None
         data = out.reshape(-1).view(np.uint8).reshape(pages, FILE_ALIGN)
-        if not fits(data):
+        if not fits(data, self._queues.align):
             return None
         starts = np.arange(0, pages, _PROBE_READ)
         sizes = np.minimum(_PROBE_READ, pages - starts) * FILE_ALIGN

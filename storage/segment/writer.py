@@ -167,7 +167,7 @@ class SegmentWriter:
         writes: list[Future[None]] = []
         try:
             put = self._arrays["packs"].put
-            stored = [encoded(self._codec, data, layout) for data in packs]
+            stored = [encoded(self._codec, data, g, layout) for g, data in enumerate(packs)]
             for group, data in enumerate(stored):
                 writes.append(self._disk.submit(put, group * draft.chunks + first, data))
             if layout.probe_layers:
@@ -271,7 +271,9 @@ class SegmentWriter:
             return
         stored = np.empty((len(out), *self.layout.stored_shape), self.layout.stored_dtype)
         self._arrays["packs"].get(entry, stored)
-        out[:] = decoded(self._codec, stored, self.layout).view(self.layout.disk_dtype)
+        group = entry // self._draft.chunks
+        packs = decoded(self._codec, stored, group, self.layout)
+        out[:] = packs.view(self.layout.disk_dtype)
 
     def _finish(self) -> None:
         for job in (*self._blocks, *self._jobs):  # every block has its job by now

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.codec import CODECS, decoded
+from ckv_jax.storage.codec import codec_of, decoded, known
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -77,7 +77,7 @@ class PrefixInfo:
       id, num_tokens, num_chunks: which, and how long.
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
-      layers: statistics of every layer; none of a codec that is not in `CODECS`.
+      layers: statistics of every layer; none of a codec that is not known here.
       importance: mean attention mass a chunk drew, over layer groups, [M]; None before a read.
     """
 
@@ -187,7 +187,7 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
     bad = 0
     layers = []
     step = 1 if layout.kv_together else 2
-    groups = layout.groups if layout.codec in CODECS else 0
+    groups = layout.groups if known(layout) else 0
     with store.reader(prefix) as reader:
         for group in range(0, groups, step):
             totals = [_Totals() for _ in layout.group_layers(group)]
@@ -212,11 +212,11 @@ def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
     kinds = (0, 1) if layout.kv_together else (group % 2,)
     step = max(1, _PIECE_BYTES // layout.pack_bytes)
     out = np.empty((min(step, prefix.num_chunks), *layout.stored_shape), layout.stored_dtype)
-    bad = 0
+    bad, codec = 0, codec_of(layout)
     for first in range(0, prefix.num_chunks, step):
         chunks = np.arange(first, min(first + step, prefix.num_chunks))
         good = reader.read_packs(group, chunks, out[: len(chunks)])
-        packs = decoded(CODECS[layout.codec], out[: len(chunks)], layout)
+        packs = decoded(codec, out[: len(chunks)], group, layout)
         bad += int((~good).sum())
         tokens = np.minimum(prefix.num_tokens - chunks * layout.chunk_tokens, layout.chunk_tokens)
         valid = (np.arange(layout.chunk_tokens) < tokens[:, None]) & good[:, None]  # [n, C]

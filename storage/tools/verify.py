@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.storage.codec import CODECS
+from ckv_jax.storage.codec import codec_of, known
 from ckv_jax.storage.errors import (
     ReadTimeout,
     SegmentDamaged,
@@ -229,13 +229,13 @@ def _remake(store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded]
     """Make bad probes and digests anew; notes the segments that are whole again."""
     for id_ in sorted({d.segment_id for d in report.damages} & segments.keys()):
         manifest, checksum = segments[id_].manifest, segments[id_].checksum
-        if manifest.layout.codec not in CODECS:
+        if not known(manifest.layout):
             continue  # its packs cannot be read here
         for damage in report.damages:
             if damage.segment_id == id_:
                 store.index.quarantine(id_, checksum, damage.chunk, damage.what)
         with contextlib.suppress(StoreError):  # it stays as damaged as it is
-            codec = CODECS[manifest.layout.codec]
+            codec = codec_of(manifest.layout)
             store.remake_probes(_alone(manifest, checksum), codec=codec)
             found = store.index.find(id_)
             if found is not None and found.usable == manifest.chunks:

@@ -22,6 +22,9 @@ class Halves:
     def num_bytes(self, layout: Layout) -> int:
         return layout.pack_bytes + 1
 
+    def of_group(self, group: int, layout: Layout) -> Halves:
+        return self
+
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         pairs = packs.reshape(len(packs), -1).view(np.uint8).reshape(len(packs), -1, 2)
         halves = [pairs[:, :, 1], pairs[:, :, 0], np.full((len(packs), 1), 7, np.uint8)]
@@ -99,8 +102,8 @@ def test_bytes_on_disk_are_the_codecs(folder: Path, kv_together: bool) -> None:
             good, stored = read(store, found, group)
             truth = packs_of(plain, tokens, group, order)
             assert good.all() and (stored[:, -1] == 7).all()
-            np.testing.assert_array_equal(stored, encoded(CODEC, truth, layout))
-            packs = decoded(CODEC, stored, layout)
+            np.testing.assert_array_equal(stored, encoded(CODEC, truth, group, layout))
+            packs = decoded(CODEC, stored, group, layout)
             np.testing.assert_array_equal(packs.view(np.uint16), truth.view(np.uint16))
         assert verify_store(store).ok
         info = inspect_store(store, prefix=found.id).prefix

@@ -1,0 +1,168 @@
+"""Codecs that round: how far they may be off, what lies on disk, and who can read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
+from ckv_jax.storage import ChunkStore, Layout, inspect_store, verify_store
+from ckv_jax.storage.codec import CODECS, codec_id, codec_named, codec_of, decoded, encoded
+from ckv_jax.storage.quantised import Quantised
+
+NAMES = ("int8", "k8v4", "int4-rotated")
+KV_BYTES = {"int8": 28.875, "k8v4": 21.875, "int4-rotated": 14.875}  # KiB a token of a 7B model
+
+
+def coded(name: str, layout: Layout = SMALL) -> tuple[Quantised, Layout]:
+    codec = codec_named(name)
+    assert isinstance(codec, Quantised)
+    size = codec.num_bytes(layout)
+    return codec, dataclasses.replace(layout, codec=codec_id(codec), codec_bytes=size)
+
+
+def scales(stored: np.ndarray, layout: Layout) -> np.ndarray:
+    """Scale of every row [n, pl, 2, C, K], float32."""
+    rows = int(np.prod(layout.pack_shape[:4]))
+    both = stored[:, : 4 * rows].copy().view(ml_dtypes.bfloat16).astype(np.float32)
+    return both.reshape(-1, *layout.pack_shape[:4], 2)[..., 0]
+
+
+def turned(keys: np.ndarray) -> np.ndarray:
+    """Keys [..., D] in the space that they are rounded in, by a transform of its own."""
+    wide = max(4**i for i in range(4) if keys.shape[-1] % 4**i == 0)
+    sign = [[(-1.0) ** bin(i & j).count("1") for j in range(wide)] for i in range(wide)]
+    blocks = keys.astype(np.float64).reshape(*keys.shape[:-1], -1, wide)
+    return (blocks @ np.array(sign) / np.sqrt(wide)).reshape(keys.shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    power=st.integers(-20, 20),
+    shift=st.floats(-30, 30, width=32),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_off_by_half_a_scale_at_most(
+    name: str, seed: int, power: int, shift: float, dtype: str
+) -> None:
+    codec, layout = coded(name, dataclasses.replace(SMALL, dtype=dtype))
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((3, *layout.pack_shape)) + shift) * 2.0**power
+    x[0] *= rng.random(layout.pack_shape) > 0.9  # few large values among zeros
+    packs = x.astype(layout.numpy_dtype)
+    stored = encoded(codec, packs.view(layout.disk_dtype), 0, layout)
+    back = decoded(codec, stored, 0, layout).astype(np.float64)
+    exact = packs.astype(np.float64)
+    last = np.abs(back) * 2.0 ** (-8 if dtype == "bfloat16" else -21)  # of the element type
+    if codec.turned:
+        last[:, :, 0] = np.abs(last[:, :, 0]).max(-1, keepdims=True) * 8
+        back[:, :, 0], exact[:, :, 0] = turned(back[:, :, 0]), turned(exact[:, :, 0])
+    bound = scales(stored, layout)[..., None] / 2 * (1 + 1e-5)
+    size = np.abs(exact).max(-1, keepdims=True) * 1e-6  # of sums in float32
+    assert (np.abs(back - exact) <= bound + last + size).all()
+    low, high = exact.min(-1), exact.max(-1)
+    bits = np.array(codec.bits[0]).reshape(1, 1, 2, 1, 1)
+    room = (high - low + np.maximum(np.abs(low), np.abs(high)) / 64) / (2.0**bits - 1)
+    assert (
+        scales(stored, layout) <= room * (1 + 2.0**-7) + 2e-38
+    ).all()  # and no wider than needed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_device_reads_the_same_bits(name: str) -> None:
+    codec, layout = coded(name)
+    packs = np.random.default_rng(1).standard_normal((9, *layout.pack_shape)) * 3 + 1
+    stored = codec.encode(packs.astype(layout.numpy_dtype), layout)
+    codes = stored[:, 4 * int(np.prod(layout.pack_shape[:4])) :]
+    codes[8] = np.random.default_rng(2).integers(0, 256, codes.shape[1])
+    here = decoded(codec, stored, 0, layout)
+    there: Any = jax.jit(lambda rows: codec.decode(rows, layout))(stored)
+    np.testing.assert_array_equal(here.view(np.uint16), np.asarray(there).view(np.uint16))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_all_alike_or_not_finite(name: str) -> None:
+    codec, layout = coded(name)
+    packs = np.zeros((3, *layout.pack_shape), layout.numpy_dtype)
+    packs[1, 0, 1] = 0.3
+    packs[2, 0, 1, 3, 0, 5], packs[2, 0, 1, 4, 0, 0] = np.nan, -np.inf
+    back = decoded(codec, codec.encode(packs, layout), 0, layout).astype(np.float32)
+    np.testing.assert_array_equal(back[:2], packs[:2].astype(np.float32))
+    lost = np.zeros(back[2].shape, bool)
+    lost[0, 1, 3:5, 0] = True
+    np.testing.assert_array_equal(np.isnan(back[2]), lost)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_as_computed(name: str) -> None:
+    large = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
+    codec = codec_named(name)
+    assert codec is not None
+    assert codec.num_bytes(large) * large.groups / 16 / 1024 == KV_BYTES[name]
+
+
+def test_what_a_codec_does_not_suit_is_refused() -> None:
+    apart = dataclasses.replace(SMALL, kv_together=False, pack_layers=1)
+    assert coded("int8", apart)[1].codec_bytes
+    for name in ("k8v4", "int4-rotated"):
+        with pytest.raises(ValueError, match="keys and values"):
+            coded(name, apart)
+    with pytest.raises(ValueError, match="head_dim"):
+        coded("k8v4", dataclasses.replace(SMALL, head_dim=15))
+    with pytest.raises(ValueError, match="bits"):
+        Quantised(name="x", bits=((8, 3),))
+    with pytest.raises(ValueError, match="int8"):
+        codec_named("int7")
+    layout = coded("int8")[1]
+    assert codec_of(layout) is CODECS["int8"] and codec_of(SMALL) is None
+    with pytest.raises(ValueError, match="int8:2"):
+        codec_of(dataclasses.replace(layout, codec="int8:2"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zarr_reads_it(folder: Path, name: str) -> None:
+    """By the description in `quantised.py` alone."""
+    codec, layout = coded(name)
+    tokens = some_tokens(16 * 5 + 3)
+    kv = kv_of(SMALL, tokens)
+    with ChunkStore.open(folder) as store:
+        with store.writer(
+            fingerprint=FINGERPRINT, layout=layout, tokens=tokens, codec=codec
+        ) as writer:
+            writer.write(0, kv)
+            prefix = writer.commit()
+        assert verify_store(store).ok
+        info = inspect_store(store, prefix=prefix.id).prefix
+        assert info is not None and len(info.layers) == layout.num_layers and not info.bad_packs
+        with store.reader(prefix) as reader:
+            stored = np.empty((prefix.num_chunks, *layout.stored_shape), np.uint8)
+            assert reader.read_packs(1, np.arange(prefix.num_chunks), stored).all()
+    root = next((folder / "segments").glob("*/*"))
+    array: Any = zarr.open_group(str(root), mode="r")["packs"]
+    assert array.attrs["codec"] == layout.codec
+    data = array[1]
+    np.testing.assert_array_equal(data, stored)
+    layers, _, chunk, heads, dim = layout.pack_shape
+    count = layers * 2 * chunk * heads
+    both = data[:, : 4 * count].copy().view(ml_dtypes.bfloat16).astype(np.float32)
+    scale, zero = np.moveaxis(both.reshape(-1, layers, 2, chunk, heads, 2), -1, 0)
+    bits = codec.bits[0][1]
+    end = 4 * count + count * dim * sum(codec.bits[0]) // 16
+    packed = data[:, end - count * dim * bits // 16 : end].reshape(
+        -1, layers, chunk, heads, dim * bits // 8
+    )
+    codes = packed if bits == 8 else np.concatenate([packed & 15, packed >> 4], -1)
+    values = codes * scale[:, :, 1, ..., None] + zero[:, :, 1, ..., None]
+    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[:, :, 1].view(SMALL.numpy_dtype)
+    error = np.abs(values - truth.astype(np.float32))
+    assert (error <= scale[:, :, 1, ..., None] / 2 * (1 + 1e-5)).all()
