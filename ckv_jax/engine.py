@@ -45,6 +45,7 @@ from ckv_jax.systems import system_of
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
+TextOrIds = str | Several[int] | np.ndarray
 
 
 class Engine:
@@ -115,7 +116,6 @@ class Engine:
             fingerprint=fingerprint,
             layout=self.layout,
             codec=self.system.coder,
-            salt=config.salt,
         )
         self._intake = Intake(self._placement, self._scheduler)
         self._prompts = Prompts(self._ingest, self._scheduler)
@@ -190,7 +190,7 @@ class Engine:
 
     # -- texts and prefixes -----------------------------------------------------------------------
 
-    def encode(self, text: str | Several[int] | np.ndarray, *, begins: bool = False) -> Tokens:
+    def encode(self, text: TextOrIds, *, begins: bool = False) -> Tokens:
         """Token ids int32 [n] of a text; ids are checked and passed through.
 
         `begins`: whether a sequence begins with it, as what is ingested does: then the tokenizer's
@@ -212,20 +212,21 @@ class Engine:
 
     def check_prefix(self, prefix: Prefix) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs."""
-        self._placement.check_prefix(prefix)
+        self._placement.check_prefix(prefix, self.config.salt)
 
     def ingest(
-        self, text: str | Several[int] | np.ndarray, *, progress: Progress | None = None
+        self, text: TextOrIds, *, progress: Progress | None = None, salt: str | None = None
     ) -> Prefix:
         """Computes and stores the KV of a text, or of what of it is not stored yet.
 
-        A block at a time between the tokens of others; `progress` is called in this thread.
+        A block at a time between the tokens of others; `progress` is called in this thread. `salt`:
+        whose prefix it is; None: the engine's.
         """
         tokens = self.encode(text, begins=True)
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
         self._placement.check_context(len(tokens), 0)
-        return self._ingest.store(tokens, progress)
+        return self._ingest.store(tokens, progress, salt=self.config.salt if salt is None else salt)
 
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
@@ -264,7 +265,7 @@ class Engine:
         requests: Request | Several[Request],
         sampling: SamplingParams | Several[SamplingParams] | None = None,
         *,
-        keep_kv: bool = False,
+        keep_kv: bool | Several[bool] = False,
     ) -> TokenStream:
         """Text after each suffix: an iterator of tokens; its `results()` are the generations.
 
@@ -274,7 +275,7 @@ class Engine:
 
         Args:
             sampling: for all requests, or one each; None: `default_sampling`.
-            keep_kv: keep keys and values in host memory for `append`.
+            keep_kv: keep keys and values in host memory for `append`; for all, or one each.
         """
         asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
@@ -295,7 +296,7 @@ class Engine:
         requests: Request | Several[Request],
         sampling: SamplingParams | Several[SamplingParams] | None = None,
         *,
-        keep_kv: bool = False,
+        keep_kv: bool | Several[bool] = False,
     ) -> AsyncTokenStream:
         """`generate` in an event loop: an asynchronous iterator with an asynchronous `results`."""
         asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
@@ -312,10 +313,7 @@ class Engine:
         """
         sequence = Sequence(request)
         self._placement.place(sequence)
-        nothing = self.store.longest_prefix(
-            sequence.tokens[:0], fingerprint=self.fingerprint, layout=self.layout,
-            salt=self.config.salt,
-        )  # fmt: skip
+        nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
         sequence.place(nothing, sequence.tokens, 1.0)
         self._scheduler.add(self._worker.dense_job(sequence))
         return result_of(sequence)

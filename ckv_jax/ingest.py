@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
+from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
@@ -17,6 +18,7 @@ from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.request import Completion
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.scheduler import Scheduler
+from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -45,7 +47,6 @@ class Ingest:
         fingerprint: Fingerprint,
         layout: Layout,
         codec: Codec | None,
-        salt: str,
     ) -> None:
         self._store = store
         self._codec = codec
@@ -54,49 +55,57 @@ class Ingest:
         self._prefill_bytes = prefill_bytes
         self._fingerprint = fingerprint
         self._layout = layout
-        self._salt = salt
         self._mending = Mending(store, prefills, scheduler, prefill_bytes, codec)
 
-    def store(self, tokens: np.ndarray, progress: Progress | None = None) -> Prefix:
+    def store(self, tokens: np.ndarray, progress: Progress | None = None, *, salt: str) -> Prefix:
         """Stores the exact KV of `tokens` int32 [T], computing only what is not stored yet.
 
         What is stored and marked as bad is put right where it lies, as far as that is worth it.
         Raises `StoreFull` and other `CkvError`s of the store, with nothing half-written left
         behind. In the caller's thread, which waits.
         """
-        stored = self._longest(tokens)
+        longest = partial(self._longest, salt=salt)
+        stored = longest(tokens)
         if stored.num_tokens < len(tokens):
-            stored = self._mending.mend(tokens, self._longest, progress)
+            stored = self._mending.mend(tokens, longest, progress)
         if stored.num_tokens == len(tokens):
             return stored
         size = self._layout.chunk_tokens
         whole = stored.num_tokens // size * size
-        parent = self._longest(tokens[:whole]) if whole else None
+        parent = longest(tokens[:whole]) if whole else None
         if parent is not None and parent.num_tokens:
             try:
-                return self._store_after(parent, tokens, progress)
+                return self._store_after(parent, tokens, progress, salt=salt)
             except SegmentDamaged:
                 pass  # some of what is before cannot be read: all of it is computed again
-        return self._store_after(None, tokens, progress)
+        return self._store_after(None, tokens, progress, salt=salt)
 
-    def write(self, tokens: np.ndarray, kv: np.ndarray, first: int, *, provenance: str) -> Prefix:
+    def write(
+        self, tokens: np.ndarray, kv: np.ndarray, first: int, *, provenance: str, salt: str
+    ) -> Prefix:
         """Stores KV [L, 2, n, K, D] that has been computed, of `tokens[first:]`, as one prefix.
 
-        What is before `first` has to be stored, but for its partial last chunk. `provenance` says
-        how the KV was made, see `storage.prefix`.
+        What is before `first` has to be stored, but for its partial last chunk. What has been
+        stored since is not written again. `provenance` says how the KV was made, see
+        `storage.prefix`.
         """
-        stored = self._longest(tokens[:first])
+        longest = partial(self._longest, salt=salt)
+        stored = longest(tokens if provenance == EXACT else tokens[:first])
+        if stored.num_tokens == len(tokens):
+            return stored
         size = self._layout.chunk_tokens
-        whole = min(stored.num_tokens, first) // size * size
-        parent = self._longest(tokens[:whole]) if whole else None
+        whole = stored.num_tokens // size * size
+        if whole > first:
+            first, kv = whole, kv[:, :, whole - first :]
+        parent = longest(tokens[:whole]) if whole else None
         whole = parent.num_tokens if parent is not None else 0
         if whole < first:  # the partial last chunk, or what the store has lost since
-            before = self._longest(tokens[:first])
+            before = longest(tokens[:first])
             if before.num_tokens < first:
                 raise SegmentDamaged(f"the first {first} tokens are not stored any more")
             head = read_kv(self._store, before, first_chunk=whole // size, codec=self._codec)
             kv = np.concatenate([head, kv.view(self._layout.numpy_dtype)], axis=2)
-        with self._writer(tokens, parent, provenance) as writer:
+        with self._writer(tokens, parent, provenance, salt=salt) as writer:
             writer.write(0, np.ascontiguousarray(kv).view(self._layout.numpy_dtype))
             return writer.commit()
 
@@ -106,27 +115,32 @@ class Ingest:
             raise ValueError("got a generation without its KV, expected one with keep_kv=True")
         tokens = np.concatenate([text.prefix.tokens, text.suffix, text.token_ids])
         tokens = tokens.astype(np.int32)
-        first, before = text.prefix.num_tokens, text.prefix.provenance
-        whole = not first or (text.budget == 1.0 and before == "exact")
+        first, before, salt = text.prefix.num_tokens, text.prefix.provenance, text.prefix.salt
+        whole = not first or (text.budget == 1.0 and before == EXACT)
         if exact and not whole:
-            return self.store(tokens)
-        provenance = "exact" if whole else f"budget:{text.budget:g}"
+            return self.store(tokens, salt=salt)
+        provenance = EXACT if whole else f"budget:{text.budget:g}"
         try:
-            return self.write(tokens, text.kv, first, provenance=provenance)
+            return self.write(tokens, text.kv, first, provenance=provenance, salt=salt)
         except SegmentDamaged:
-            return self.store(tokens)  # what it stands on is gone: all is computed again
+            return self.store(tokens, salt=salt)  # what it stands on is gone: all is computed again
 
-    def _longest(self, tokens: np.ndarray, marked: bool = False) -> Prefix:
+    def _longest(self, tokens: np.ndarray, marked: bool = False, *, salt: str) -> Prefix:
         return self._store.longest_prefix(
             tokens,
             fingerprint=self._fingerprint,
             layout=self._layout,
-            salt=self._salt,
+            salt=salt,
             marked=marked,
         )
 
     def _writer(
-        self, tokens: np.ndarray, parent: Prefix | None, provenance: str = "exact"
+        self,
+        tokens: np.ndarray,
+        parent: Prefix | None,
+        provenance: str = EXACT,
+        *,
+        salt: str,
     ) -> SegmentWriter:
         whole = parent.num_tokens if parent is not None else 0
         return self._store.writer(
@@ -134,20 +148,20 @@ class Ingest:
             layout=self._layout,
             tokens=tokens[whole:],
             parent=parent,
-            salt=self._salt,
+            salt=salt,
             provenance=provenance,
             codec=self._codec,
         )
 
     def _store_after(
-        self, parent: Prefix | None, tokens: np.ndarray, progress: Progress | None
+        self, parent: Prefix | None, tokens: np.ndarray, progress: Progress | None, *, salt: str
     ) -> Prefix:
         whole = parent.num_tokens if parent is not None else 0
         with ExitStack() as stack:
             reader = None
             if parent is not None:
                 reader = stack.enter_context(self._store.reader(parent))
-            writer = stack.enter_context(self._writer(tokens, parent))
+            writer = stack.enter_context(self._writer(tokens, parent, salt=salt))
             way = _Way(EarlierKv(self._layout, self._codec, whole, reader, writer))
             rest = tokens[whole:]
             job = Job(

@@ -10,6 +10,8 @@ import numpy as np
 
 from ckv_jax.config import check_budget
 from ckv_jax.errors import CkvError
+from ckv_jax.model.sampling import Logprobs
+from ckv_jax.storage import tenant
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
@@ -32,6 +34,8 @@ class Request:
     """A name of the caller's, unique within one call, given back in the result."""
     deadline_s: float | None = None
     """Seconds from submission after which nobody waits for the answer any more."""
+    salt: str | None = None
+    """The tenant who asks, whose prefixes alone exist for it; None: the engine's."""
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -46,6 +50,8 @@ class Request:
             check_number("deadline_s", self.deadline_s)
             if not self.deadline_s > 0:
                 raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
+        if self.salt is not None:
+            tenant.check(self.salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +127,8 @@ class Completion:
     budget: float
     kv: np.ndarray | None = field(default=None, repr=False)
     """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each token, if `SamplingParams.logprobs` asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,4 +194,6 @@ class TokenEvent:
     token_id: int | None = None
     text: str = ""
     """What is certain by now: often empty or one word."""
+    logprobs: Logprobs | None = None
+    """The token's, if they were asked for; none of a token that ends the text."""
     generation: Generation | None = None

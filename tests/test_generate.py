@@ -272,3 +272,41 @@ def test_rivals_serve_first_tokens_only(engine: Engine, prefix: Prefix) -> None:
     with engine.variant(EngineConfig(system="as-lru", dtype="float32")) as rival:
         stored = rival.ingest(prefix.tokens[:32])
         assert isinstance(one(rival, Request(prefix=stored, suffix=SUFFIX)).error, ValueError)
+
+
+def test_logprobs_are_the_models_own(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX)
+    plain = SamplingParams(max_tokens=4, temperature=0.7, top_k=5, seed=3)
+    sampling = dataclasses.replace(plain, logprobs=2)
+    (first,) = engine.reprefill([request])
+    events = list(stream := engine.generate([request] * 2, [sampling, plain]))
+    told, silent = stream.results()
+    assert told.token_ids.tolist() == silent.token_ids.tolist()
+    assert silent.completion().logprobs == ()
+    found = told.completion().logprobs
+    assert len(found) == 4
+    assert [e.logprobs for e in events if e.token_id is not None and e.index == 0] == list(found)
+    expected = torch.log_softmax(torch.from_numpy(first.logits.copy()).double(), 0)
+    assert found[0].token == pytest.approx(float(expected[told.token_ids[0]]), abs=TIGHT)
+    values, ids = torch.topk(expected, 2)
+    assert [token for token, _ in found[0].top] == ids.tolist()
+    assert [value for _, value in found[0].top] == pytest.approx(values.tolist(), abs=TIGHT)
+    with pytest.raises(ValueError, match="logprobs"):
+        SamplingParams(logprobs=21)
+
+
+def test_kv_that_was_stored_meanwhile_is_not_stored_again(engine: Engine) -> None:
+    text = tokens(100, 70)
+    requests = [Request(prefix=text, suffix=tokens(20, seed), budget=1.0) for seed in (71, 72)]
+    first, second, third = engine.generate(
+        [*requests, requests[0]], SamplingParams(max_tokens=5), keep_kv=[True, True, False]
+    ).results()
+    assert third.completion().kv is None
+    one, two = engine.append(first), engine.append(second)
+    assert one.spans[0].segment_id == two.spans[0].segment_id
+    assert two.spans[0].num_chunks == 100 // 16
+    assert len(two.spans) == 2
+    stored = engine.store.prefix(two.id)
+    asked = Request(prefix=stored, suffix=SUFFIX, budget=1.0)
+    (over,) = engine.reprefill([asked])
+    assert scale_error(over.logits, engine.recompute(asked).logits) < TIGHT

@@ -78,3 +78,33 @@ def test_each_tenant_stores_its_own(owner: Engine, prefix: Prefix) -> None:
     assert isinstance(refused.error, PrefixNotFound)
     (same,) = owner.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=1.0)])
     np.testing.assert_array_equal(result.logits, same.logits)
+
+
+def test_a_request_and_an_ingest_may_name_their_tenant(owner: Engine) -> None:
+    """3 x 3: who wrote, who reads; hits on the diagonal only."""
+    salts = ("", "b", "c")
+    text = tokens(64, 9)
+    written = {salt: owner.ingest(text, salt=salt) for salt in salts}
+    assert len({prefix.id for prefix in written.values()}) == 3
+    for reader in salts:
+        for writer, prefix in written.items():
+            request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0, salt=reader)
+            (result,) = owner.reprefill([request])
+            assert (result.error is None) == (reader == writer)
+        by_tokens = Request(prefix=text, suffix=SUFFIX, budget=1.0, salt=reader)
+        (found,) = owner.generate(by_tokens, SamplingParams(max_tokens=2)).results()
+        assert found.completion().prefix == written[reader]
+    (unknown,) = owner.generate(
+        Request(prefix=text, suffix=SUFFIX, salt="d"), SamplingParams(max_tokens=2)
+    ).results()
+    assert unknown.completion().prefix.num_tokens == 0
+    with pytest.raises(ValueError, match="salt"):
+        Request(prefix=text, suffix=SUFFIX, salt="\0")
+
+
+def test_an_appended_turn_stays_its_tenants(owner: Engine) -> None:
+    request = Request(prefix=tokens(40, 10), suffix=SUFFIX, salt="b")
+    (turn,) = owner.generate(request, SamplingParams(max_tokens=9), keep_kv=True).results()
+    stored = owner.append(turn)
+    assert stored.salt == "b"
+    assert stored.num_tokens == 40 + len(SUFFIX) + 9

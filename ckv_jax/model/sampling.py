@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from ckv_jax.validate import check_number, check_whole
 
-__all__ = ["SamplingArrays", "SamplingParams", "sample", "stack_params"]
+__all__ = ["Logprobs", "SamplingArrays", "SamplingParams", "logprobs", "sample", "stack_params"]
 
+MOST_LOGPROBS = 20
 
 _HOTTEST = float(np.finfo(np.float32).max)
 _COLDEST = float(np.finfo(np.float32).tiny)  # anything colder is rounded to 0 by some devices
@@ -40,6 +41,8 @@ class SamplingParams:
     """Generation ends with any of these, besides the model's own end-of-text ids."""
     stop: tuple[str, ...] = ()
     """Generation ends before any of these strings."""
+    logprobs: int | None = None
+    """Tell each token's log probability, and those of so many of the likeliest, at most 20."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -51,6 +54,8 @@ class SamplingParams:
         check_whole("top_k", self.top_k, least=0, most=2**31 - 1)
         check_whole("seed", self.seed, least=0, most=2**32 - 1)
         check_whole("max_tokens", self.max_tokens, least=1)
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
         for name in ("stop_token_ids", "stop"):
             if not isinstance(getattr(self, name), tuple):
                 raise ValueError(f"got {name}={getattr(self, name)!r}, expected a tuple")
@@ -58,6 +63,27 @@ class SamplingParams:
             check_whole("stop_token_ids", token, least=0)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"got stop={self.stop!r}, expected a tuple of non-empty strings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """How likely a token was, by the model's own distribution: no temperature, nothing cut."""
+
+    token: float
+    """Natural logarithm of the probability of the token that was chosen."""
+    top: tuple[tuple[int, float], ...]
+    """(id, the same) of the likeliest tokens, best first."""
+
+
+def logprobs(logits: np.ndarray, token: int, count: int) -> Logprobs:
+    """Of `token` and the `count` likeliest, from one request's logits float32 [V]."""
+    wide = np.asarray(logits, np.float64)
+    most = wide.max()
+    normal = wide - most - np.log(np.exp(wide - most).sum())
+    likeliest = np.argsort(-normal, kind="stable")[:count]
+    return Logprobs(
+        token=float(normal[token]), top=tuple((int(i), float(normal[i])) for i in likeliest)
+    )
 
 
 @jax.tree_util.register_dataclass

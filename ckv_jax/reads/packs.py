@@ -82,6 +82,7 @@ class Packs:
         self._job_packs = job_packs(self._layout)
         self._groups: dict[Key, _Group] = {}
         self._done: list[tuple[Key, Array]] = []
+        self._recomputed: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Packs:
         return self
@@ -302,7 +303,10 @@ class Packs:
     def _replace(self, which: int, group: int, state: _Group, chunks: list[int]) -> None:
         """Recomputed packs in place of those that the store could not give."""
         packs = self._sources[which].recovered.packs(group, np.array(chunks, np.int64))
+        fresh = {(which, chunk) for chunk in chunks} - self._recomputed
+        self._recomputed |= fresh
         self._trace.count("recomputed_packs", len(chunks))
+        self._trace.count("recomputed_chunks", len(fresh))
         slots = self._slots(len(chunks))
         self._memory.write(packs, slots)
         self._own(state, chunks, slots)

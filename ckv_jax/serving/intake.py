@@ -103,7 +103,7 @@ def sampled(
     requests: Request | Several[Request],
     sampling: SamplingParams | Several[SamplingParams] | None,
     default: SamplingParams,
-    keep_kv: bool,
+    keep_kv: bool | Several[bool],
 ) -> tuple[list[Request], list[Way]]:
     """Each request of a `generate` call with how it goes on."""
     asked = [requests] if isinstance(requests, Request) else several(requests)
@@ -111,4 +111,7 @@ def sampled(
         sampling = [sampling or default] * len(asked)
     if len(sampling) != len(asked):
         raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one a request")
-    return asked, [Way(sampling=params, keep_kv=keep_kv) for params in sampling]
+    kept = [keep_kv] * len(asked) if isinstance(keep_kv, bool) else keep_kv
+    return asked, [
+        Way(sampling=params, keep_kv=keep) for params, keep in zip(sampling, kept, strict=True)
+    ]

@@ -11,6 +11,7 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -76,38 +77,41 @@ class Placement:
         if sampling is not None and sampling.stop and self._tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
         new_tokens = sampling.max_tokens if sampling is not None else 0
+        salt = self.salt(request)
         suffix = self.encode(request.suffix, begins=_nothing(request.prefix))
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
         if isinstance(request.prefix, str):
-            prefix = self._store.prefix(
-                request.prefix, fingerprint=self._fingerprint, salt=self._config.salt
-            )
+            prefix = self._store.prefix(request.prefix, fingerprint=self._fingerprint, salt=salt)
         elif isinstance(request.prefix, Prefix):
             prefix = request.prefix
         else:
             tokens = self.encode(request.prefix, begins=True)
-            prefix = self.longest(tokens)
+            prefix = self.longest(tokens, salt)
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
-        self.check_prefix(prefix)
+        self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         budget = self._config.budget if request.budget is None else request.budget
         sequence.place(prefix, suffix, budget)
 
     def shorten(self, sequence: Sequence) -> None:
         """Places a sequence on as much of its prefix as is stored now."""
-        prefix = self.longest(sequence.prefix.tokens)
+        prefix = self.longest(sequence.prefix.tokens, sequence.prefix.salt)
         rest = sequence.prefix.tokens[prefix.num_tokens :]
         suffix = np.concatenate([rest, sequence.suffix])
         sequence.place(prefix, suffix, sequence.budget)
 
-    def longest(self, tokens: np.ndarray) -> Prefix:
+    def salt(self, request: Request) -> str:
+        """The tenant who makes a request."""
+        return self._config.salt if request.salt is None else request.salt
+
+    def longest(self, tokens: np.ndarray, salt: str) -> Prefix:
         """The longest stored prefix of `tokens` int32 [n]."""
         return self._store.longest_prefix(
-            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=self._config.salt
+            tokens, fingerprint=self._fingerprint, layout=self._layout, salt=salt
         )
 
-    def check_prefix(self, prefix: Prefix) -> None:
+    def check_prefix(self, prefix: Prefix, salt: str) -> None:
         """Refuses a prefix that is not this engine's to use; says what differs.
 
         Raises `FingerprintMismatch` where another model, tokenizer or dtype made it,
@@ -115,7 +119,7 @@ class Placement:
         out; a system that computes everything uses its tokens alone.
         """
         prefix.fingerprint.require(self._fingerprint)
-        if prefix.salt != self._config.salt:
+        if prefix.salt != salt:
             raise PrefixNotFound(prefix.id)
         if self._system.selector == "none" or not prefix.num_tokens:
             return

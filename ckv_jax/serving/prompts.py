@@ -28,7 +28,7 @@ class Prompts:
     def _store(self, sequence: Sequence) -> None:
         try:
             tokens = sequence.tokens
-            prefix = self._ingest.store(tokens[:-1])
+            prefix = self._ingest.store(tokens[:-1], salt=sequence.prefix.salt)
             sequence.place(prefix, tokens[prefix.num_tokens :], 1.0)
             self._scheduler.submit([sequence])
         except (CkvError, ValueError) as error:

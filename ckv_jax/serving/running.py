@@ -7,9 +7,16 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
+from jax import Array
 
 from ckv_jax.errors import CkvError
-from ckv_jax.model.sampling import SamplingArrays, SamplingParams, sample, stack_params
+from ckv_jax.model.sampling import (
+    SamplingArrays,
+    SamplingParams,
+    logprobs,
+    sample,
+    stack_params,
+)
 from ckv_jax.pipeline.choices import Choices, Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.layers import LayerKv
@@ -122,7 +129,7 @@ class Running:
         for row, going in starting:
             going.sequence.check()
             if going.sequence.reason is None:
-                going.sequence.push(int(chosen[row]))
+                _push(going.sequence, int(chosen[row]), logits, row)
             if _over(going):
                 _retire(going, None)
             else:
@@ -230,7 +237,7 @@ class Running:
             return
         chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
         for place, going in batch.going.items():
-            going.sequence.push(int(chosen[place]))
+            _push(going.sequence, int(chosen[place]), logits, place)
         self._drop(batch)
 
     def _all(self) -> list[Going]:
@@ -330,6 +337,14 @@ class _Batch:
         for place, going in self.going.items():
             counts[place] = len(going.sequence.token_ids)
         return counts
+
+
+def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:
+    """One more token for a sequence, chosen by row `row` of `logits` float32 [B, V]."""
+    assert sequence.sampling is not None
+    count = sequence.sampling.logprobs
+    found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
+    sequence.push(token, found)
 
 
 def _over(going: Going) -> bool:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.request import (
     Completion,
     FinishReason,
@@ -51,6 +51,7 @@ class Sequence:
         self.sampling = sampling
         self.keep_kv = keep_kv
         self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []
         self.reason: FinishReason | None = None
         self._text: Text | None = None
         self._trace: Trace | None = None
@@ -151,8 +152,8 @@ class Sequence:
         self._text, self._trace = text, trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
 
-    def push(self, token: int) -> None:
-        """One more token; decides whether it is the last."""
+    def push(self, token: int, logprobs: Logprobs | None = None) -> None:
+        """One more token, with what `sampling` asks to be told of it; is it the last?"""
         assert self._text is not None and self.sampling is not None
         self.token_ids.append(token)
         self._last_ns = time.perf_counter_ns()
@@ -161,7 +162,9 @@ class Sequence:
             self.reason = "stop"
         elif len(self.token_ids) == self.sampling.max_tokens:
             self.reason = "length"
-        self._emit(token, text)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self._emit(token, text, None if self._text.ends(token) else logprobs)
 
     def check(self) -> None:
         """Ends a text that nobody waits for any more."""
@@ -192,6 +195,7 @@ class Sequence:
                     suffix=self.suffix,
                     budget=self.budget,
                     kv=kv,
+                    logprobs=tuple(self.logprobs),
                 ),
             )
         )
@@ -221,8 +225,14 @@ class Sequence:
         """The request holds nothing any more."""
         self._settled.set()
 
-    def _emit(self, token: int | None, text: str) -> None:
+    def _emit(self, token: int | None, text: str, logprobs: Logprobs | None = None) -> None:
         if self._listener is not None:
             self._listener(
-                TokenEvent(index=self.index, request=self.request, token_id=token, text=text)
+                TokenEvent(
+                    index=self.index,
+                    request=self.request,
+                    token_id=token,
+                    text=text,
+                    logprobs=logprobs,
+                )
             )

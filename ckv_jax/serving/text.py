@@ -23,9 +23,13 @@ class Text:
         """Everything so far, without stop tokens and stop strings."""
         return self._stream.text if self._stream is not None else ""
 
+    def ends(self, token: int) -> bool:
+        """Whether a token ends the text and is no part of it."""
+        return token in self._end_ids
+
     def push(self, token: int) -> tuple[str, bool]:
         """(what of the text is certain now and was not before, whether the text ends here)."""
-        if token in self._end_ids:
+        if self.ends(token):
             return "", True
         if self._stream is None:
             return "", False

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckv_jax.buckets import batch_bucket, bucket, suffix_bucket
 from ckv_jax.memory.memory import job_packs
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import RecoveryNeeded
@@ -86,9 +86,9 @@ class _MadeUp(Sequence):
         )
         self.place(prefix, suffix, budget)
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """No token ends it."""
-        super().push(token)
+        super().push(token, logprobs)
         assert self.sampling is not None
         if self.reason == "stop" and len(self.token_ids) < self.sampling.max_tokens:
             self.reason = None
