@@ -310,3 +310,16 @@ def test_kv_that_was_stored_meanwhile_is_not_stored_again(engine: Engine) -> Non
     asked = Request(prefix=stored, suffix=SUFFIX, budget=1.0)
     (over,) = engine.reprefill([asked])
     assert scale_error(over.logits, engine.recompute(asked).logits) < TIGHT
+
+
+def test_texts_of_other_lengths_beside_one_whose_kv_is_kept(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=SUFFIX)
+    short, long = SamplingParams(max_tokens=3), SamplingParams(max_tokens=9)
+    kept, whole = engine.generate([request] * 2, [short, long], keep_kv=True).results()
+    alone = one(engine, request, max_tokens=9)
+    assert whole.token_ids.tolist() == alone.token_ids.tolist()
+    assert kept.token_ids.tolist() == alone.token_ids[:3].tolist()
+    for generation in (kept, whole):
+        kv = generation.completion().kv
+        assert kv is not None
+        assert kv.shape[2] == len(SUFFIX) + len(generation.token_ids)

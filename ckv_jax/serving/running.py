@@ -228,16 +228,16 @@ class Running:
         for place, going in batch.going.items():
             tokens[place] = going.sequence.token_ids[-1]
         logits = decoder.step(tokens, choices=batch.choosing())
-        ended = [place for place, g in batch.going.items() if g.sequence.reason is not None]
-        for place in ended:  # only the last token's KV was missing
-            going = batch.going[place]
-            _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
-        self._leave(batch, ended)  # at once: it moves the other rows
-        if not batch.going:
-            return
-        chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
+        left = {}
         for place, going in batch.going.items():
-            _push(going.sequence, int(chosen[place]), logits, place)
+            if going.sequence.reason is None:
+                left[place] = going
+            else:  # only its last token's KV was missing; it leaves with its row of the logits
+                _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
+        if left:
+            chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
+            for place, going in left.items():
+                _push(going.sequence, int(chosen[place]), logits, place)
         self._drop(batch)
 
     def _all(self) -> list[Going]:
