@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckv_jax.cli import ask, batch, convert, demo, ingest, store_tools
+from ckv_jax.cli import ask, batch, convert, demo, ingest, serve, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
@@ -41,6 +41,7 @@ app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("batch")(batch.batch)
+app.command("serve")(serve.serve)
 app.command("convert")(convert.convert)
 app.command("inspect")(store_tools.inspect)
 app.command("verify")(store_tools.verify)

@@ -67,6 +67,12 @@ async def results_async(
             sequence.cancel()
 
 
+def _cancel_all(submitting: asyncio.Future[list[Sequence]]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        for sequence in submitting.result():
+            sequence.cancel()
+
+
 class AsyncTokenStream:
     """See `streams.TokenStream`. Requests are submitted when the first event is asked for."""
 
@@ -111,7 +117,12 @@ class AsyncTokenStream:
         async with self._lock:  # two tasks may ask for the first event at once
             if self._sequences is None:
                 self._items: LoopQueue[Item] = LoopQueue()
-                self._sequences = await asyncio.to_thread(self._submit, self._items.put)
+                submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, self._items.put))
+                try:
+                    self._sequences = await asyncio.shield(submitting)
+                except asyncio.CancelledError:  # nobody will ever see what is being submitted
+                    submitting.add_done_callback(_cancel_all)
+                    raise
                 self._left = len(self._sequences)
                 for sequence in self._sequences:
                     sequence.on_done(self._items.put)

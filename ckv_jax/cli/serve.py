@@ -1,0 +1,155 @@
+"""`ckv serve`: OpenAI's API over a model and a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckv_jax.cli.options import (
+    Checkpoint,
+    DirectIo,
+    Dtype,
+    Eviction,
+    IoConcurrency,
+    MaxBytes,
+    Store,
+    System,
+)
+from ckv_jax.cli.output import Terminal
+from ckv_jax.cli.store_tools import parse_size, store_config
+
+__all__ = ["serve"]
+
+
+def serve(
+    checkpoint: Checkpoint,
+    store: Store,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen at; 0.0.0.0: all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port; 0: any that is free.")
+    ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="The model's name for clients. Without it: its folder's."),
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-keys",
+            metavar="FILE",
+            help="TOML with a table for each tenant: keys, and perhaps salt, max_requests, "
+            "max_bytes. Without it: everybody is let in and shares one store.",
+        ),
+    ] = None,
+    budget: Annotated[
+        float,
+        typer.Option(
+            "--budget",
+            metavar="SHARE",
+            help="Share of a stored text that takes part in answers where a request says nothing; "
+            "1: all of it, exact.",
+        ),
+    ] = 1.0,
+    sparse_budget: Annotated[
+        float,
+        typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse."),
+    ] = 0.25,
+    system: System = "ckv",
+    dtype: Dtype = "bfloat16",
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens", metavar="N", help="Length of a chat's answer where none is asked for."
+        ),
+    ] = 1024,
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            "--max-requests", metavar="N", help="Answers under way at once; more get status 429."
+        ),
+    ] = 64,
+    request_time: Annotated[
+        float,
+        typer.Option(
+            "--request-time", metavar="SECONDS", help="An answer ends after so long at most."
+        ),
+    ] = 600.0,
+    drain_time: Annotated[
+        float,
+        typer.Option(
+            "--drain-time",
+            metavar="SECONDS",
+            help="After SIGTERM, answers under way have so long to end in.",
+        ),
+    ] = 60.0,
+    device_cache: Annotated[
+        str, typer.Option("--device-cache", metavar="SIZE", help="KV kept on the device.")
+    ] = "512MiB",
+    host_cache: Annotated[
+        str, typer.Option("--host-cache", metavar="SIZE", help="KV kept in host memory.")
+    ] = "1GiB",
+    max_bytes: MaxBytes = None,
+    eviction: Eviction = "attention",
+    direct_io: DirectIo = None,
+    io_concurrency: IoConcurrency = 32,
+) -> None:
+    """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
+
+    Any OpenAI client works, with base_url=http://HOST:PORT/v1. A prompt that begins like a stored
+    one reads that part back instead of computing it. Stops on SIGTERM or Ctrl-C once the answers
+    under way have ended; a second one stops it at once.
+    """
+    terminal = Terminal(as_json=True)
+    settings = store_config(
+        max_bytes=max_bytes,
+        eviction=eviction,
+        direct_io=direct_io,
+        io_concurrency=io_concurrency,
+    )
+    try:
+        from ckv_jax.server.config import ServerConfig
+        from ckv_jax.server.run import bind, run
+        from ckv_jax.server.tenants import Tenants
+    except ImportError as error:
+        raise ValueError(
+            f"serving needs more packages ({error.name} is missing): pip install 'ckv-jax[serve]'"
+        ) from error
+    config = ServerConfig(
+        model=name or checkpoint.resolve().name,
+        budget=budget,
+        sparse_budget=sparse_budget,
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        request_s=request_time,
+        drain_s=drain_time,
+    )
+    tenants = Tenants() if api_keys is None else Tenants.load(api_keys)
+    caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}
+    with bind(host, port) as bound:
+        with terminal.status("loading JAX and the model"):
+            from ckv_jax import compilation_cache
+            from ckv_jax.config import EngineConfig
+            from ckv_jax.engine import Engine
+            from ckv_jax.server import log
+            from ckv_jax.server.app import create_app
+
+            compilation_cache.enable()
+            engine = Engine.from_pretrained(
+                checkpoint,
+                store=store,
+                config=EngineConfig(
+                    system=system,
+                    dtype=dtype,
+                    budget=budget,
+                    device_cache_bytes=caches["device"],
+                    host_cache_bytes=caches["host"],
+                ),
+                store_config=settings,
+            )
+        with engine:
+            log.write_to_stderr()
+            run(create_app(engine, config, tenants), bound)

@@ -1,0 +1,1 @@
+"""The HTTP application: what OpenAI's clients speak, in one thin layer over `Engine`."""

@@ -1,0 +1,53 @@
+"""What a server is told: whom it serves as, and how much it takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckv_jax.config import check_budget
+from ckv_jax.validate import check_number, check_whole
+
+SPARSE = ":sparse"
+"""What follows the model's name in the alias that answers by the sparse preset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Names, defaults and limits of one server."""
+
+    model: str
+    """The name that clients know the model by; with `SPARSE` behind it, its sparse preset."""
+    budget: float = 1.0
+    """Share of a stored prefix that takes part in an answer, where a request says nothing: all of
+    it, so that answers are exact."""
+    sparse_budget: float = 0.25
+    """The same of the alias."""
+    max_tokens: int = 1024
+    """New tokens of a chat's answer where a request names no number and the context has room."""
+    max_requests: int = 64
+    """Texts computed or waiting at once; who comes then is told to come again (429)."""
+    max_choices: int = 16
+    """Texts that one request may ask for."""
+    max_body_bytes: int = 16 * 2**20
+    body_s: float = 30.0
+    """Seconds in which a request's body has to be there."""
+    request_s: float = 600.0
+    """Seconds after which an answer ends with what there is."""
+    send_s: float = 60.0
+    """Seconds that a client may leave a piece of its answer unread."""
+    drain_s: float = 60.0
+    """Seconds that answers under way have to end in once the server was told to stop."""
+
+    def __post_init__(self) -> None:
+        if not self.model or self.model.endswith(SPARSE):
+            raise ValueError(f"got model={self.model!r}, expected a name that is no alias")
+        check_budget(self.budget)
+        check_budget(self.sparse_budget)
+        for name in ("max_tokens", "max_requests", "max_choices", "max_body_bytes"):
+            check_whole(name, getattr(self, name), least=1)
+        for name in ("body_s", "request_s", "send_s", "drain_s"):
+            check_number(name, getattr(self, name))
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ValueError(
+                    f"got {name}={getattr(self, name)}, expected seconds above 0, at most a day"
+                )

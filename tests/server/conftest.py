@@ -1,0 +1,68 @@
+"""A small checkpoint with a tokenizer, and what serves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra `serve`")
+
+from server.serving import KEYS, Served
+
+from ckv_jax import Engine, EngineConfig
+from ckv_jax.data.random_checkpoint import random_checkpoint
+
+CONTEXT = 8192
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers with random weights; a tokenizer that reads any text."""
+    folder = random_checkpoint(
+        tmp_path_factory.mktemp("served") / "checkpoint",
+        num_layers=4,
+        hidden_size=64,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        vocab_size=512,
+        dtype="float32",
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = CONTEXT
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tenants, the second of whom may have one request under way."""
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text(
+        f'[alice]\nkeys = ["{KEYS["alice"]}"]\nsalt = "a"\n'
+        f'[bob]\nkeys = ["{KEYS["bob"]}"]\nmax_requests = 1\n'
+    )
+    return file
+
+
+@pytest.fixture(scope="session")
+def served(
+    checkpoint: Path, keys: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server that many tests share."""
+    store = tmp_path_factory.mktemp("served") / "kv"
+    server = Served(checkpoint, store, "--api-keys", keys)
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """The same model in this process, for applications with settings of their own."""
+    config = EngineConfig(dtype="float32", compilation_cache=False)
+    store = tmp_path_factory.mktemp("kv")
+    with Engine.from_pretrained(checkpoint, store=store, config=config) as engine:
+        yield engine
