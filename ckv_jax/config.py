@@ -200,6 +200,8 @@ class EngineConfig:
     """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB
     """Device room for the packs, suffixes, texts and prefills that run at once; others wait."""
+    tensor_parallel: int = 1
+    """Devices that the model is split over, by KV head; the store knows nothing of it."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a second start compiles little."""
     salt: str = ""
@@ -213,7 +215,7 @@ class EngineConfig:
             check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
-            "prefill_window", "max_batch", "admit_bytes",
+            "prefill_window", "max_batch", "admit_bytes", "tensor_parallel",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
         check_number("read_deadline_s", self.read_deadline_s)

@@ -21,6 +21,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.generation import generation_defaults
 from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
@@ -86,6 +87,12 @@ class Engine:
         self.model_config = layers.config
         self.system = system_of(config.system)
         self.layout = _layout(self.system, layers.config, config)
+        if config.tensor_parallel != layers.shardings.size:
+            raise ValueError(
+                f"got tensor_parallel={config.tensor_parallel}, expected "
+                f"{layers.shardings.size}, the devices that the model is split over"
+            )
+        _shardings(self.system, layers.config, config)
         self._placement = Placement(
             model=layers.config,
             tokenizer=tokenizer,
@@ -143,9 +150,11 @@ class Engine:
         path = Path(folder)
         if config.compilation_cache:
             compilation_cache.enable()
-        _layout(system, ModelConfig.from_hf(path), config)  # refuses before anything is loaded
+        found = ModelConfig.from_hf(path)
+        _layout(system, found, config)  # refuses before anything is loaded
+        shardings = _shardings(system, found, config)
         sampling = generation_defaults(path).sampling
-        model = load_pretrained(path, dtype=config.dtype)
+        model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
         opened = ChunkStore.open(store, config=store_config)
@@ -393,3 +402,13 @@ def _layout(system: SystemConfig, model: ModelConfig, config: EngineConfig) -> L
         head_dim=model.head_dim,
         dtype=config.dtype,
     )
+
+
+def _shardings(system: SystemConfig, model: ModelConfig, config: EngineConfig) -> Shardings:
+    """The devices of `config`; `ValueError` for too many, or for a system that one head decides."""
+    if config.tensor_parallel > 1 and system.probe == "heads":
+        raise ValueError(
+            f"got tensor_parallel={config.tensor_parallel} with system {system.name!r}, expected 1:"
+            " its first heads decide what is read, and they are on one device"
+        )
+    return Shardings.over(model, config.tensor_parallel)

@@ -15,6 +15,7 @@ from ckv_jax.folders import cache_folder
 from ckv_jax.model.checkpoint import weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.placing import check_whole_model
 from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.storage.fingerprint import Fingerprint, hash_files
 
@@ -38,7 +39,9 @@ def model_fingerprint(folder: Path, config: ModelConfig, *, dtype: str) -> Finge
 
 
 def random_fingerprint(model: Transformer) -> Fingerprint:
-    """Of a model that is in no folder: the content of its arrays."""
+    """Of a model that is in no folder: the content of its arrays. Of one that is split, take it
+    before it is: the order of its arrays is another."""
+    check_whole_model(model)
     content = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
         content.update(np.asarray(leaf).tobytes())

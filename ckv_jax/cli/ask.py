@@ -19,6 +19,7 @@ from ckv_jax.cli.options import (
     Salt,
     Store,
     System,
+    TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
 from ckv_jax.cli.store_tools import open_store, store_config
@@ -75,6 +76,7 @@ def ask(
         typer.Option("--verbose", "-v", help="Also show the engine's counters: hits, reads, room."),
     ] = False,
     dtype: Dtype = "bfloat16",
+    tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
     eviction: Eviction = "attention",
@@ -113,6 +115,7 @@ def ask(
         config = EngineConfig(
             system=with_codec(system, codec_name(stored)),
             dtype=dtype,
+            tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,
             device_cache_bytes=0,  # one question: nothing is asked for twice

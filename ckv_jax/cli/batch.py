@@ -21,6 +21,7 @@ from ckv_jax.cli.options import (
     Salt,
     Store,
     System,
+    TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, check_writable
 from ckv_jax.cli.store_tools import open_store, store_config
@@ -57,6 +58,7 @@ def batch(
     ] = 8,
     codec: Codec = "none",
     dtype: Dtype = "bfloat16",
+    tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
     eviction: Eviction = "attention",
@@ -95,6 +97,7 @@ def batch(
         config = EngineConfig(
             system=with_codec(system, codec),
             dtype=dtype,
+            tensor_parallel=tensor_parallel,
             salt=salt,
             budget=default.budget if budget is None else check_budget(budget),
             prefetch_device_bytes=max(default.prefetch_device_bytes, round(1.1 * largest)),

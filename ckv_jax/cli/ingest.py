@@ -23,6 +23,7 @@ from ckv_jax.cli.options import (
     Salt,
     Store,
     System,
+    TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size
 from ckv_jax.cli.store_tools import parse_seconds, store_config
@@ -41,6 +42,7 @@ def ingest(
     system: System = "ckv",
     codec: Codec = "none",
     dtype: Dtype = "bfloat16",
+    tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
     eviction: Eviction = "attention",
@@ -83,7 +85,12 @@ def ingest(
         from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
-        config = EngineConfig(system=with_codec(system, codec), dtype=dtype, salt=salt)
+        config = EngineConfig(
+            system=with_codec(system, codec),
+            dtype=dtype,
+            salt=salt,
+            tensor_parallel=tensor_parallel,
+        )
         engine = Engine.from_pretrained(
             checkpoint, store=store, config=config, store_config=settings
         )
@@ -120,6 +127,7 @@ def ingest(
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),
+        ("--tensor-parallel", str(tensor_parallel), "1"),
     ):
         command += [option, value] if value != default else []
     said = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)

@@ -20,6 +20,7 @@ __all__ = [
     "Salt",
     "Store",
     "System",
+    "TensorParallel",
 ]
 
 Checkpoint = Annotated[
@@ -110,4 +111,13 @@ Salt = Annotated[
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        metavar="N",
+        help="Split the model over the first N devices, by KV head. What is stored does not "
+        "depend on it.",
+    ),
 ]

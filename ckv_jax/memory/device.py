@@ -18,6 +18,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.pages import storage_dtype
 from ckv_jax.memory.staging import Staging
+from ckv_jax.model.shardings import ONE_DEVICE, PAGES, Shardings
 
 STAGING_ROWS = 16
 
@@ -29,19 +30,24 @@ class DevicePool:
     """`pages` is [slots, pl, 2, C, K*D]. Engine thread only: writes donate the array."""
 
     def __init__(
-        self, slots: int, slot_shape: tuple[int, ...], dtype: np.dtype, target: Target
+        self,
+        slots: int,
+        slot_shape: tuple[int, ...],
+        dtype: np.dtype,
+        target: Target,
+        shardings: Shardings = ONE_DEVICE,
     ) -> None:
         self._dtype = storage_dtype(jnp.dtype(dtype), target)
-        self._pages = jnp.zeros((slots, *slot_shape), self._dtype)
+        place = shardings.place(PAGES)
+        self._pages = jnp.zeros((slots, *slot_shape), self._dtype, device=place)
         self._write = jax.jit(_write, donate_argnums=0)
         self._read = jax.jit(lambda pages, slots: pages[slots])
         device = next(iter(self._pages.devices()))
         kinds = {memory.kind for memory in device.addressable_memories()}
         pinned = not target.in_host_memory and "pinned_host" in kinds
-        self._pinned = (
-            jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
-        )
-        self._device = jax.sharding.SingleDeviceSharding(device)
+        self._place = self._pages.sharding
+        self._pinned = self._place.with_memory_kind("pinned_host") if pinned else None
+        self._split = shardings.size > 1
         self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
@@ -110,15 +116,15 @@ class DevicePool:
         self._copies.clear()
 
     def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
-        if self._pinned is None:
-            return rows  # the call itself takes it, at a quarter of `device_put`'s overhead
-        # Pageable copies reach a tenth of the bus.
-        fresh: Array = jax.device_put(jax.device_put(rows, self._pinned), self._device)
-        return fresh
+        if self._pinned is not None:  # pageable copies reach a tenth of the bus
+            fresh: Array = jax.device_put(jax.device_put(rows, self._pinned), self._place)
+            return fresh
+        if self._split:  # each device its part
+            return jax.device_put(rows, self._place)
+        return rows  # the call itself takes it, at a quarter of `device_put`'s overhead
 
 
 def _write(pages: Array, fresh: Array, slots: Array) -> tuple[Array, Array]:
     # The marker depends on the write's operands, so it is ready no sooner than they are consumed.
     pages = pages.at[slots].set(fresh, mode="drop", unique_indices=True)
-    first = pages[0].reshape(-1)[0]
-    return pages, first
+    return pages, pages[0, 0, 0, 0]  # a row that every device has a part of

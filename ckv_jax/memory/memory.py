@@ -14,6 +14,7 @@ from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import HostPool, slots_for
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.pages import slot_shape
+from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.storage.layout import Layout
 
 PagePool = DevicePool | MappedPool
@@ -28,7 +29,12 @@ class Memory:
     """Pools of one engine and layout, and the table of what is where. Engine thread only."""
 
     def __init__(
-        self, layout: Layout, config: EngineConfig, system: SystemConfig, target: Target
+        self,
+        layout: Layout,
+        config: EngineConfig,
+        system: SystemConfig,
+        target: Target,
+        shardings: Shardings = ONE_DEVICE,
     ) -> None:
         device = slots_for(config.device_cache_bytes, layout.pack_bytes)
         work = slots_for(config.prefetch_device_bytes, layout.pack_bytes)
@@ -43,7 +49,11 @@ class Memory:
         self._slot_shape = slot_shape(layout)
         self.host = HostPool(host, self._slot_shape, layout.numpy_dtype)
         shape = (device + work, self._slot_shape, layout.numpy_dtype, target)
-        self.pool: PagePool = MappedPool(*shape) if target.in_host_memory else DevicePool(*shape)
+        self.pool: PagePool = (
+            MappedPool(*shape)
+            if target.in_host_memory and shardings.size == 1
+            else DevicePool(*shape, shardings)
+        )
         self.work_slots = work
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
 

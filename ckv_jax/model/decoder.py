@@ -20,6 +20,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.matmul import einsum, matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
+from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 
 __all__ = ["Attend", "Attention", "Layer", "Mlp", "RMSNorm", "Transformer", "causal_attention"]
 
@@ -51,11 +52,19 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        rngs: nnx.Rngs,
+        out_first: bool,
+        target: Target,
+        shardings: Shardings,
     ) -> None:
         self.config = config
         self.out_first = out_first
         self.target = target
+        self.shardings = shardings
         hidden, dim = config.hidden_size, config.head_dim
         queries, kv = config.num_heads * dim, config.num_kv_heads * dim
         self.query_kernel = _kernel(rngs, (hidden, queries), dtype, out_first)
@@ -90,7 +99,7 @@ class Attention(nnx.Module):
     def output(self, heads: Float[Array, "B S H D"]) -> Float[Array, "B S E"]:
         """Attended heads back to the hidden size, in the dtype of `heads`."""
         flat = heads.reshape(*heads.shape[:2], -1)  # [B, S, H*D]
-        out = _linear(self, flat, self.output_kernel, "output_bias")
+        out = _linear(self, flat, self.output_kernel, "output_bias", partial=True)
         return out.astype(heads.dtype)
 
     def _rotated_queries(
@@ -111,10 +120,18 @@ class Mlp(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        rngs: nnx.Rngs,
+        out_first: bool,
+        target: Target,
+        shardings: Shardings,
     ) -> None:
         self.out_first = out_first
         self.target = target
+        self.shardings = shardings
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_kernel = _kernel(rngs, (hidden, 2 * inner), dtype, out_first)  # gate, then up
         self.down_kernel = _kernel(rngs, (inner, hidden), dtype, out_first)
@@ -126,7 +143,8 @@ class Mlp(nnx.Module):
         both = _linear(self, x, self.gate_up_kernel, "gate_up_bias")
         gate, up = jnp.split(both, 2, axis=-1)  # [B, S, F] each
         inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return _linear(self, inner, self.down_kernel, "down_bias").astype(x.dtype)
+        out = _linear(self, inner, self.down_kernel, "down_bias", partial=True)
+        return out.astype(x.dtype)
 
 
 class Layer(nnx.Module):
@@ -137,14 +155,23 @@ class Layer(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: str, rngs: nnx.Rngs, out_first: bool, target: Target
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        rngs: nnx.Rngs,
+        out_first: bool,
+        target: Target,
+        shardings: Shardings,
     ) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.attention = Attention(
-            config, dtype=dtype, rngs=rngs, out_first=out_first, target=target
+            config, dtype=dtype, rngs=rngs, out_first=out_first, target=target, shardings=shardings
         )
         self.post_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
-        self.mlp = Mlp(config, dtype=dtype, rngs=rngs, out_first=out_first, target=target)
+        self.mlp = Mlp(
+            config, dtype=dtype, rngs=rngs, out_first=out_first, target=target, shardings=shardings
+        )
 
     def __call__(
         self, hidden: Float[Array, "B S E"], positions: Int[Array, "B S"], attend: Attend
@@ -187,19 +214,25 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
         out_first: bool = False,
         target: Target | None = None,
+        shardings: Shardings = ONE_DEVICE,
     ) -> None:
-        """`target`: what the model's calls are compiled for; None: the default device."""
+        """`target`: what the model's calls are compiled for; None: the default device.
+        `shardings`: whether its layers compute a part each on several devices."""
         target = target or Target.here()
         self.config = config
         self.out_first = out_first
         self.target = target
+        self.shardings = shardings
         self.embedding = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
         self.layers = nnx.List(
             [
-                Layer(config, dtype=dtype, rngs=rngs, out_first=out_first, target=target)
+                Layer(
+                    config, dtype=dtype, rngs=rngs, out_first=out_first, target=target,
+                    shardings=shardings,
+                )
                 for _ in range(config.num_layers)
             ]
-        )
+        )  # fmt: skip
         self.final_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         if not config.tie_word_embeddings:
             self.head = _kernel(rngs, (config.vocab_size, config.hidden_size), dtype)  # [V, E]
@@ -212,12 +245,16 @@ class Transformer(nnx.Module):
         dtype: str = "bfloat16",
         out_first: bool = False,
         target: Target | None = None,
+        shardings: Shardings = ONE_DEVICE,
     ) -> Transformer:
         """The module tree with `jax.ShapeDtypeStruct` in place of every array."""
         target = target or Target.here()
         model: Transformer = nnx.eval_shape(
-            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=target)
-        )
+            lambda: cls(
+                config, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=target,
+                shardings=shardings,
+            )
+        )  # fmt: skip
         return model
 
     @property
@@ -235,7 +272,10 @@ class Transformer(nnx.Module):
         return matmul(self.final_norm(hidden), table[...], True, self.target)
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """Float32 logits of every position, dense and causal: for parity and training."""
+        """Float32 logits of every position, dense and causal: for parity and training.
+
+        On one device; a model that is split is called by `pipeline.layers` alone.
+        """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         hidden = self.embed(tokens)
         for layer in self.layers:
@@ -276,10 +316,20 @@ def _attend_block(
 
 
 def _linear(
-    module: Attention | Mlp, x: Float[Array, "B S I"], kernel: nnx.Param[Array], bias: str
+    module: Attention | Mlp,
+    x: Float[Array, "B S I"],
+    kernel: nnx.Param[Array],
+    bias: str,
+    *,
+    partial: bool = False,
 ) -> Float[Array, "B S O"]:
-    """A projection of `module` in float32, with the bias of that name if it has one."""
+    """A projection of `module` in float32, with the bias of that name if it has one.
+
+    `partial`: where the model is split, `x` is some of the inputs, and the outputs are summed.
+    """
     out = matmul(x, kernel[...], module.out_first, module.target)
+    if partial:
+        out = module.shardings.sum(out)
     if not hasattr(module, bias):
         return out
     wide: Array = getattr(module, bias)[...].astype(jnp.float32)

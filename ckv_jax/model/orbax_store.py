@@ -21,6 +21,7 @@ from ckv_jax.model.checkpoint import (
 )
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.placing import check_whole_model
 
 __all__ = ["restore_orbax", "save_orbax"]
 
@@ -28,7 +29,11 @@ _ORDER = "kernels_out_first"
 
 
 def save_orbax(model: Transformer, folder: str | Path) -> None:
-    """Write the weights in their dtype, with the config beside them; replaces what was there."""
+    """Write the weights in their dtype, with the config beside them; replaces what was there.
+
+    Raises `ValueError` for a model that is split over devices.
+    """
+    check_whole_model(model)
     import orbax.checkpoint as ocp  # slow to import, and only needed here
 
     folder = Path(folder).absolute()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -20,7 +18,9 @@ from ckv_jax.model.checkpoint import INDEX, SINGLE, check_fit, is_orbax, locate
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.orbax_store import restore_orbax, save_orbax
+from ckv_jax.model.placing import check_whole_model, placed
 from ckv_jax.model.safetensors_file import write_safetensors
+from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Slot, tensor_shapes, tensor_slots
 
 __all__ = [
@@ -29,39 +29,55 @@ __all__ = [
     "restore_orbax",
     "save_orbax",
     "save_pretrained",
+    "split_model",
 ]
 
 _SHARD_BYTES = 4 * 2**30
 
 
 def load_pretrained(
-    folder: str | Path, *, dtype: str = "bfloat16", target: Target | None = None
+    folder: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    target: Target | None = None,
+    shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
     """The model of a checkpoint folder, its weights converted to `dtype` on the device.
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format. There, every tensor
     is checked before any is read: one that is missing, unknown, named twice or of the wrong shape
-    raises a `CheckpointError` that names it. Tensors then go to the default device one at a time,
-    so host memory holds one tensor, or the two of one fused kernel.
+    raises a `CheckpointError` that names it. Tensors then go to the device one at a time, or each
+    device's part to it, so host memory holds one tensor, or the two of one fused kernel. An Orbax
+    folder is restored whole before it is split.
     `target`: what its calls will be compiled for; None: the default device.
+    `shardings`: the devices it is split over, if it is.
     Raises `UnsupportedModel` for a config that this model cannot honour.
     """
     folder = Path(folder)
     if is_orbax(folder):
-        return _ordered(restore_orbax(folder, dtype=dtype, target=target))
+        whole = _ordered(restore_orbax(folder, dtype=dtype, target=target))
+        return split_model(whole, shardings)
     config = ModelConfig.from_hf(folder)
-    slots = tensor_slots(config)
     files = locate(folder)
     check_fit(
         folder, tensor_shapes(config), {name: file.shapes[name] for name, file in files.items()}
     )
-    model = Transformer.abstract(config, dtype=dtype, out_first=_out_first(dtype), target=target)
-    values: dict[str | int, Any] = {}
-    for slot in slots:
-        parts = [jax.device_put(files[name].read(name)) for name, _ in slot.tensors]
-        _put(values, slot.path, _join(parts, slot.kernel and not model.out_first, dtype))
-    nnx.update(model, values)
-    return model
+    model = Transformer.abstract(
+        config, dtype=dtype, out_first=_out_first(dtype), target=target, shardings=shardings
+    )
+    return _filled(model, lambda name: files[name].read(name))
+
+
+def split_model(model: Transformer, shardings: Shardings) -> Transformer:
+    """A model on one device, split over several; the model itself for one device."""
+    if shardings.size == 1:
+        return model
+    slots = {name: slot for slot in tensor_slots(model.config) for name, _ in slot.tensors}
+    parts = Transformer.abstract(
+        model.config, dtype=model.dtype.name, out_first=model.out_first, target=model.target,
+        shardings=shardings,
+    )  # fmt: skip
+    return _filled(parts, lambda name: _tensor(model, slots[name], name))
 
 
 def save_pretrained(
@@ -71,8 +87,9 @@ def save_pretrained(
 
     The weights keep their dtype and are written tensor by tensor; more than `max_shard_bytes`
     makes several files and an index. `config.json` comes last: without it the folder is not a
-    checkpoint.
+    checkpoint. Raises `ValueError` for a model that is split over devices.
     """
+    check_whole_model(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(model.dtype)
@@ -98,9 +115,16 @@ def save_pretrained(
     _write_json(folder / "config.json", model.config.to_hf(dtype=dtype.name))
 
 
-def random_model(config: ModelConfig, *, dtype: str = "bfloat16", seed: int = 0) -> Transformer:
+def random_model(
+    config: ModelConfig,
+    *,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    shardings: Shardings = ONE_DEVICE,
+) -> Transformer:
     """A freshly initialised model; the same seed and config give the same weights."""
-    return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
+    whole = Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), out_first=_out_first(dtype))
+    return split_model(whole, shardings)
 
 
 def _out_first(dtype: str) -> bool:
@@ -123,17 +147,20 @@ def _ordered(model: Transformer) -> Transformer:
     return turned
 
 
+def _filled(model: Transformer, read: Callable[[str], np.ndarray]) -> Transformer:
+    """An abstract model, its parameters made of the HF tensors that `read` gives by name."""
+    values: dict[str | int, Any] = {}
+    for slot in tensor_slots(model.config):
+        parts = [read(name) for name, _ in slot.tensors]
+        _put(values, slot.path, placed(model, slot, parts))
+    nnx.update(model, values)
+    return model
+
+
 def _put(tree: dict[str | int, Any], path: tuple[str | int, ...], value: jax.Array) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _join(parts: list[jax.Array], transpose: bool, dtype: str) -> jax.Array:
-    """One parameter from its HF tensors (see `Slot`)."""
-    whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
-    return (whole.T if transpose else whole).astype(dtype)
 
 
 def _tensor(model: Transformer, slot: Slot, name: str) -> np.ndarray:

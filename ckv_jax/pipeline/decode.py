@@ -16,6 +16,7 @@ from jax import Array
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket
 from ckv_jax.memory.memory import Memory
+from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
 from ckv_jax.pipeline.layers import LayerKv, Layers
@@ -100,11 +101,12 @@ class Decoder:
         """Compiles what it takes for rows of a batch of suffixes to join this one, and for it to
         grow to up to `most` rows."""
         config = self._layers.config
-        [device] = self._memory.pool.pages.devices()  # jit tells arrays bound to a device apart
+        pages = self._memory.pool.pages  # jit tells arrays bound to a device apart
+        place = self._layers.shardings.place(HEADS) or next(iter(pages.devices()))
         row = config.num_kv_heads * config.head_dim
 
         def zeros(*shape: int, dtype: jnp.dtype) -> Array:
-            made: Array = jax.device_put(np.zeros(shape, dtype), device)
+            made: Array = jax.device_put(np.zeros(shape, dtype), place)
             return made
 
         kv, buffers = (

@@ -24,6 +24,7 @@ from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, as_rows, page_tables, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
+from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
@@ -41,6 +42,8 @@ class Layers:
         self.config = model.config
         self.dtype = jnp.dtype(model.dtype)
         self.target = model.target
+        self.shardings = model.shardings
+        self._out_first = model.out_first
         self.kv_dtype = storage_dtype(self.dtype, self.target)
         self.programs = Programs()
         graph, _ = nnx.split(model.layers[0])
@@ -60,15 +63,33 @@ class Layers:
 
         self.layer_of = layer_of
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        jit = self.programs.jit
-        self._embed = jit(_embed_of(rest_of))
-        self._head = jit(_head_of(rest_of))
+        jit, split = self.programs.jit, self.split
+        self._embed = jit(split(_embed_of(rest_of), (BY_NAME, WHOLE), WHOLE))
+        head = split(_logits_of(rest_of), (BY_NAME, WHOLE), self._logits_spec())
+        self._head = jit(_head_of(head))
         self._select = jit(
-            _select_of(layer_of, self.target), static=("n", "window", "chunk_tokens", "score")
+            split(
+                _select_of(layer_of, self.target, self.shardings),
+                (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME, WHOLE, WHOLE, WHOLE),
+                WHOLE,
+            ),
+            static=("n", "window", "chunk_tokens", "score"),
         )
-        self._run = jit(_run_of(layer_of, self.target))
+        self._run = jit(
+            split(
+                _run_of(layer_of, self.target),
+                (BY_NAME, WHOLE, WHOLE, PAGES, WHOLE, WHOLE),
+                (WHOLE, HEADS),
+            )
+        )
         self._extend = jit(
-            _extend_of(layer_of, self.target), static=("context",), donate=("buffers",)
+            split(
+                _extend_of(layer_of, self.target),
+                (BY_NAME, WHOLE, WHOLE, HEADS, WHOLE, PAGES, WHOLE, WHOLE),
+                (WHOLE, HEADS),
+            ),
+            static=("context",),
+            donate=("buffers",),
         )
 
     @property
@@ -84,6 +105,13 @@ class Layers:
     def once(self, make: Callable[..., Callable[..., Any]], *of: Any) -> Callable[..., Any]:
         """`make(*of)`, made once: all engines over these layers share what it compiles to."""
         return self._made.setdefault((make, *of), make(*of))
+
+    def split(
+        self, function: Callable[..., Any], takes: Sequence[Spec], gives: Any
+    ) -> Callable[..., Any]:
+        """`Shardings.split` of this model; the same function gives the same again."""
+        made = self.shardings.split(function, takes, gives, out_first=self._out_first)
+        return self._made.setdefault(("split", function), made)
 
     def state(self, layer: int) -> LayerState:
         """The arrays of one layer, as `layer_of` takes them inside a jitted call."""
@@ -190,6 +218,13 @@ class Layers:
         )  # fmt: skip
         return out, buffers
 
+    def _logits_spec(self) -> Any:
+        untied = self._rest.get("head")
+        if untied is None:
+            return WHOLE
+        split = self.shardings.of_name("head", untied.shape, self._out_first)
+        return WHOLE if split == WHOLE else ROWS
+
     def _states(self, layers: range) -> tuple[LayerState, ...]:
         return tuple(self._layers[layer] for layer in layers)
 
@@ -205,16 +240,25 @@ def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Arr
     return embed
 
 
-def _head_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., tuple[Array, Array]]:
+def _logits_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:
+    def logits(rest: LayerState, row: Array) -> Array:
+        return rest_of(rest).logits(row)[:, 0]
+
+    return logits
+
+
+def _head_of(logits_of: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
     def head(rest: LayerState, hidden: Array, last: Array) -> tuple[Array, Array]:
         row = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [B, 1, E]
-        logits = rest_of(rest).logits(row)[:, 0]
+        logits = logits_of(rest, row)
         return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     return head
 
 
-def _select_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Selection]:
+def _select_of(
+    layer_of: Callable[[LayerState], Layer], target: Target, shardings: Shardings
+) -> Callable[..., Selection]:
     def select(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, *,
@@ -230,6 +274,7 @@ def _select_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Calla
                 q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
                 target=target,
             )  # [B, M]  # fmt: skip
+        scores = shardings.sum(scores)
         return choose(scores, n, limits, count=num_chunks)
 
     return select

@@ -17,6 +17,7 @@ from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
+from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
 from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
 
 
@@ -35,13 +36,18 @@ class Pieces:
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
-        jit = layers.programs.jit
+        jit, split = layers.programs.jit, layers.split
         target, once = layers.target, layers.once
-        self._open = jit(once(_open_of, layers.layer_of))
-        self._pages = jit(once(_over_pages_of, target))
-        self._rows = jit(once(_over_rows_of, target))
-        self._insert = jit(insert, donate=("buffers",))
-        self._close = jit(once(_close_of, layers.layer_of, target), static=("context",))
+        opened = once(_open_of, layers.layer_of)
+        self._open = jit(split(opened, (BY_NAME, WHOLE, WHOLE), HEADS))
+        over_pages = once(_over_pages_of, target)
+        self._pages = jit(split(over_pages, (HEADS, WHOLE, PAGES, WHOLE, WHOLE), HEADS))
+        self._rows = jit(split(once(_over_rows_of, target), (HEADS, HEADS, HEADS), HEADS))
+        self._insert = jit(split(insert, (HEADS, HEADS, WHOLE), HEADS), donate=("buffers",))
+        close = once(_close_of, layers.layer_of, target)
+        self._close = jit(
+            split(close, (BY_NAME, WHOLE, HEADS, HEADS, WHOLE), WHOLE), static=("context",)
+        )
 
     def open(
         self, layer: int, hidden: Float[Array, "B S E"], start: Int32[np.ndarray, " B"]

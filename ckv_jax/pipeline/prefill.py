@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ckv_jax.model.shardings import HEADS, PAGES
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Pieces
 
@@ -64,7 +65,8 @@ class Prefills:
         self.row = config.num_kv_heads * config.head_dim
         every = range(layers.num_layers)
         self.steps = [every[i : i + STEP_LAYERS] for i in every[::STEP_LAYERS]]
-        self.no_pages = jnp.zeros((1, STEP_LAYERS, 2, 1, self.row), layers.kv_dtype)
+        nothing = np.zeros((1, STEP_LAYERS, 2, 1, self.row), layers.kv_dtype)
+        self.no_pages = layers.shardings.put(jnp.array(nothing), PAGES)
         self.no_slots = np.zeros((1, 1, 0), np.int32)
         self.no_lengths = np.zeros((1, 0), np.int32)
         self.join = layers.programs.jit(_join, static=("block",))
@@ -215,7 +217,9 @@ class Prefill:
             full = np.zeros((1, self._rows, self._own.row), dtype)
             if known is not None:
                 full[0, :ahead] = known[place, kind].reshape(ahead, -1)
-            return jnp.array(full)  # a copy: the buffer will be donated
+            copy = jnp.array(full)  # since the buffer will be donated
+            placed: Array = self._own.layers.shardings.put(copy, HEADS)
+            return placed
 
         return tuple((one(i, 0), one(i, 1)) for i in range(len(layers)))
 

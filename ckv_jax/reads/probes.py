@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from ckv_jax.buckets import pad_rows
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.memory.host import aligned_bytes
+from ckv_jax.model.shardings import PROBE, Shardings
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.storage.errors import CkvError
@@ -84,8 +84,10 @@ class Probes:
         reads: ProbeReads,
         recovered: RecomputedKeys,
         trace: Trace,
+        shardings: Shardings,
     ) -> None:
         self._resident = resident
+        self._shardings = shardings
         self._reader = reader
         self._plan = plan
         self._own = reads
@@ -115,7 +117,7 @@ class Probes:
         if keys is None:
             return [self._recomputed(layer) for layer in layers]
         self._held[period] = keys
-        return [Keys(jax.device_put(keys))]
+        return [Keys(self._shardings.put(keys, PROBE))]
 
     def used(self, period: int) -> None:
         """Says that the selection of `period` is known, so that its keys may be overwritten."""
@@ -178,4 +180,5 @@ class Probes:
         layout = self._resident.prefix.layout
         heads = layout.probe_heads if layout.probe == "heads" else layout.num_kv_heads
         keys = self._recovered.keys(layer)[:, :heads]
-        return Keys(jax.device_put(pad_rows(np.ascontiguousarray(keys), self._tokens)))
+        padded = pad_rows(np.ascontiguousarray(keys), self._tokens)
+        return Keys(self._shardings.put(padded, PROBE))

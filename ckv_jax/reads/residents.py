@@ -21,6 +21,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     PqKeys,
     Probe,
 )
+from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.layout import LANDMARKS
@@ -77,7 +78,15 @@ MOST_RESIDENTS = 1024
 class Residents:
     """The prefixes in use, least recently used first; digests live under one byte budget."""
 
-    def __init__(self, store: ChunkStore, tiers: Tiers, *, digest_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        tiers: Tiers,
+        *,
+        digest_bytes: int,
+        shardings: Shardings = ONE_DEVICE,
+    ) -> None:
+        self._shardings = shardings
         self._store = store
         self._tiers = tiers
         self._budget = digest_bytes
@@ -120,7 +129,8 @@ class Residents:
     def keep_digest(self, resident: Resident, data: DigestData) -> None:
         """Puts a digest on the device; others make room until the byte budget holds."""
         layout = resident.prefix.layout
-        probes = device_digest(data, resident.probe_chunks, layout.chunk_tokens)
+        size = layout.chunk_tokens
+        probes = device_digest(data, resident.probe_chunks, size, self._shardings)
         resident.digest = dict(zip(layout.digest_layers, probes, strict=True))
         total = self.digest_bytes
         for other in self._known.values():
@@ -195,13 +205,15 @@ class Residents:
         return self._segments[segment][0]
 
 
-def device_digest(data: DigestData, chunks: int, chunk_tokens: int) -> list[Probe]:
+def device_digest(
+    data: DigestData, chunks: int, chunk_tokens: int, shardings: Shardings = ONE_DEVICE
+) -> list[Probe]:
     """A stored digest as one device probe a row, padded to so many chunks."""
     arrays = data.arrays
     entries = chunks * (1 if data.kind in LANDMARKS else chunk_tokens)
 
     def codes(row: int, name: str = "codes") -> jax.Array:
-        padded: jax.Array = jax.device_put(pad_rows(arrays[name][row], entries))
+        padded: jax.Array = shardings.put(pad_rows(arrays[name][row], entries), PROBE)
         return padded
 
     rows = range(len(next(iter(arrays.values()))))
@@ -211,7 +223,8 @@ def device_digest(data: DigestData, chunks: int, chunk_tokens: int) -> list[Prob
         case "int4":
             return [Int4Keys(codes(row), codes(row, "scale")) for row in rows]
         case "pq":
-            return [PqKeys(codes(row), jax.device_put(arrays["codebooks"][row])) for row in rows]
+            books = [shardings.put(book, CODEBOOKS) for book in arrays["codebooks"]]
+            return [PqKeys(codes(row), books[row]) for row in rows]
         case "means":
             return [MeanKeys(codes(row, "mean"), codes(row, "log_size")) for row in rows]
         case "bounds":

@@ -20,6 +20,7 @@ from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
+from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
 from ckv_jax.selection.base import choose, chunk_counts, share_held
 from ckv_jax.selection.h2o import column_sums
@@ -48,13 +49,23 @@ class RivalLayers:
 
     def __init__(self, layers: Layers) -> None:
         self._state = layers.state
-        jit = layers.programs.jit
+        jit, split = layers.programs.jit, layers.split
         target, once = layers.target, layers.once
-        self._project = jit(once(_project_of, layers.layer_of))
-        self._by_keys = jit(once(_by_keys_of, target), static=("n",))
+        project = once(_project_of, layers.layer_of)
+        self._project = jit(split(project, (BY_NAME, WHOLE, WHOLE), HEADS))
+        by_keys = once(_by_keys_of, target, layers.shardings)
+        self._by_keys = jit(
+            split(by_keys, (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE), static=("n",)
+        )
         self._by_probe = jit(_by_probe, static=("n", "chunk_tokens"))
-        self._attend_tokens = jit(once(_attend_tokens_of, layers.layer_of, target))
-        self._attend_all = jit(once(_attend_all_of, layers.layer_of, target))
+        attend_tokens = once(_attend_tokens_of, layers.layer_of, target)
+        self._attend_tokens = jit(
+            split(attend_tokens, (BY_NAME, WHOLE, HEADS, PAGES, WHOLE, WHOLE, WHOLE), WHOLE)
+        )
+        attend_all = once(_attend_all_of, layers.layer_of, target)
+        self._attend_all = jit(
+            split(attend_all, (BY_NAME, WHOLE, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE)
+        )
 
     def project(self, layer: int, hidden: Float[Array, "B S E"], start: Int32[ArrayLike, B]) -> Qkv:
         """Queries [B, S, H, D], keys and values [B, S, K, D] of the suffix in this layer."""
@@ -142,7 +153,7 @@ def _project_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Qkv]:
     return project
 
 
-def _by_keys_of(target: Target) -> Callable[..., tuple[Array, ...]]:
+def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Array, ...]]:
     def by_keys(
         qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
         limits: Array, *, n: int,
@@ -152,7 +163,7 @@ def _by_keys_of(target: Target) -> Callable[..., tuple[Array, ...]]:
         keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K*D]
         keys = as_bits(keys.reshape(-1, *k.shape[2:]), k.dtype)
         sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
-        scores = jnp.sum(sums, axis=1)
+        scores = shardings.sum(jnp.sum(sums, axis=1))
         ids = choose(scores, n, limits).ids
         counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
         agreement = jnp.ones(scores.shape[:1], jnp.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ckv_jax.config import SystemConfig
+from ckv_jax.model.shardings import Shardings
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
 from ckv_jax.reads.packs import Source
@@ -28,8 +29,10 @@ class Leases:
         plan: Plan,
         system: SystemConfig,
         deadline_s: float,
+        shardings: Shardings,
     ) -> None:
         self.residents = residents
+        self._shardings = shardings
         self._store = store
         self._recoveries = recoveries
         self._plan = plan
@@ -63,6 +66,7 @@ class Leases:
             reads=self._reads,
             recovered=lease.recovered,
             trace=trace,
+            shardings=self._shardings,
         )
 
     def close(self) -> None:

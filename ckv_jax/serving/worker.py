@@ -60,8 +60,13 @@ class Worker:
         """`store_prompt` ingests a prompt in another thread and submits its sequence again."""
         self.layers = layers
         self.plan = Plan.of(layers.num_layers, system)
-        self.memory = Memory(layout, config, system, layers.target)
-        self.residents = Residents(store, self.memory.tiers, digest_bytes=config.digest_bytes)
+        self.memory = Memory(layout, config, system, layers.target, layers.shardings)
+        self.residents = Residents(
+            store,
+            self.memory.tiers,
+            digest_bytes=config.digest_bytes,
+            shardings=layers.shardings,
+        )
         self.prefills = Prefills(layers, block=config.prefill_block, window=config.prefill_window)
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self.landing = landing_for(
@@ -82,6 +87,7 @@ class Worker:
             plan=self.plan,
             system=system,
             deadline_s=config.read_deadline_s,
+            shardings=layers.shardings,
         )
         self.executor: Executor | LayerwiseExecutor
         if system.chunked:

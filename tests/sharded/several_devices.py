@@ -1,0 +1,161 @@
+"""What a model answers on one device and split over two and four: for a process of its own, whose
+CPU is seen as eight devices. Prints one line of JSON.
+
+    python several_devices.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import numpy as np
+import transformers
+
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams, SystemConfig
+from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.shardings import Shardings
+from ckv_jax.model.weights import load_pretrained
+from ckv_jax.storage import ChunkStore
+from ckv_jax.systems import system_of
+
+SIZES = (1, 2, 4)
+SYSTEMS = ("ckv", "contiguous-kv", "as-lru", "as-h2o-lru")
+LARGEST = 512 * 64 * 4  # bytes of the embedding below
+
+
+def checkpoint(folder: Path) -> Path:
+    """Four KV heads, biases, a head of its own; written by transformers."""
+    config = transformers.Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.set_seed(0)
+    model = transformers.Qwen2ForCausalLM(config)
+    for name, value in model.named_parameters():
+        if name.endswith("bias"):
+            value.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def system(name: str) -> SystemConfig:
+    """The preset with two periods of these four layers."""
+    import dataclasses
+
+    small = {"period": 2, "subperiod": 2, "pack_layers": 2}
+    found = system_of(name)
+    return dataclasses.replace(found, **small) if found.chunked else found
+
+
+def config(name: str, size: int) -> EngineConfig:
+    """Pools of a few packs, so that a budget of 1.0 goes through them in parts."""
+    return EngineConfig(
+        system=system(name), dtype="float32", tensor_parallel=size, prefill_block=64,
+        prefill_window=128, device_cache_bytes=200_000, prefetch_device_bytes=400_000,
+        host_cache_bytes=0, compilation_cache=False,
+    )  # fmt: skip
+
+
+def opened(folder: Path, store: Path, name: str, size: int) -> Engine:
+    """The checkpoint over so many devices."""
+    shardings = Shardings.over(ModelConfig.from_hf(folder), size)
+    model = load_pretrained(folder, dtype="float32", shardings=shardings)
+    whole = load_pretrained(folder, dtype="float32")
+    found = ChunkStore.open(store)
+    return Engine(model, None, found, random_fingerprint(whole), config(name, size))
+
+
+def collectives(engine: Engine, ask: Callable[[], Any]) -> dict[str, float]:
+    """All-reduces in a layer of each program that a request runs, and anything else it sends."""
+    found: dict[str, float] = {}
+
+    def watch(name: str, jitted: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        text = jitted.lower(*args, **named).compile().as_text()
+        sums = len(re.findall(r"= [^=]*\ball-reduce(?:-start)?\(", text))
+        kinds = "collective-permute|all-gather|all-to-all|reduce-scatter"
+        other = len(re.findall(rf"= [^=]*\b(?:{kinds})(?:-start)?\(", text))
+        if name == "run":
+            sums /= len(args[0])
+        found[name] = max(found.get(name, 0), sums)
+        found["other"] = found.get("other", 0) + (other if name in {"run", "select"} else 0)
+        return jitted(*args, **named)
+
+    with engine.layers.programs.watch(watch):
+        ask()
+    return found
+
+
+def answers(engine: Engine, prefix: Any, suffix: np.ndarray, *, texts: bool) -> dict[str, Any]:
+    """Logits, choices and a text at a small budget and with everything."""
+    found: dict[str, Any] = {}
+    for budget in (0.2, 1.0):
+        request = Request(prefix=prefix, suffix=suffix, budget=budget)
+        cold, warm = (engine.reprefill([request])[0] for _ in range(2))
+        for result in (cold, warm):
+            if result.error is not None:
+                raise result.error
+        found[str(budget)] = {
+            "logits": cold.logits.tolist(),
+            "warm": bool(np.array_equal(cold.logits, warm.logits)),
+            "chosen": [ids.tolist() for ids in engine.last_selection(prefix)],
+        }
+        if texts:
+            text = engine.generate(request, SamplingParams(max_tokens=6)).results()[0]
+            if text.error is not None:
+                raise text.error
+            found[str(budget)]["tokens"] = list(text.token_ids)
+    return found
+
+
+def main(folder: Path) -> None:
+    """Everything, in one process: programs are compiled once for each size."""
+    model = checkpoint(folder / "model")
+    rng = np.random.default_rng(0)
+    text, suffix = (rng.integers(0, 512, n).astype(np.int32) for n in (330, 12))
+    found: dict[str, Any] = {"answers": {}, "stored": {}}
+    prefixes: dict[str, Any] = {}
+    for name in SYSTEMS:
+        for size in SIZES:
+            with opened(model, folder / "store", name, size) as engine:
+                if name not in prefixes:  # stored on one device, read on all
+                    prefixes[name] = engine.ingest(text)
+                texts = not name.startswith("as")
+                found["answers"][f"{name} {size}"] = answers(
+                    engine, prefixes[name], suffix, texts=texts
+                )
+                if name == "ckv" and size == 2:
+                    request = Request(prefix=prefixes[name], suffix=suffix, budget=0.2)
+                    found["collectives"] = collectives(
+                        engine, lambda engine=engine, r=request: engine.reprefill([r])
+                    )
+    for written, read in ((4, 1), (2, 4)):
+        other = folder / f"written-{written}"
+        with opened(model, other, "ckv", written) as engine:
+            prefix = engine.ingest(text)
+        with opened(model, other, "ckv", read) as engine:
+            found["stored"][f"{written} {read}"] = {
+                "same id": prefix.id == prefixes["ckv"].id,
+                **answers(engine, prefix, suffix, texts=False),
+            }
+    shardings = Shardings.over(ModelConfig.from_hf(model), 4)
+    tracemalloc.start()  # of numpy's arrays; those of devices are not Python's
+    load_pretrained(model, dtype="float32", shardings=shardings)
+    found["host bytes"] = tracemalloc.get_traced_memory()[1]
+    found["largest"] = LARGEST
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
