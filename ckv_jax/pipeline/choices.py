@@ -25,6 +25,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
+from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.window import Window
@@ -49,8 +50,10 @@ class ChoiceCalls:
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
+        anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
+        takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME, WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
         self._choose = layers.programs.jit(
-            layers.once(_choose_of, layers.layer_of, layers.target),
+            layers.split(anew, takes, WHOLE),
             static=("score", "keep", "n", "chunk_tokens"),
         )
 
@@ -310,7 +313,9 @@ def _dtype(leaf: Array) -> object:
     return leaf.dtype
 
 
-def _choose_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Chosen]:
+def _choose_of(
+    layer_of: Callable[[LayerState], Layer], target: Target, shardings: Shardings
+) -> Callable[..., Chosen]:
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
@@ -325,6 +330,7 @@ def _choose_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Calla
                 q, probe, num_tokens=num_tokens, q_lengths=one, chunk_tokens=chunk_tokens,
                 target=target,
             )  # [b, M]  # fmt: skip
+        scores = shardings.sum(scores)
         selection = choose(scores, n, limits, count=num_chunks)
         after, moves = advance(window, Choice(selection.ids, scores), step, keep)
         return Chosen(selection, moves, after)

@@ -123,7 +123,7 @@ def answers(engine: Engine, prefix: Any, suffix: np.ndarray) -> dict[str, Any]:
             "chosen": [ids.tolist() for ids in engine.last_selection(prefix)],
         }
         if ours and budget < 1:
-            text = engine.generate(request, SamplingParams(max_tokens=6)).results()[0]
+            text = engine.generate(request, SamplingParams(max_tokens=4)).results()[0]
             if text.error is not None:
                 raise text.error
             found[str(budget)]["tokens"] = [int(token) for token in text.token_ids]
