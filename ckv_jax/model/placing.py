@@ -31,8 +31,10 @@ def placed(model: Transformer, slot: Slot, parts: Sequence[np.ndarray]) -> jax.A
         shape = (rows, *columns)
     spec = shardings.of_name(str(slot.path[-1]), shape, model.out_first)
     place = shardings.place(spec)
+    whole: jax.Array
     if place is None:
-        return _join([jax.device_put(part) for part in parts], transpose, dtype)
+        whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
+        return whole
     axes = [axis for axis, name in enumerate(spec) if name is not None]
     if not axes:
         return jax.device_put(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import DictKey
 
 from ckv_jax.model.config import ModelConfig
 
@@ -28,17 +28,19 @@ __all__ = [
 
 AXIS = "heads"
 
-WHOLE = PartitionSpec()
+_spec: Callable[..., PartitionSpec] = PartitionSpec
+
+WHOLE = _spec()
 """The same on every device: hidden states, token ids, tables, selections."""
-HEADS = PartitionSpec(None, None, AXIS)
+HEADS = _spec(None, None, AXIS)
 """Queries [B, S, H, D], keys and values [B, S, K, D] or [B, R, K*D], log-sum-exps [B, S, H]."""
-ROWS = PartitionSpec(None, AXIS)
+ROWS = _spec(None, AXIS)
 """The head's rows of logits [B, V]."""
-PAGES = PartitionSpec(None, None, None, None, AXIS)
+PAGES = _spec(None, None, None, None, AXIS)
 """Pools of packs [slots, pl, 2, C, K*D]."""
-PROBE = PartitionSpec(None, AXIS)
+PROBE = _spec(None, AXIS)
 """What keys are scored by, [T, K, ...]."""
-CODEBOOKS = PartitionSpec(AXIS)
+CODEBOOKS = _spec(AXIS)
 """Those of product-quantised keys, [K, ...]."""
 BY_NAME = "by name"
 """Parameters, and probes: each array as `Shardings.of_name` says."""
@@ -104,7 +106,10 @@ class Shardings:
 
     def sum(self, x: Array) -> Array:
         """The sum of what each device computed; inside a call made by `split`."""
-        return x if self.mesh is None else jax.lax.psum(x, AXIS)
+        if self.mesh is None:
+            return x
+        psum: Callable[..., Array] = jax.lax.psum
+        return psum(x, AXIS)
 
     def split(
         self,
@@ -122,7 +127,7 @@ class Shardings:
         if self.mesh is None:
             return function
 
-        def of(path: KeyPath, leaf: Any) -> PartitionSpec:
+        def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
             if isinstance(path[-1], DictKey):
                 return self.of_name(str(path[-1].key), leaf.shape, out_first)
             return CODEBOOKS if str(path[-1]) == ".codebooks" else PROBE
@@ -147,10 +152,10 @@ class Shardings:
         if self.mesh is None:
             return WHOLE
         if name in _BIASES or (name == "head" and shape[0] % self.size == 0):
-            return PartitionSpec(AXIS)
+            return _spec(AXIS)
         if name in _OUT | _IN:
             first = (name in _OUT) == out_first
-            return PartitionSpec(AXIS) if first else PartitionSpec(None, AXIS)
+            return _spec(AXIS) if first else _spec(None, AXIS)
         return WHOLE
 
 
