@@ -37,9 +37,9 @@ def placed(model: Transformer, slot: Slot, parts: Sequence[np.ndarray]) -> jax.A
         return whole
     axes = [axis for axis, name in enumerate(spec) if name is not None]
     if not axes:
-        return jax.device_put(
-            _join([jax.device_put(part) for part in parts], transpose, dtype), place
-        )
+        whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
+        everywhere: jax.Array = jax.device_put(whole, place)
+        return everywhere
     axis = 1 - axes[0] if transpose else axes[0]  # of the HF tensors
     return _shares(parts, axis, transpose, dtype, shape, place)
 
