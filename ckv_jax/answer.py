@@ -19,7 +19,8 @@ def answer_json(
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
     periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
     of 1 is exact up to that. A generation also has its number of tokens, the time from its first
-    token to its last, and why it ended. Raises the outcome's error, if it has one.
+    token to its last, tokens a second in between, why it ended, and where what its tokens chose
+    came from (`Trace.decode`). Raises the outcome's error, if it has one.
     """
     outcome.raise_for_error()
     trace, budget = outcome.trace, outcome.request.budget
@@ -40,9 +41,12 @@ def answer_json(
     }
     if isinstance(outcome, Result):
         return values | {"token_id": outcome.token_id}
+    later = len(outcome.token_ids) - 1
     return values | {
         "token_id": int(outcome.token_ids[0]),
         "generated_tokens": len(outcome.token_ids),
         "decode_ms": outcome.decode_ms,
+        "tokens_s": 1e3 * later / outcome.decode_ms if later and outcome.decode_ms else 0.0,
+        "decode": trace.decode,
         "finish_reason": outcome.finish_reason,
     }

@@ -85,7 +85,7 @@ class SystemConfig:
     the end. Needs a resident digest."""
     window: float = 2.0
     """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
-    choice; fewer where memory is short (KVDrive §5). 1: the latest choice alone."""
+    choice; fewer where memory is short (KVDrive §5). 1: the latest choice alone; 0: nothing."""
     keep: KeepName = "lookahead"
     """What leaves a full window first, see `cache.window.KEEP`."""
     sequential: bool = False
@@ -126,8 +126,11 @@ class SystemConfig:
             )
         if self.decode is not None and self.probe != "digest":
             raise ValueError("got decode=Select(...) without a resident digest")
-        if not self.window >= 1:
-            raise ValueError(f"got window={self.window}, expected at least 1: one whole choice")
+        check_number("window", self.window)
+        if self.window != 0 and not self.window >= 1:
+            raise ValueError(f"got window={self.window}, expected 0, or at least 1: a whole choice")
+        if self.window == 0 and self.decode is not None and self.decode.every > 1:
+            raise ValueError(f"got window=0 with every={self.decode.every}, expected every=1")
         _one_of("keep", self.keep, KeepName)
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")

@@ -141,7 +141,7 @@ class Generation:
 
     request: Request
     trace: Trace
-    """Until the first token; see `Result.trace`."""
+    """Until the first token, see `Result.trace`; `tokens` tells of those after it."""
     queued_ms: float = 0.0
     decode_ms: float = 0.0
     """From the first token to the last."""

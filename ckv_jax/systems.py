@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from ckv_jax.config import PolicyName, Selector, SystemConfig
+from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig
 from ckv_jax.selection.select import Select
 
 
@@ -33,6 +33,56 @@ def _rival(
         reorder=reorder,
     )
 
+
+def _decode_rival(
+    name: str,
+    *,
+    digest: Literal["pq", "means", "bounds"],
+    window: float,
+    keep: KeepName = "lru",
+    chunk_tokens: int = 16,
+    sequential: bool = True,
+) -> SystemConfig:
+    """Every layer chooses by itself at every token; see `docs/decode.md` for what is simplified."""
+    return SystemConfig(
+        name=name,
+        selector="chunk",
+        chunk_tokens=chunk_tokens,
+        pack_layers=1,
+        period=1,
+        subperiod=1,
+        probe="digest",
+        digest=digest,
+        decode=Select(),
+        window=window,
+        keep=keep,
+        sequential=sequential,
+    )
+
+
+def _everything(name: str) -> SystemConfig:
+    """For a budget of 1: nothing is chosen, all of the prefix is attended to at every token."""
+    return SystemConfig(
+        name=name, selector="chunk", period=4, subperiod=4, pack_layers=4, probe="digest",
+        digest="means",
+    )  # fmt: skip
+
+
+DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
+    {
+        system.name: system
+        for system in (
+            _everything("dense"),
+            _everything("flexgen"),
+            _decode_rival("quest", digest="bounds", chunk_tokens=8, window=0),
+            _decode_rival("shadowkv", digest="means", chunk_tokens=8, window=1),
+            _decode_rival("retroinfer", digest="means", window=2),
+            _decode_rival("pqcache", digest="pq", window=2, keep="lfu"),
+            _decode_rival("kvdrive", digest="means", window=2, keep="lookahead", sequential=False),
+        )
+    }
+)
+"""The published systems of long decode, beside `ckv`."""
 
 SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
     {
@@ -75,6 +125,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 decode=Select(score_layers=3),
                 policy="frequency-attention",
             ),
+            *DECODE_SYSTEMS.values(),
         )
     }
 )

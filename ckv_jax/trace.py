@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -41,6 +42,33 @@ class Span(NamedTuple):
 _RawSpan = tuple[str, str, int, int, dict[str, Any]]  # cheaper to make than a Span
 
 
+@dataclass(slots=True, kw_only=True)
+class TokenTrace:
+    """One token of a text that chose what it attends to: where that was, and what it waited for.
+
+    Packs are those that the text's own windows need; times are common to the batch.
+    """
+
+    device_hits: int = 0
+    """Packs that were in device slots: of the window, or cached."""
+    host_hits: int = 0
+    """Packs that came from host memory."""
+    ssd_reads: int = 0
+    """Packs that came from SSD, read ahead or now."""
+    recomputed: int = 0
+    """Packs of the batch that the store could not give."""
+    pack_bytes: int = 0
+    """Bytes of one pack."""
+    attention_mass: float = 1.0
+    """Share of the probe's attention that the chosen chunks hold, averaged over periods."""
+    select_ms: float = 0.0
+    """Waiting for choices once what they depend on was computed."""
+    fetch_ms: float = 0.0
+    """Waiting for packs."""
+    ms: float = 0.0
+    """The token as a whole."""
+
+
 class Trace:
     """Records one request, from its creation to `end`.
 
@@ -56,6 +84,7 @@ class Trace:
         counters: everything else that was counted, such as "demanded" and "covered" packs.
         period_attention_mass: for each period, the share of the probe's attention that the
             selected chunks hold.
+        tokens: one entry for each token of a text that chose anew.
     """
 
     def __init__(self) -> None:
@@ -66,6 +95,7 @@ class Trace:
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
         self.period_attention_mass: list[float] = []
+        self.tokens: list[TokenTrace] = []
         self._lock = threading.Lock()
 
     def span(self, name: str, *, lane: str, **args: Any) -> _OpenSpan:
@@ -97,6 +127,7 @@ class Trace:
         own = copy.copy(self)
         own.chunks = {"selected": selected, "total": total}
         own.period_attention_mass = list(attention_mass)
+        own.tokens = []
         return own
 
     def end(self) -> None:
@@ -155,6 +186,31 @@ class Trace:
         """Share of the bytes read from SSD that were speculated and never used."""
         return self.bytes["waste"] / self.bytes["ssd"] if self.bytes["ssd"] else 0.0
 
+    @property
+    def decode(self) -> dict[str, float]:
+        """Means over `tokens`: shares of their packs by where they were, bytes that came from host
+        memory and from SSD, attention mass, ms; empty without tokens."""
+        if not self.tokens:
+            return {}
+        n, size = len(self.tokens), self.tokens[0].pack_bytes
+        device, host, ssd = (
+            sum(getattr(token, name) for token in self.tokens)
+            for name in ("device_hits", "host_hits", "ssd_reads")
+        )
+        packs = max(1, device + host + ssd)
+        means = {
+            name: sum(getattr(token, name) for token in self.tokens) / n
+            for name in ("attention_mass", "select_ms", "fetch_ms", "ms")
+        }
+        return {
+            "tokens": n,
+            "device_hits": device / packs,
+            "host_hits": host / packs,
+            "host_bytes": host * size / n,
+            "ssd_bytes": ssd * size / n,
+            **means,
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the single spans, as plain JSON values."""
         return {
@@ -167,6 +223,7 @@ class Trace:
             "period_attention_mass": list(self.period_attention_mass),
             "coverage": self.coverage,
             "waste": self.waste,
+            "decode": self.decode,
         }
 
     def to_perfetto(self) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def test_choosing_anew_follows_the_text(
     [
         ({"window": 1.0}, {}, 0.0),
         ({"window": 4.0, "keep": "lru"}, {}, 0.0),
+        ({"window": 0}, {"device_cache_bytes": 0}, 0.1),
         ({"keep": "lfu", "sequential": True}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
@@ -141,7 +142,64 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         SystemConfig(name="x", selector="chunk", probe="keys", decode=Select())
     with pytest.raises(ValueError, match=r"window=0\.5"):
         changed(engine, window=0.5)
+    with pytest.raises(ValueError, match="window=0 with every=2"):
+        changed(engine, window=0, decode=Select(every=2))
     with pytest.raises(ValueError, match="keep='oldest'"):
         changed(engine, keep="oldest")
     with pytest.raises(ValueError, match="every=0"):
         Select(every=0)
+
+
+def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:
+    """Without caches and other texts, a window of one choice has what the token before chose."""
+    request = asked(prefixes)[2]
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, window=1.0),
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=POOL_BYTES,
+    )
+    packs = 3 * engine.layout.groups  # a fifth of 15 chunks
+    for failing in (0.0, 1.0):
+        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+            [text] = other.generate(request, SamplingParams(max_tokens=LENGTH)).results()
+        told = text.trace.tokens
+        assert len(told) == LENGTH - 1
+        for token in told:
+            assert token.device_hits + token.ssd_reads == packs and token.host_hits == 0
+            assert token.recomputed == (token.ssd_reads if failing else 0)
+            assert 0.2 < token.attention_mass < 1.0
+            assert token.select_ms + token.fetch_ms <= token.ms
+        assert 0.1 < text.trace.decode["device_hits"] < 0.95
+        ssd = text.trace.decode["ssd_bytes"] * len(told) / engine.layout.pack_bytes
+        assert round(ssd) == sum(token.ssd_reads for token in told)
+
+
+def test_without_a_window_every_token_reads_its_whole_choice(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, window=0),
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=POOL_BYTES,
+    )
+    with engine.variant(values) as other:
+        [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=4)).results()
+    assert [token.device_hits for token in text.trace.tokens] == [0, 0, 0]
+    assert [token.ssd_reads for token in text.trace.tokens] == [4 * engine.layout.groups] * 3
+
+
+def test_a_given_text_is_gone_through_whatever_the_model_makes_of_it(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    given = tuple(tokens(5, 9).tolist())
+    request = Request(prefix=prefixes[0], suffix=[1, 2], budget=1.0)
+    sampling = SamplingParams(max_tokens=8, forced_ids=given)
+    [text] = engine.generate(request, sampling).results()
+    assert tuple(text.token_ids[:5].tolist()) == given
+    longer = dataclasses.replace(request, suffix=[1, 2, *given])
+    [rest] = engine.generate(longer, SamplingParams(max_tokens=3)).results()
+    assert text.token_ids[5:].tolist() == rest.token_ids.tolist()

@@ -112,15 +112,17 @@ def ask(
         share = EngineConfig().budget if budget is None else check_budget(budget)
         with open_store(store, settings) as opened:
             stored = find_prefix(opened, prefix, salt=salt)
+        several, size = max_tokens > 1, kv_bytes(stored)
         config = EngineConfig(
             system=with_codec(system, codec_name(stored)),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,
-            device_cache_bytes=0,  # one question: nothing is asked for twice
-            host_cache_bytes=0,
-            prefetch_device_bytes=_MIB * 64 + round(1.1 * share * kv_bytes(stored)),
+            # A first token asks for nothing twice; those after it do.
+            device_cache_bytes=round(2 * share * size) if several else 0,
+            host_cache_bytes=EngineConfig().host_cache_bytes if several else 0,
+            prefetch_device_bytes=_MIB * 64 + round(1.1 * share * size),
         )
         engine = Engine.from_pretrained(
             checkpoint, store=store, config=config, store_config=settings
@@ -147,6 +149,8 @@ def ask(
         terminal.out.print("\n")
         outcome.trace.breakdown_bar(terminal.out)
         _say_what_was_read(terminal, answer)
+        if answer.get("tokens_s"):
+            terminal.say(speed(answer))
         for name, value in answer.get("engine", {}).items():
             terminal.say(f"{name.replace('_', ' '):<14} {value:,}")
 
@@ -170,6 +174,18 @@ def _answer(
         (generation,) = stream.results()
     generation.raise_for_error()
     return generation
+
+
+def speed(answer: dict[str, Any]) -> str:
+    """Tokens a second after the first, and where what they chose was."""
+    said = f"{answer['tokens_s']:.1f} tokens/s"
+    if decode := answer["decode"]:
+        said += (
+            f"; of the packs that a token chose {decode['device_hits']:.1%} were on the device, "
+            f"{decode['host_hits']:.1%} in host memory; {byte_size(round(decode['ssd_bytes']))} "
+            "a token came from SSD"
+        )
+    return said
 
 
 def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:

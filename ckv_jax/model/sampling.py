@@ -43,6 +43,8 @@ class SamplingParams:
     """Generation ends before any of these strings."""
     logprobs: int | None = None
     """Tell each token's log probability, and those of so many of the likeliest, at most 20."""
+    forced_ids: tuple[int, ...] = ()
+    """The text begins with these, whatever the model makes of them: to measure a known one."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -56,11 +58,12 @@ class SamplingParams:
         check_whole("max_tokens", self.max_tokens, least=1)
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
-        for name in ("stop_token_ids", "stop"):
+        for name in ("stop_token_ids", "stop", "forced_ids"):
             if not isinstance(getattr(self, name), tuple):
                 raise ValueError(f"got {name}={getattr(self, name)!r}, expected a tuple")
-        for token in self.stop_token_ids:
-            check_whole("stop_token_ids", token, least=0)
+        for name in ("stop_token_ids", "forced_ids"):
+            for token in getattr(self, name):
+                check_whole(name, token, least=0)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"got stop={self.stop!r}, expected a tuple of non-empty strings")
 

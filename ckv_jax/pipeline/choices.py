@@ -8,86 +8,29 @@ whole batch. Windows and the order of all this change when bytes arrive, never w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.buckets import batch_bucket, choice_bucket
-from ckv_jax.cache.window import CLOSED, KEEP, Choice, Keep, Moves, advance
+from ckv_jax.cache.window import CLOSED, KEEP
 from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
-from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.decoder import Layer
-from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
-from ckv_jax.pipeline.layers import Layers, LayerState
+from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs, Source
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Resident, Residents
-from ckv_jax.selection.base import Selection, choose
-from ckv_jax.selection.chunks import ChunkScore, attention_mass
+from ckv_jax.selection.base import Selection
+from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.select import Select
-
-
-class Chosen(NamedTuple):
-    """What one call chose for the rows of one prefix, on the device."""
-
-    selection: Selection
-    moves: Moves
-    window: WindowArrays
-
-
-class ChoiceCalls:
-    """The jitted call that scores, chooses and looks up, over the layers of one model."""
-
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
-        anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
-        takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME, WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
-        self._choose = layers.programs.jit(
-            layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens"),
-        )
-
-    def choose(
-        self,
-        layers: Sequence[int],
-        hidden: Array,
-        rows: Int32[np.ndarray, " b"],
-        start: Int32[np.ndarray, " b"],
-        probes: Sequence[Probe],
-        resident: Resident,
-        limits: Int32[np.ndarray, " b"],
-        window: WindowArrays,
-        step: int,
-        *,
-        score: ChunkScore,
-        keep: Keep,
-        n: int,
-    ) -> Chosen:
-        """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
-
-        `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
-        stays. `probes`: one a layer, whose scores are summed; `window`: [b, W], W >= n.
-        """
-        shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
-        slots = window.chunk.shape[1]
-        key = (hidden.shape, len(rows), shapes, slots, score, keep, n)
-        found: Chosen = self._choose(
-            key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
-            tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
-            limits, window, np.int32(step), score=score, keep=keep, n=n,
-            chunk_tokens=resident.prefix.layout.chunk_tokens,
-        )  # fmt: skip
-        return found
+from ckv_jax.trace import TokenTrace, Trace
 
 
 class Chooser:
@@ -109,6 +52,10 @@ class Chooser:
         self.probes = probes
         self.window = window
         self.source = source
+        self.told = TokenTrace()
+        """Of the token under way."""
+        self.masses: dict[int, float] = {}
+        """Of the latest choice of each period."""
         self._every = select.every
         self._first = first
 
@@ -153,7 +100,7 @@ class Choices:
         system: SystemConfig,
         residents: Residents,
         *,
-        open_packs: Callable[[Sequence[Source]], Packs],
+        open_packs: Callable[[Sequence[Source], Trace], Packs],
     ) -> None:
         """`open_packs`: the packs of some prefixes, for one token."""
         assert system.decode is not None
@@ -163,12 +110,14 @@ class Choices:
         self._score = system.score or attention_mass
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
+        self._keeps = system.window > 0
         self._sequential = system.sequential
         self._residents = residents
         self._open_packs = open_packs
         self._rows: dict[int, Chooser] = {}
         self._members: list[_Member] | None = None
         self._packs: Packs | None = None
+        self._trace = Trace()
         self._step = 0
 
     def rows_are(self, rows: dict[int, Chooser]) -> None:
@@ -179,8 +128,15 @@ class Choices:
     def begin(self) -> None:
         """A token begins, perhaps once more after a failure."""
         self._step += 1
+        self._trace = Trace()
+        for chooser in self._rows.values() if not self._keeps else ():
+            chooser.window.forget()
         if self._members is None:
             self._members = self._grouped()
+        for member in self._members:
+            size = member.resident.prefix.layout.pack_bytes
+            for chooser in member.choosers:
+                chooser.told = TokenTrace(pack_bytes=size)
 
     def choose(
         self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
@@ -201,24 +157,33 @@ class Choices:
             if limits.any():
                 chosen = self._ask(member, period, hidden, starts, limits)
                 asked.append((which, member, chosen, limits))
+        hidden.block_until_ready()
+        ready = time.perf_counter_ns()
         if self._sequential:
             for _, _, chosen, _ in asked:
                 chosen.moves.table.block_until_ready()
         try:
             moving = [(*one[:3], self._demand(*one[:2], period, *one[2:])) for one in asked]
+            selected = time.perf_counter_ns()
             for _, member, chosen, limits in asked:  # while packs are read
                 self._record(member, period, chosen, limits > 0)
             for which, member, chosen, moves in moving:
                 self._collect(which, period, moves)
-                member.windows[period] = chosen.window
+                if self._keeps:
+                    member.windows[period] = chosen.window
         except BaseException:
             self._members = None  # what the device knows of windows is not what they hold
             self.finish()
             raise
+        self._tell(ready, selected, time.perf_counter_ns())
         return bool(asked)
 
     def finish(self) -> None:
         """All calls of the token are dispatched: ends reads, gives back what nobody keeps."""
+        recomputed = self._trace.counters.get("recomputed_packs", 0)
+        for chooser in self._rows.values():
+            chooser.told.recomputed += recomputed
+            chooser.told.attention_mass = float(np.mean(list(chooser.masses.values()) or [1.0]))
         if self._packs is not None:
             self._packs.finish()
             self._packs = None
@@ -270,6 +235,7 @@ class Choices:
         moving = []
         for row in np.flatnonzero(limits).tolist():
             chooser = member.choosers[row]
+            self._look_up(chooser, period, ids[row], misses[row])
             if chooser.window.held:
                 chooser.window.make_way(period, table[row], misses[row])
                 moving.append((chooser, ids[row], table[row], misses[row]))
@@ -290,14 +256,38 @@ class Choices:
         for chooser, ids, table, misses in moving:
             chooser.window.move(period, ids, table, misses, self._step)
 
+    def _look_up(self, chooser: Chooser, period: int, ids: np.ndarray, misses: np.ndarray) -> None:
+        """Counts where a row's packs are before anything is read."""
+        told, window = chooser.told, chooser.window
+        lacks = misses if window.held else ids
+        lacks = lacks[lacks >= 0]
+        groups = self._plan.groups(period)
+        kept = (int((ids >= 0).sum()) - len(lacks)) * len(groups)
+        told.device_hits += kept
+        for group in groups if len(lacks) else ():
+            device, host = window.lookup(group, lacks)
+            on_device, on_host = int((device >= 0).sum()), int((host >= 0).sum())
+            told.device_hits += on_device
+            told.host_hits += on_host
+            told.ssd_reads += len(lacks) - on_device - on_host
+
+    def _tell(self, ready: int, selected: int, fetched: int) -> None:
+        for chooser in self._rows.values():
+            chooser.told.select_ms += (selected - ready) / 1e6
+            chooser.told.fetch_ms += (fetched - selected) / 1e6
+
     def _opened(self) -> Packs:
         if self._packs is None:
             assert self._members is not None
-            self._packs = self._open_packs([member.choosers[0].source for member in self._members])
+            sources = [member.choosers[0].source for member in self._members]
+            self._packs = self._open_packs(sources, self._trace)
         return self._packs
 
     def _record(self, member: _Member, period: int, chosen: Chosen, chose: np.ndarray) -> None:
-        selection = Selection(*(np.asarray(part)[chose] for part in chosen.selection))
+        selection: Selection = jax.tree.map(np.asarray, chosen.selection)
+        for row in np.flatnonzero(chose).tolist():
+            member.choosers[row].masses[period] = float(selection.mass[row])
+        selection = jax.tree.map(lambda part: part[chose], selection)
         self._residents.record(member.resident, self._plan.groups(period), selection)
         member.resident.last_selection[period] = _union(np.asarray(selection.ids))
 
@@ -307,32 +297,3 @@ def _union(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
     kept: np.ndarray = ids[ids >= 0]
     return kept
-
-
-def _dtype(leaf: Array) -> object:
-    return leaf.dtype
-
-
-def _choose_of(
-    layer_of: Callable[[LayerState], Layer], target: Target, shardings: Shardings
-) -> Callable[..., Chosen]:
-    def choose_anew(
-        states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
-        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
-        window: WindowArrays, step: Array, *, score: ChunkScore, keep: Keep, n: int,
-        chunk_tokens: int,
-    ) -> Chosen:  # fmt: skip
-        one = jnp.ones(rows.shape, jnp.int32)
-        scores: Array = jnp.zeros((), jnp.float32)
-        for state, probe in zip(states, probes, strict=True):
-            q = layer_of(state).query(hidden[rows], start[:, None])
-            scores = scores + score(
-                q, probe, num_tokens=num_tokens, q_lengths=one, chunk_tokens=chunk_tokens,
-                target=target,
-            )  # [b, M]  # fmt: skip
-        scores = shardings.sum(scores)
-        selection = choose(scores, n, limits, count=num_chunks)
-        after, moves = advance(window, Choice(selection.ids, scores), step, keep)
-        return Chosen(selection, moves, after)
-
-    return choose_anew

@@ -45,8 +45,7 @@ class Window:
     def cached(self, period: int, ids: np.ndarray) -> bool:
         """Whether all packs of these chunks are in device slots now."""
         return all(
-            bool((self._memory.tiers.lookup(self.resident.pages(group, ids))[0] >= 0).all())
-            for group in self._plan.groups(period)
+            bool((self.lookup(group, ids)[0] >= 0).all()) for group in self._plan.groups(period)
         )
 
     @property
@@ -84,6 +83,10 @@ class Window:
         """Device slots int32 [P, n] of a held window's packs."""
         tiers, ids = self._memory.tiers, self.ids(step)
         return np.stack([tiers.lookup(self.resident.pages(group, ids))[0] for group in step.groups])
+
+    def lookup(self, group: int, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Device slot and host slot of a layer group's packs, int32 [n] each; -1: not there."""
+        return self._memory.tiers.lookup(self.resident.pages(group, chunks))
 
     def state(self, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What each slot of the window holds (FREE: nothing), the step that chose it last and how
@@ -124,6 +127,13 @@ class Window:
         kept.chunk[places] = kept.ids
         kept.last[places] = step
         kept.uses[places] = np.where(misses[taken] >= 0, 1, kept.uses[places] + 1)
+
+    def forget(self) -> None:
+        """Lets go of all that is kept; no call may be reading it."""
+        for period, kept in self._kept.items():
+            self._unpin(period, kept.chunk)
+            kept.chunk[:] = FREE
+        self._memory.trim()
 
     def rechoose(self, period: int, ids: np.ndarray) -> None:
         """What a window that is not held attends to from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -227,7 +228,8 @@ class Running:
         tokens = np.zeros(len(decoder.rows), np.int32)
         for place, going in batch.going.items():
             tokens[place] = going.sequence.token_ids[-1]
-        logits = decoder.step(tokens, choices=batch.choosing())
+        choices, began = batch.choosing(), time.perf_counter_ns()
+        logits = decoder.step(tokens, choices=choices)
         left = {}
         for place, going in batch.going.items():
             if going.sequence.reason is None:
@@ -236,7 +238,11 @@ class Running:
                 _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
         if left:
             chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
+            spent_ms = (time.perf_counter_ns() - began) / 1e6
             for place, going in left.items():
+                if going.chooser is not None:
+                    going.chooser.told.ms = spent_ms
+                    going.sequence.note(going.chooser.told)
                 _push(going.sequence, int(chosen[place]), logits, place)
         self._drop(batch)
 
@@ -342,7 +348,7 @@ class _Batch:
 def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:
     """One more token for a sequence, chosen by row `row` of `logits` float32 [B, V]."""
     assert sequence.sampling is not None
-    count = sequence.sampling.logprobs
+    token, count = sequence.forced(token), sequence.sampling.logprobs
     found = None if count is None else logprobs(np.asarray(logits)[row], token, count)
     sequence.push(token, found)
 

@@ -23,7 +23,7 @@ from ckv_jax.request import (
 from ckv_jax.serving.text import Text
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.trace import Trace
+from ckv_jax.trace import TokenTrace, Trace
 
 Outcome = Result | Generation
 
@@ -151,6 +151,17 @@ class Sequence:
         """The first token is about to be chosen."""
         self._text, self._trace = text, trace
         self._first_ns = self._last_ns = time.perf_counter_ns()
+
+    def note(self, token: TokenTrace) -> None:
+        """Where the next token's packs came from."""
+        assert self._trace is not None
+        self._trace.tokens.append(token)
+
+    def forced(self, token: int) -> int:
+        """The next token: `token`, unless `sampling` forces another one."""
+        assert self.sampling is not None
+        given = self.sampling.forced_ids[len(self.token_ids) :]
+        return given[0] if given else token
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with what `sampling` asks to be told of it; is it the last?"""

@@ -13,7 +13,8 @@ from ckv_jax.errors import CkvError
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.pipeline.choices import ChoiceCalls, Choices, Chooser
+from ckv_jax.pipeline.choice_calls import ChoiceCalls
+from ckv_jax.pipeline.choices import Choices, Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.executor import Batch, Executor, FirstToken, selected_chunks
 from ckv_jax.pipeline.kv_rows import KvRows
@@ -291,7 +292,7 @@ class Worker:
     def _choices(self) -> Choices:
         return Choices(
             self._choice_calls, self.plan, self.system, self.residents,
-            open_packs=lambda sources: self.packs(sources, Trace()),
+            open_packs=self.packs,
         )  # fmt: skip
 
     # -- prefills ---------------------------------------------------------------------------------

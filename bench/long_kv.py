@@ -1,0 +1,71 @@
+"""Long prefixes whose KV is written straight by the store's writer: no prefill is waited for.
+
+Keys and values are what every layer makes of the tokens' embeddings alone. With the structured
+weights of `bench.structured` these carry the features that queries weigh, so that what a query
+chooses has the same statistics as after a prefill; what earlier layers would have added is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from bench.structured import TOPICS
+from ckv_jax import Engine
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.storage.prefix import Prefix
+
+BLOCK = 2048
+"""Tokens written at a time."""
+
+
+def stored(engine: Engine, tokens: np.ndarray) -> Prefix:
+    """Stores `tokens` int32 [T], unless they are stored."""
+    layout, layers = engine.layout, engine.layers
+    found = engine.store.longest_prefix(tokens, fingerprint=engine.fingerprint, layout=layout)
+    if found.num_tokens == len(tokens):
+        return found
+    project = _project(layers)
+    with engine.store.writer(
+        fingerprint=engine.fingerprint, layout=layout, tokens=tokens, codec=engine.system.coder
+    ) as writer:
+        for first in range(0, len(tokens), BLOCK):
+            block = np.zeros((1, BLOCK), np.int32)
+            part = tokens[first : first + BLOCK]
+            block[0, : len(part)] = part
+            hidden = layers.embed(block)
+            kv = np.stack(
+                [
+                    np.stack([np.asarray(x)[0, : len(part)] for x in project(layer, hidden, first)])
+                    for layer in range(layers.num_layers)
+                ]
+            )
+            writer.write(first, kv.astype(layout.numpy_dtype, copy=False))
+        return writer.commit()
+
+
+def walking_tokens(rng: np.random.Generator, n: int, vocab_size: int, *, stay: float) -> np.ndarray:
+    """Token ids int32 [n] of a text that keeps to its topic with probability `stay` a token."""
+    topics = np.empty(n, np.int64)
+    topic = rng.integers(TOPICS)
+    for i in range(n):
+        if rng.random() >= stay:
+            topic = rng.integers(TOPICS)
+        topics[i] = topic
+    ids: np.ndarray = TOPICS * rng.integers(0, vocab_size // TOPICS, n) + topics
+    return ids.astype(np.int32)
+
+
+def _project(layers: Layers) -> Callable[[int, Array, int], tuple[Array, Array]]:
+    @jax.jit
+    def keys_values(state: Any, hidden: Array, first: Array) -> tuple[Array, Array]:
+        at = first + jnp.arange(hidden.shape[1], dtype=jnp.int32)[None, :]
+        _, keys, values = layers.layer_of(state).project(hidden, at)
+        return keys, values
+
+    return lambda layer, hidden, first: keys_values(layers.state(layer), hidden, np.int32(first))

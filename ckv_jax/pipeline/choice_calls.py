@@ -1,0 +1,105 @@
+"""The jitted call of decode that scores, chooses and looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int32
+
+from ckv_jax.cache.window import Choice, Keep, Moves, advance
+from ckv_jax.cache.window import Window as WindowArrays
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.decoder import Layer
+from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
+from ckv_jax.pipeline.layers import Layers, LayerState
+from ckv_jax.reads.residents import Resident
+from ckv_jax.selection.base import Selection, choose
+from ckv_jax.selection.chunks import ChunkScore
+
+
+class Chosen(NamedTuple):
+    """What one call chose for the rows of one prefix, on the device."""
+
+    selection: Selection
+    moves: Moves
+    window: WindowArrays
+
+
+class ChoiceCalls:
+    """The jitted call that scores, chooses and looks up, over the layers of one model."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
+        takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME, WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
+        self._choose = layers.programs.jit(
+            layers.split(anew, takes, WHOLE),
+            static=("score", "keep", "n", "chunk_tokens"),
+        )
+
+    def choose(
+        self,
+        layers: Sequence[int],
+        hidden: Array,
+        rows: Int32[np.ndarray, " b"],
+        start: Int32[np.ndarray, " b"],
+        probes: Sequence[Probe],
+        resident: Resident,
+        limits: Int32[np.ndarray, " b"],
+        window: WindowArrays,
+        step: int,
+        *,
+        score: ChunkScore,
+        keep: Keep,
+        n: int,
+    ) -> Chosen:
+        """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
+
+        `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
+        stays. `probes`: one a layer, whose scores are summed; `window`: [b, W], W >= n.
+        """
+        shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
+        slots = window.chunk.shape[1]
+        key = (hidden.shape, len(rows), shapes, slots, score, keep, n)
+        found: Chosen = self._choose(
+            key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
+            tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
+            limits, window, np.int32(step), score=score, keep=keep, n=n,
+            chunk_tokens=resident.prefix.layout.chunk_tokens,
+        )  # fmt: skip
+        return found
+
+
+def _dtype(leaf: Array) -> object:
+    return leaf.dtype
+
+
+def _choose_of(
+    layer_of: Callable[[LayerState], Layer], target: Target, shardings: Shardings
+) -> Callable[..., Chosen]:
+    def choose_anew(
+        states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
+        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
+        window: WindowArrays, step: Array, *, score: ChunkScore, keep: Keep, n: int,
+        chunk_tokens: int,
+    ) -> Chosen:  # fmt: skip
+        one = jnp.ones(rows.shape, jnp.int32)
+        scores: Array = jnp.zeros((), jnp.float32)
+        for state, probe in zip(states, probes, strict=True):
+            q = layer_of(state).query(hidden[rows], start[:, None])
+            scores = scores + score(
+                q, probe, num_tokens=num_tokens, q_lengths=one, chunk_tokens=chunk_tokens,
+                target=target,
+            )  # [b, M]  # fmt: skip
+        scores = shardings.sum(scores)
+        selection = choose(scores, n, limits, count=num_chunks)
+        after, moves = advance(window, Choice(selection.ids, scores), step, keep)
+        return Chosen(selection, moves, after)
+
+    return choose_anew
