@@ -21,7 +21,7 @@ from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 
-__all__ = ["Answers", "DecodeOracle", "DecodeRule"]
+__all__ = ["Answers", "DecodeOracle", "DecodeRule", "attend_seen"]
 
 Unit = Literal["position", "balanced", "kmeans"]
 Index = Literal["keys", "int4", "pq8", "pq16", "signs", "means", "bounds"]
@@ -263,7 +263,7 @@ def _ask(
         q, k_new, v_new = layer.project(hidden, positions)
         mask = jax.lax.cond(lead, lambda: choose(hidden, at), lambda: mask)
         seen = mask | (steady | all_of_it)[None, None, :]
-        heads = _attend(q, k, v, k_new, v_new, seen)
+        heads = attend_seen(q, k, v, k_new, v_new, seen)
         mine = seen[:, last]  # [K or 1, Q, T]
         needle = jnp.take_along_axis(mine, needles[None, :, None], axis=2)[..., 0].any(0)
         return (layer.complete(hidden, heads), mask), (needle, mine.mean((0, 2)))
@@ -278,7 +278,7 @@ def _ask(
     return logits, needle.mean(0, dtype=jnp.float32), attended.mean(0)
 
 
-def _attend(
+def attend_seen(
     q: jax.Array, k: jax.Array, v: jax.Array, k_new: jax.Array, v_new: jax.Array, seen: jax.Array
 ) -> jax.Array:
     """Each token over what it chose, `seen` bool [K or 1, Q * S, T], and its own past."""
