@@ -23,6 +23,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.rivals.reorder import REORDER_AFTER
+from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -120,7 +121,10 @@ class Lab:
         for layout in missing:
             if (index, layout.hex) not in self._prefixes:
                 with self.store.writer(
-                    fingerprint=self.base.fingerprint, layout=layout, tokens=tokens
+                    fingerprint=self.base.fingerprint,
+                    layout=layout,
+                    tokens=tokens,
+                    codec=codec_of(layout),
                 ) as writer:
                     writer.write(0, kv)
                     self._prefixes[index, layout.hex] = writer.commit()

@@ -128,7 +128,7 @@ def row_of(
 ) -> Json:
     """One row of the result, without the floors."""
     token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
-    token_bytes *= layout.numpy_dtype.itemsize
+    token_bytes *= layout.numpy_dtype.itemsize * layout.stored_bytes / layout.pack_bytes
 
     def total(name: str) -> int:
         return sum(getattr(sample, name) for sample in samples)

@@ -8,9 +8,10 @@ the layout's element type.
 
 Bytes of one pack, little-endian, in this order; no part is padded but the whole, at its end:
 
-    scales  bfloat16 [pl, 2, C, K, 2]: scale, zero
-    keys    uint8 [pl, C, K, D * bits / 8], each layer with its own bits
-    values  the same
+    bfloat16 [pl, 2, C, K, 2]: scale, zero
+    then for each layer
+        its keys, uint8 [C, K, D * bits / 8]
+        its values, the same with their own bits
 
 A byte of 4 or 2 bits each holds dims d, d + D/2 or d, d + D/4, d + D/2, d + 3D/4, the first one in
 the lowest bits. With K and V apart a pack has one kind and one layer.
@@ -23,8 +24,8 @@ every device reads back the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import ml_dtypes
@@ -85,65 +86,80 @@ class Quantised:
 
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         """See `Codec`."""
-        x = packs.astype(np.float32)
+        out = np.zeros((len(packs), self.num_bytes_of(layout)), np.uint8)
+        for row, pack in zip(out, packs, strict=True):  # one after the other: they fit a cache
+            self._encode(pack, row, layout)
+        return out
+
+    def _encode(self, pack: np.ndarray, out: np.ndarray, layout: Layout) -> None:
+        """One pack [*pack_shape] into `out` uint8 [num_bytes]."""
         if layout.dtype == "bfloat16":  # several times as fast
-            x = (packs.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        if self.turned:
-            keys = x[:, :, 0]
-            wide = _block(layout.head_dim)
-            turned = keys.reshape(*keys.shape[:-1], -1, wide) @ _hadamard(wide)
-            x[:, :, 0] = turned.reshape(keys.shape) / np.float32(math.sqrt(wide))
-        levels = np.array([[2**b - 1 for b in pair] for pair in self._rows(layout)], np.float32)
-        levels = levels[:, : x.shape[2], None, None]  # [pl, kinds, 1, 1]
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            low, high = x.min(-1), x.max(-1)
-            zero = _downward(low)
-            scale = _upward((high - zero) / levels)
+            x = (pack.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        else:
+            x = pack.astype(np.float32)
+        bits = self._rows(layout)
+        levels = np.array([[2**b - 1 for b in pair] for pair in bits], np.float32)
+        levels = levels[:, : x.shape[1], None, None]  # [pl, kinds, 1, 1]
+        with np.errstate(invalid="ignore", over="ignore"):
+            if self.turned:
+                wide = _block(layout.head_dim)
+                keys = _turned(x[:, 0].reshape(-1, wide)) / np.float32(math.sqrt(wide))
+                x[:, 0] = keys.reshape(x[:, 0].shape)
+            zero = _downward(x.min(-1))
+            scale = _upward((x.max(-1) - zero) / levels)
             lost = ~np.isfinite(scale)
             zero[lost], scale[lost] = 0, np.nan
-            steps = np.where(scale > 0, scale, np.float32(1))[..., None]
-            codes = np.rint((x - zero[..., None]) / steps)
-        codes = np.clip(np.nan_to_num(codes), 0, levels[..., None]).astype(np.uint8)
-        out = np.zeros((len(packs), self.num_bytes_of(layout)), np.uint8)
+            x -= zero[..., None]
+            x /= np.where(scale > 0, scale, np.float32(1))[..., None]
+            np.rint(x, out=x)
+        x[lost] = 0
+        codes = x.astype(np.uint8)
         both = np.stack([scale, zero], -1).astype(ml_dtypes.bfloat16)  # exact
-        scales = both.reshape(len(packs), -1).view(np.uint8)
-        out[:, : scales.shape[1]] = scales
-        at = scales.shape[1]
-        for kind, layer, bits in self._parts(layout):
-            part = _narrow(codes[:, layer, kind], bits).reshape(len(packs), -1)
-            out[:, at : at + part.shape[1]] = part
-            at += part.shape[1]
-        return out
+        at = both.nbytes
+        out[:at] = both.reshape(-1).view(np.uint8)
+        for layer, pair in zip(codes, bits, strict=True):
+            for kind, width in zip(layer, pair, strict=False):
+                part = _narrow(kind, width).reshape(-1)
+                out[at : at + len(part)] = part
+                at += len(part)
 
     def decode(self, stored: Any, layout: Layout) -> Any:
         """See `Codec`: arrays of numpy's or of JAX's, in and out."""
         xp = stored.__array_namespace__()
         layers, kinds, chunk, heads, dim = layout.pack_shape
-        rows = layers * kinds * chunk * heads
-        both = stored[:, : 4 * rows].view(ml_dtypes.bfloat16)
+        at = 4 * layers * kinds * chunk * heads
+        both = stored[:, :at].view(ml_dtypes.bfloat16)
         both = both.reshape(-1, layers, kinds, chunk, heads, 2).astype(np.float32)
         scale, zero = both[..., :1], both[..., 1:]
-        runs, at = [], 4 * rows
-        for count, bits in self._runs(layout):
-            size = count * chunk * heads * dim * bits // 8
-            part = stored[:, at : at + size].reshape(-1, count, chunk, heads, dim * bits // 8)
-            runs.append(_wide(xp, part, bits))
-            at += size
+        runs = []
+        for count, pair in self._runs(layout):
+            sizes = [chunk * heads * dim * bits // 8 for bits in pair[:kinds]]
+            run = stored[:, at : at + count * sum(sizes)]
+            at += count * sum(sizes)
+            if len(set(pair[:kinds])) == 1:
+                shape = (-1, count, kinds, chunk, heads, sizes[0] // (chunk * heads))
+                runs.append(_wide(xp, run.reshape(shape), pair[0]))
+                continue
+            run = run.reshape(-1, count, sum(sizes))
+            parts = (run[..., : sizes[0]], run[..., sizes[0] :])
+            wide = [
+                _wide(xp, part.reshape(-1, count, 1, chunk, heads, dim * bits // 8), bits)
+                for part, bits in zip(parts, pair, strict=True)
+            ]
+            runs.append(xp.concatenate(wide, axis=2))
         codes = runs[0] if len(runs) == 1 else xp.concatenate(runs, axis=1)
-        codes = codes.reshape(-1, kinds, layers, chunk, heads, dim)
         if not self.turned:
-            # Kinds go inside layers again.
-            x = xp.moveaxis(codes, 1, 2).astype(np.float32) * scale + zero
-            return x.astype(layout.numpy_dtype)
-        wide = _block(dim)
-        root = np.float32(math.sqrt(wide))
-        blocks = codes[:, 0].reshape(-1, layers, chunk, heads, dim // wide, wide)
-        first = (np.arange(wide) == 0).astype(np.float32) * root  # ones, turned
-        first = first.reshape(1, 1, 1, 1, 1, wide)
-        keys = _turn(blocks, wide) * (scale[:, :, 0, ..., None] / root)
+            return (codes.astype(np.float32) * scale + zero).astype(layout.numpy_dtype)
+        block = _block(dim)
+        root = np.float32(math.sqrt(block))
+        first = (np.arange(block) == 0).astype(np.float32) * root  # ones, turned
+        first = first.reshape(1, 1, 1, 1, 1, block)
+        keys = codes[:, :, 0].reshape(-1, layers, chunk, heads, dim // block, block)
+        keys = _turn(keys, block) * (scale[:, :, 0, ..., None] / root)
         keys = (keys + zero[:, :, 0, ..., None] * first).reshape(-1, layers, chunk, heads, dim)
-        values = codes[:, 1].astype(np.float32) * scale[:, :, 1] + zero[:, :, 1]
-        return xp.stack([keys, values], axis=2).astype(layout.numpy_dtype)
+        values = codes[:, :, 1].astype(np.float32) * scale[:, :, 1] + zero[:, :, 1]
+        both = [x.astype(layout.numpy_dtype) for x in (keys, values)]
+        return xp.stack(both, axis=2)
 
     # -- sizes -----------------------------------------------------------------------------------
 
@@ -159,24 +175,15 @@ class Quantised:
         """Bits of each layer of a pack, of a codec of one group."""
         return self.bits * layout.pack_layers if len(self.bits) == 1 else self.bits
 
-    def _parts(self, layout: Layout) -> Iterator[tuple[int, int, int]]:
-        """(kind, layer within the pack, bits), as they follow each other."""
-        for kind in range(layout.pack_shape[1]):
-            for layer, pair in enumerate(self._rows(layout)):
-                yield kind, layer, pair[kind]
-
-    def _runs(self, layout: Layout) -> list[tuple[int, int]]:
-        """(parts, bits) of neighbours with the same bits."""
-        runs: list[tuple[int, int]] = []
-        for _, _, bits in self._parts(layout):
-            same = bool(runs) and runs[-1][1] == bits
-            runs[-1:] = [(runs[-1][0] + 1, bits)] if same else [*runs[-1:], (1, bits)]
-        return runs
+    def _runs(self, layout: Layout) -> list[tuple[int, tuple[int, int]]]:
+        """(layers, bits) of neighbours with the same bits."""
+        return [(len(list(run)), pair) for pair, run in groupby(self._rows(layout))]
 
     def _size(self, layout: Layout, group: int) -> int:
         rows = layout.chunk_tokens * layout.num_kv_heads  # of one layer's keys or values
-        parts = self.of_group(group, layout)._parts(layout)
-        return sum(rows * (4 + layout.head_dim * bits // 8) for _, _, bits in parts)
+        kinds = layout.pack_shape[1]
+        bits = [b for pair in self.of_group(group, layout)._rows(layout) for b in pair[:kinds]]
+        return sum(rows * (4 + layout.head_dim * b // 8) for b in bits)
 
 
 def _block(dim: int) -> int:
@@ -195,10 +202,21 @@ def _hadamard(wide: int) -> np.ndarray:
     return matrix
 
 
+def _turned(x: np.ndarray) -> np.ndarray:
+    """float32 [n, wide] times the Hadamard matrix; by sums, as BLAS's threads cost much more."""
+    rows = np.ascontiguousarray(x.T)
+    step = 1
+    while step < x.shape[1]:
+        pairs = rows.reshape(-1, 2, step, len(x))
+        rows = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        step *= 2
+    return rows.reshape(x.shape[::-1]).T
+
+
 def _turn(codes: Any, wide: int) -> Any:
     """float32 [..., wide]: codes uint8 [..., wide] times the Hadamard matrix, exactly."""
     if isinstance(codes, np.ndarray):
-        return codes.astype(np.float32) @ _hadamard(wide)
+        return _turned(codes.reshape(-1, wide).astype(np.float32)).reshape(codes.shape)
     import jax  # only here: whoever gave an array of JAX's has it
 
     matrix = _hadamard(wide).astype(ml_dtypes.bfloat16)  # as are codes: no bit is lost

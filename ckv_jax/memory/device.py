@@ -23,7 +23,7 @@ from ckv_jax.model.shardings import ONE_DEVICE, PAGES, Shardings
 STAGING_ROWS = 16
 
 Decode = Callable[[Array | np.ndarray], Array]
-"""Packs [n, pl, 2, C, K*D], or their bit patterns, from what lay on disk [n, *stored_shape]."""
+"""Packs [n, *pack_shape], or their bit patterns, from what lay on disk [n, *stored_shape]."""
 
 
 class DevicePool:
@@ -128,5 +128,6 @@ class DevicePool:
 
 def _write(pages: Array, fresh: Array, slots: Array) -> tuple[Array, Array]:
     # The marker depends on the write's operands, so it is ready no sooner than they are consumed.
+    fresh = fresh.reshape(-1, *pages.shape[1:])
     pages = pages.at[slots].set(fresh, mode="drop", unique_indices=True)
     return pages, pages[0, 0, 0, 0]  # a row that every device has a part of

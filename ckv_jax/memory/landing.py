@@ -235,5 +235,4 @@ class HostBlocks:
 
 
 def _decoding(coder: Codec, layout: Layout) -> Decode:
-    shape = slot_shape(layout)
-    return jax.jit(lambda rows: coder.decode(rows, layout).reshape(-1, *shape))
+    return jax.jit(lambda rows: coder.decode(rows, layout))

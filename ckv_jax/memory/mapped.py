@@ -50,6 +50,7 @@ class MappedPool:
         """
         if decode is not None:
             rows = np.asarray(decode(rows)).view(self.packs.dtype)
+            rows = rows.reshape(-1, *self.packs.shape[1:])
         for row, slot in zip(rows, slots.tolist(), strict=True):
             if slot >= 0:
                 self.packs[slot] = row

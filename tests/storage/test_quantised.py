@@ -156,11 +156,10 @@ def test_zarr_reads_it(folder: Path, name: str) -> None:
     count = layers * 2 * chunk * heads
     both = data[:, : 4 * count].copy().view(ml_dtypes.bfloat16).astype(np.float32)
     scale, zero = np.moveaxis(both.reshape(-1, layers, 2, chunk, heads, 2), -1, 0)
+    sizes = [chunk * heads * dim * bits // 8 for bits in codec.bits[0]]
     bits = codec.bits[0][1]
-    end = 4 * count + count * dim * sum(codec.bits[0]) // 16
-    packed = data[:, end - count * dim * bits // 16 : end].reshape(
-        -1, layers, chunk, heads, dim * bits // 8
-    )
+    packed = data[:, 4 * count :][:, : layers * sum(sizes)].reshape(-1, layers, sum(sizes))
+    packed = packed[:, :, sizes[0] :].reshape(-1, layers, chunk, heads, dim * bits // 8)
     codes = packed if bits == 8 else np.concatenate([packed & 15, packed >> 4], -1)
     values = codes * scale[:, :, 1, ..., None] + zero[:, :, 1, ..., None]
     truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[:, :, 1].view(SMALL.numpy_dtype)
