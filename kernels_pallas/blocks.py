@@ -86,8 +86,7 @@ class GpuAttend:
     steps: int = 2
 
     def __post_init__(self) -> None:
-        if self.keys != 32:
-            _multiple("keys", self.keys, 64)
+        _multiple("keys", self.keys, 64)
         _multiple("steps", self.steps, 1)
 
 

@@ -23,7 +23,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ckv_jax.kernels_pallas.attend.pieces import NEVER, Pieces, cut, fold, unfold
+from ckv_jax.kernels_pallas.attend.pieces import (
+    NEVER,
+    Pieces,
+    cut,
+    fold,
+    pieces_each,
+    spread,
+    unfold,
+)
 from ckv_jax.kernels_pallas.blocks import GpuAttend, gpu_blocks
 from ckv_jax.kernels_pallas.capability import require_wgmma
 from ckv_jax.kernels_pallas.cost import attention_cost, of_gpu
@@ -81,9 +89,11 @@ def attend(
         raise NotImplementedError(
             f"got chunks of {chunk} tokens, expected a multiple of 8 that divides {keys}"
         )
-    pieces = cut(
-        count, chunk, k_table, v_table, lengths, k_new, v_new, q_start, queries, keys // chunk
-    )
+    per_step = keys // chunk
+    listed = k_table.shape[1] + pl.cdiv(k_new.shape[1], chunk)
+    each = pieces_each(listed, units, per_step, target.cores)
+    pieces = cut(count, chunk, k_table, v_table, lengths, k_new, v_new, q_start, queries, each)
+    pieces = spread(pieces, each, per_step)
     steps = pieces.order.shape[1] // keys
     share = max(1, steps * units // target.cores)
     pool = pieces.k_new if dense else pages  # dense: an operand of its form, never looked at

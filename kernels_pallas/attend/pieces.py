@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["NEVER", "Pieces", "cut", "fold", "tile_rows", "unfold"]
+__all__ = ["NEVER", "Pieces", "cut", "fold", "pieces_each", "spread", "tile_rows", "unfold"]
 
 NEVER = 2**30  # the order of a token that no query sees
 
@@ -82,6 +82,32 @@ def cut(
         dirty=dirty.astype(jnp.int32),
         k_new=new(k_new),
         v_new=new(v_new),
+    )
+
+
+def pieces_each(pieces: int, units: int, most: int, cores: int) -> int:
+    """Of how many pieces a step is: `most`, or fewer where whole steps would not occupy the chip.
+
+    units: thread blocks that walk all pieces side by side.
+    """
+    return min(most, max(1, pieces * units // cores))
+
+
+def spread(pieces: Pieces, each: int, per_step: int) -> Pieces:
+    """Steps of `each` pieces as steps of `per_step`, the rest of which is zeros."""
+    batch, total = pieces.k_table.shape
+    chunk = pieces.k_new.shape[2]
+    zeros = -pieces.k_new.shape[1]  # the last piece of the new tokens
+
+    def wider(x: Array, size: int, value: int) -> Array:
+        steps = x.reshape(batch, total // each, each * size)
+        pad = (0, (per_step - each) * size)
+        return jnp.pad(steps, ((0, 0), (0, 0), pad), constant_values=value).reshape(batch, -1)
+
+    return pieces._replace(
+        k_table=wider(pieces.k_table, 1, zeros),
+        v_table=wider(pieces.v_table, 1, zeros),
+        order=wider(pieces.order, chunk, NEVER),
     )
 
 

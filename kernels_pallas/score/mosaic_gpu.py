@@ -136,10 +136,13 @@ def _stream(
             """[rows, keys], -inf past the last token."""
             slot = lax.rem(step - begin, blocks.steps)
             plgpu.barrier_wait(barriers.at[slot])
-            key_ref, scale = plan.decode(scratch, slot)
+            parts, scale = plan.decode(scratch, slot)
 
             def dot(acc_ref: Any) -> Any:
-                plgpu.wgmma(acc_ref, q_smem, key_ref.transpose((1, 0)))
+                width = dim // len(parts)
+                for i, part in enumerate(parts):
+                    of_part = q_smem.at[:, pl.ds(i * width, width)]
+                    plgpu.wgmma(acc_ref, of_part, part.transpose((1, 0)))
                 return acc_ref[...]
 
             x = pl.run_scoped(dot, plgpu.WGMMAAccumulatorRef((_ROWS, keys), jnp.float32)) * (

@@ -27,7 +27,8 @@ class KeyBlocks:
 
     prepare(refs, scratch, head, barrier) starts `prepared` copies, once a thread block;
     load(refs, scratch, head, first, slot, barrier) starts `loaded` copies of the keys from
-    `first` on; decode(scratch, slot) gives a reference to keys [keys, D] and their scales or None.
+    `first` on; decode(scratch, slot) gives references to parts of keys [keys, D / parts], side by
+    side, and their scales or None.
     """
 
     operands: tuple[Array, ...]
@@ -37,7 +38,7 @@ class KeyBlocks:
     prepared: int
     prepare: Callable[[Sequence[Any], Sequence[Any], Array, Any], None]
     load: Callable[[Sequence[Any], Sequence[Any], Array, Array, Array | int, Any], None]
-    decode: Callable[[Sequence[Any], Array], tuple[Any, Array | None]]
+    decode: Callable[[Sequence[Any], Array], tuple[list[Any], Array | None]]
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +90,7 @@ def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
         prepared=0,
         prepare=_nothing,
         load=load,
-        decode=lambda scratch, slot: (scratch[0].at[slot], None),
+        decode=lambda scratch, slot: ([scratch[0].at[slot]], None),
     )
 
 
@@ -109,8 +110,8 @@ def _scaled(
     steps: int,
     unpack: Callable[[Array, Any], list[Array]],
 ) -> KeyBlocks:
-    width = probe.codes.shape[2]
-    dim = probe.shape[2]
+    width, dim = probe.codes.shape[2], probe.shape[2]
+    tiled = _swizzled(min(64, width))  # a write of `width` columns is of whole tiles
 
     def load(
         refs: Sequence[Any],
@@ -124,21 +125,21 @@ def _scaled(
         plgpu.copy_gmem_to_smem(refs[0].at[pl.ds(first, keys), head, :], codes.at[slot], on)
         plgpu.copy_gmem_to_smem(refs[1].at[head, pl.ds(first, keys)], scales.at[slot], on)
 
-    def decode(scratch: Sequence[Any], slot: Array) -> tuple[Any, Array]:
+    def decode(scratch: Sequence[Any], slot: Array) -> tuple[list[Any], Array]:
         codes, scales, decoded = scratch
         for i, part in enumerate(unpack(codes[slot], dtype)):
             decoded[:, pl.ds(i * width, width)] = part
         plgpu.commit_smem()
-        return decoded, scales[slot]
+        return [decoded], scales[slot]
 
     return KeyBlocks(
         operands=(probe.codes, probe.scale.swapaxes(0, 1)),
         scratch=(
             plgpu.SMEM((steps, keys, width), probe.codes.dtype),
             plgpu.SMEM((steps, keys), jnp.float32),
-            plgpu.SMEM((keys, dim), dtype, transforms=_swizzled(64)),
+            plgpu.SMEM((keys, dim), dtype, transforms=tiled),
         ),
-        transforms=_swizzled(64),
+        transforms=tiled,
         loaded=2,
         prepared=0,
         prepare=_nothing,
@@ -152,7 +153,6 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     of columns is zero, so that two sub-vectors fill one tile.
     """
     kv_heads, subspaces, size, width = probe.codebooks.shape
-    dim = probe.shape[2]
     if 2 * width != _PAIR or subspaces % 2 or subspaces > _SUBSPACES:
         raise NotImplementedError(
             f"got {subspaces} sub-vectors of {width} dims, expected an even number up to "
@@ -178,10 +178,10 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
     ) -> None:
         plgpu.copy_gmem_to_smem(refs[0].at[head, :, pl.ds(first, keys)], scratch[0].at[slot], on)
 
-    def decode(scratch: Sequence[Any], slot: Array) -> tuple[Any, None]:
+    def decode(scratch: Sequence[Any], slot: Array) -> tuple[list[Any], None]:
         codes, book, one_hot, decoded = scratch
 
-        def pair_of(pair: int) -> Callable[[Any], Any]:
+        def decode_pair(pair: Array, carry: None) -> None:
             def dot(acc_ref: Any) -> Any:
                 for i in range(2):
                     code = codes[slot, 2 * pair + i].astype(jnp.int32)
@@ -195,15 +195,12 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
                     plgpu.wgmma_wait(0)
                 return acc_ref[...]
 
-            return dot
+            part = pl.run_scoped(dot, plgpu.WGMMAAccumulatorRef((keys, _PAIR), jnp.float32))
+            decoded[pair] = part.astype(dtype)
 
-        for pair in range(subspaces // 2):
-            part = pl.run_scoped(
-                pair_of(pair), plgpu.WGMMAAccumulatorRef((keys, _PAIR), jnp.float32)
-            )
-            decoded[:, pl.ds(pair * _PAIR, _PAIR)] = part.astype(dtype)
+        lax.fori_loop(0, subspaces // 2, decode_pair, None)  # unrolled, it would not fit registers
         plgpu.commit_smem()
-        return decoded, None
+        return [decoded.at[pair] for pair in range(subspaces // 2)], None
 
     return KeyBlocks(
         operands=(probe.codes.transpose(1, 2, 0), books),
@@ -211,7 +208,7 @@ def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
             plgpu.SMEM((steps, subspaces, keys), jnp.uint8),
             plgpu.SMEM((subspaces, size, _PAIR), dtype, transforms=_swizzled(_PAIR)),
             plgpu.SMEM((keys, size), dtype, transforms=_swizzled(_PAIR)),
-            plgpu.SMEM((keys, dim), dtype, transforms=_swizzled(_PAIR)),
+            plgpu.SMEM((subspaces // 2, keys, _PAIR), dtype, transforms=_swizzled(_PAIR)),
         ),
         transforms=_swizzled(_PAIR),
         loaded=1,
