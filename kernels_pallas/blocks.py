@@ -34,26 +34,38 @@ def _multiple(name: str, value: int, of: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuAttend:
-    """rows: query rows of one tile; keys: tokens of one step."""
+    """held: query rows that stay on the chip; rows: of one tile; keys: tokens of one step."""
 
+    held: int = 512
     rows: int = 128
     keys: int = 128
 
     def __post_init__(self) -> None:
+        _multiple("held", self.held, 16)
         _multiple("rows", self.rows, 16)
         _multiple("keys", self.keys, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuDense:
-    """rows: query rows of one tile; keys: tokens of one step. Of attention over no pages."""
+    """Of attention over no pages. held: query rows, times the heads of a block, that stay on the
+    chip; rows: of one step; strip: of them at a time; keys: tokens of one step; part: of them at a
+    time; memory: bytes on the chip for all of it."""
 
-    rows: int = 512
-    keys: int = 1024
+    held: int = 8192
+    rows: int = 2048
+    strip: int = 256
+    keys: int = 512
+    part: int = 128
+    memory: int = 32 << 20
 
     def __post_init__(self) -> None:
-        _multiple("rows", self.rows, 16)
+        _multiple("held", self.held, 128)
+        _multiple("rows", self.rows, 128)
+        _multiple("strip", self.strip, 128)
         _multiple("keys", self.keys, 128)
+        _multiple("part", self.part, 128)
+        _multiple("memory", self.memory, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["NEVER", "Pieces", "cut", "fold", "pieces_each", "spread", "tile_rows", "unfold"]
+__all__ = [
+    "NEVER",
+    "Pieces",
+    "cut",
+    "fold",
+    "held_rows",
+    "pieces_each",
+    "spread",
+    "tile_rows",
+    "unfold",
+]
 
 NEVER = 2**30  # the order of a token that no query sees
 
@@ -129,12 +139,22 @@ def fold(q: Array, kv_heads: int, q_start: Array, multiple: int) -> tuple[Array,
     )
 
 
-def tile_rows(rows: int, most: int, tiles: int) -> int:
-    """Rows of a tile, a multiple of 16 up to `most`: no more than there are, in `tiles` tiles at
+def tile_rows(rows: int, most: int, tiles: int, of: int = 16) -> int:
+    """Rows of a tile, a multiple of `of` up to `most`: no more than there are, in `tiles` tiles at
     least, so that no core idles and nothing is computed for rows that do not exist.
     """
     tiles = max(tiles, -(-rows // most))
-    return min(most, -(-rows // (16 * tiles)) * 16)
+    return min(most, -(-rows // (of * tiles)) * of)
+
+
+def held_rows(rows: int, most: int, tile: int, parts: int, of: int = 16) -> tuple[int, int]:
+    """Rows that a kernel holds at a time, at most about `most` and in `parts` parts at least, and
+    those of one of their tiles, at most `tile`; multiples of `of`, and the former of the latter.
+    """
+    held = tile_rows(rows, most, parts, of)
+    tiles = max(1, -(-held // tile))
+    size = -(-held // (of * tiles)) * of
+    return size * tiles, size
 
 
 def unfold(rows: Array, queries: int, group: int) -> Array:
