@@ -70,14 +70,19 @@ class TpuDense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuScore:
-    """rows: query rows of one tile; keys: of one step."""
+    """held: query rows that stay on the chip; rows: of one tile; keys: of one step; memory: bytes
+    on the chip for all of it."""
 
+    held: int = 256
     rows: int = 128
-    keys: int = 512
+    keys: int = 256
+    memory: int = 32 << 20
 
     def __post_init__(self) -> None:
+        _multiple("held", self.held, 16)
         _multiple("rows", self.rows, 16)
         _multiple("keys", self.keys, 128)
+        _multiple("memory", self.memory, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

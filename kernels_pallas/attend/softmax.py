@@ -39,15 +39,15 @@ class Rows:
             pltpu.VMEM((heads, rows, LANES), jnp.float32),
         ]
 
-    def start(self, at: pl.Slice) -> None:
-        """Rows that have seen nothing."""
+    def start(self, at: Any, rows: int) -> None:
+        """The `rows` rows at `at` have seen nothing."""
         heads, _, dim = self.acc.shape
-        self.acc[:, at] = jnp.zeros((heads, at.size, dim), jnp.float32)
-        self.top[:, at] = jnp.full((heads, at.size, LANES), LOWEST, jnp.float32)
-        self.total[:, at] = jnp.zeros((heads, at.size, LANES), jnp.float32)
+        self.acc[:, at] = jnp.zeros((heads, rows, dim), jnp.float32)
+        self.top[:, at] = jnp.full((heads, rows, LANES), LOWEST, jnp.float32)
+        self.total[:, at] = jnp.zeros((heads, rows, LANES), jnp.float32)
 
     def update(
-        self, head: int, at: pl.Slice, queries: Array, keys: Array, values: Array, seen: Array,
+        self, head: int, at: Any, queries: Array, keys: Array, values: Array, seen: Array,
         scale: float,
     ) -> None:  # fmt: skip
         """Takes in keys and values [n, D] of one head for its rows `at`, queries [rows, D].
@@ -75,7 +75,7 @@ class Rows:
         self.total[head, at] = total
         self.top[head, at] = top
 
-    def finish(self, head: int, at: pl.Slice, scale: float) -> tuple[Array, Array]:
+    def finish(self, head: int, at: Any, scale: float) -> tuple[Array, Array]:
         """out float32 [rows, D] and the natural log-sum-exp [rows, 1], -inf for nothing seen."""
         total = jnp.sum(self.total[head, at], axis=1, keepdims=True)
         divisor = jnp.where(total > 0, total, 1.0)
@@ -95,9 +95,10 @@ def cleaned(values_ref: Any, order: Array, limit: int) -> None:
     n, width = values_ref.shape
     column = jnp.broadcast_to(order, (LANES, n)).T  # [n, LANES]
     for first in range(0, width, LANES):
-        lanes = pl.ds(first, min(LANES, width - first))
+        few = min(LANES, width - first)
+        lanes = pl.ds(first, few)
         values = values_ref[:, lanes]
-        usable = wide(column, lanes.size) < limit
+        usable = wide(column, few) < limit
         values_ref[:, lanes] = jnp.where(usable, values, jnp.zeros((), values.dtype))
 
 

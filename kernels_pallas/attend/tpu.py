@@ -248,7 +248,7 @@ def _kernel(
 
     @pl.when(step == 0)
     def _start() -> None:
-        kept.start(at)
+        kept.start(at, tile)
 
     query = query_of(tile, number * tile, group)
     limit = jnp.where(query < queries, jnp.maximum(start_ref[b] + query + 1, 0), -1)

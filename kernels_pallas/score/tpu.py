@@ -1,10 +1,11 @@
 # mypy: disallow-untyped-calls=False
-"""Equation 1 for TPUs: two sweeps over the probe in one kernel, weights a key at a time out.
+"""Equation 1 for TPUs, in one sweep over the probe: chunks of sums wait on the chip for the maxima.
 
-The grid runs over sequence and KV head, tiles of query rows, the two sweeps and blocks of keys. The
-first sweep finds every row's maximum and sum, the second writes each key's sum of weights. Codes
-are unpacked a block at a time in VMEM; product-quantised codes meet the rows' lookup tables
-(row . codebook entry) in a one-hot matmul.
+The grid runs over sequence and KV head, blocks of query rows that stay on the chip, blocks of keys
+and tiles of the rows. A step leaves each chunk's sum of exponentials, chunks above each other and
+rows along the lanes, and its block's maximum; the last one of a tile weighs them by every row's
+maximum and total. Codes are unpacked a block at a time in VMEM; product-quantised codes meet the
+rows' lookup tables (row . codebook entry) in a one-hot matmul.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ckv_jax.kernels_pallas.attend.pieces import tile_rows
+from ckv_jax.kernels_pallas.attend.pieces import held_rows
 from ckv_jax.kernels_pallas.blocks import TpuScore, tpu_blocks
 from ckv_jax.kernels_pallas.cost import score_cost
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
-from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries
+from ckv_jax.kernels_pallas.score.rows import fold_queries
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["score"]
 
-_LOWEST = -1e30  # start of the running maximum: finite, so that differences stay numbers
+_LANES = 128
+_LOWEST = -1e30  # of what must not be seen: finite, so that differences stay numbers
 
 
 @functools.partial(jax.jit, static_argnames=("chunk_tokens", "target", "blocks", "interpret"))
@@ -46,7 +48,8 @@ def score(
     """See `api.score`. Codes are brought into head-major order first, still compressed.
 
     Raises:
-      NotImplementedError: other queries than bfloat16 or float32, or keys as bit patterns.
+      NotImplementedError: other queries than bfloat16 or float32, keys as bit patterns, or chunks
+        that do not divide `blocks.keys`.
     """
     blocks = blocks or tpu_blocks(target).score
     dim = q.shape[3]
@@ -55,47 +58,66 @@ def score(
         raise NotImplementedError(f"got q {q.dtype}, expected bfloat16 or float32")
     if isinstance(probe, Keys) and not jnp.issubdtype(probe.keys.dtype, jnp.floating):
         raise NotImplementedError(f"got keys as bit patterns {probe.keys.dtype}, expected floats")
+    keys = blocks.keys
+    if keys % chunk_tokens:
+        raise NotImplementedError(
+            f"got chunks of {chunk_tokens} tokens, expected a divisor of {keys}"
+        )
     if q.size == 0:
         return jnp.zeros((q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
     group_rows = q.shape[1] * (q.shape[2] // kv_heads)
     cores = -(-target.cores // (q.shape[0] * kv_heads))
-    tile = tile_rows(group_rows, blocks.rows, cores)
-    rows, valid = fold_queries(q, kv_heads, q_lengths, tile)
+    held, tile = held_rows(group_rows, blocks.held, blocks.rows, cores)
+    rows, valid = fold_queries(q, kv_heads, q_lengths, held)
     batch, _, num_rows, _ = rows.shape
-    tiles, steps = num_rows // tile, pl.cdiv(tokens, blocks.keys)
-    rows, operands, specs, logits = _head_major(rows, probe, blocks.keys)
+    tiles, steps, chunks = held // tile, pl.cdiv(tokens, keys), keys // chunk_tokens
+    operands, specs, logits = _head_major(probe, keys, q.dtype)
+    of_tables = probe.codes.shape[2] * 256 if isinstance(probe, PqKeys) else 0
 
-    def of_tile(width: int, heads: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (1, 1, tile, width),
-            lambda b, h, t, sweep, s, limit: (b, h if heads > 1 else 0, t, 0),
-        )
-
-    weights = pl.pallas_call(
-        functools.partial(_kernel, logits=logits, keys=blocks.keys, scale=1.0 / math.sqrt(dim)),
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, tiles, 1, tokens), jnp.float32),
+    sums = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            logits=logits,
+            of_probe=len(operands),
+            keys=keys,
+            scale=math.log2(math.e) / math.sqrt(dim),
+        ),
+        out_shape=jax.ShapeDtypeStruct(
+            (batch, kv_heads, num_rows // tile, steps, 1, chunks), jnp.float32
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, kv_heads, tiles, 2, steps),
-            in_specs=[of_tile(rows.shape[3], kv_heads), of_tile(1, 1), *specs],
+            grid=(batch, kv_heads, num_rows // held, steps, tiles),
+            in_specs=[
+                pl.BlockSpec((1, 1, held, dim), lambda b, h, r, *_: (b, h, r, 0)),
+                pl.BlockSpec((1, tiles, 1, tile), lambda b, h, r, *_: (b, r, 0, 0)),
+                *specs,
+            ],
             out_specs=pl.BlockSpec(
-                (1, 1, 1, 1, blocks.keys),
-                lambda b, h, t, sweep, s, limit: (b, h, t, 0, s * sweep),
+                (1, 1, tiles, steps, 1, chunks), lambda b, h, r, *_: (b, h, r, 0, 0, 0)
             ),
-            scratch_shapes=[pltpu.VMEM((tile, 1), jnp.float32)] * 2,
+            scratch_shapes=[
+                pltpu.VMEM((tiles, steps, chunks, tile), jnp.float32),
+                pltpu.VMEM((tiles, steps, 1, tile), jnp.float32),
+                pltpu.VMEM((tiles, 1, tile), jnp.float32),
+                pltpu.VMEM((tiles, 1, tile), jnp.float32),
+                *([pltpu.VMEM((tiles, tile, of_tables), q.dtype)] if of_tables else []),
+            ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=blocks.memory,
         ),
-        cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 2),
+        cost_estimate=score_cost(rows, tokens, sum(x.size * x.dtype.itemsize for x in operands), 1),
         interpret=interpret,
     )(
         num_tokens.reshape(1),
         rows,
-        valid.astype(jnp.float32)[:, None, :, None],
+        valid.astype(jnp.float32).reshape(batch, num_rows // tile, 1, tile),
         *operands,
     )
-    return chunk_sums(weights[:, :, :, 0], chunk_tokens)
+    by_step = jnp.sum(sums[..., 0, :], axis=2)  # [B, K, steps, chunks of one]
+    return by_step.reshape(batch, kv_heads, -1)[..., : tokens // chunk_tokens]
 
 
 def _kernel(
@@ -104,69 +126,92 @@ def _kernel(
     valid_ref: Any,
     *refs: Any,
     logits: Any,
+    of_probe: int,
     keys: int,
     scale: float,
 ) -> None:
-    *probe_refs, out_ref, top_ref, total_ref = refs
-    sweep, step = pl.program_id(3), pl.program_id(4)
+    probe_refs = refs[:of_probe]
+    out_ref, sums_ref, tops_ref, top_ref, total_ref, *tables = refs[of_probe:]
+    step, t = pl.program_id(3), pl.program_id(4)
+    num_steps, chunks, tile = sums_ref.shape[1:]
+    at = pl.ds(pl.multiple_of(t * tile, tile), tile)
 
-    @pl.when(jnp.logical_and(sweep == 0, step == 0))
+    @pl.when(step == 0)
     def _start() -> None:
-        top_ref[...] = jnp.full_like(top_ref, _LOWEST)
-        total_ref[...] = jnp.zeros_like(total_ref)
+        top_ref[t] = jnp.full((1, tile), _LOWEST, jnp.float32)
+        total_ref[t] = jnp.zeros((1, tile), jnp.float32)
+        for table_ref in tables:
+            table_ref[t] = _tables(rows_ref[0, 0, at], probe_refs[1], probe_refs[0].shape[1])
 
-    x = logits(rows_ref[0, 0], *probe_refs) * scale  # [rows, keys]
-    column = lax.broadcasted_iota(jnp.int32, x.shape, 1) + step * keys
-    seen = column < limit_ref[0]
-    x = jnp.where(seen, x, _LOWEST)
+    rows = tables[0][t] if tables else rows_ref[0, 0, at]
+    x = logits(rows, *probe_refs)  # [rows, keys]
+    column = lax.broadcasted_iota(jnp.int32, (1, keys), 1) + step * keys
+    x = jnp.where(column < limit_ref[0], x, _LOWEST)
+    most = jnp.broadcast_to(jnp.max(x, axis=1, keepdims=True), (tile, _LANES))
+    # Where a block has no key, a base of 0 makes its weights vanish.
+    base = jnp.where(most > _LOWEST, most, 0.0)
+    p = jnp.exp2((x - jnp.concatenate([base] * (keys // _LANES), axis=1)) * scale)
+    sums = _by_chunk(p, chunks)
+    sums_ref[t, step] = sums
+    most = most.T[:1]  # [1, rows]
+    tops_ref[t, step] = most
+    old = top_ref[t]
+    top = jnp.maximum(old, most)
+    part = jnp.sum(sums, axis=0, keepdims=True)
+    total = total_ref[t] * jnp.exp2((old - top) * scale) + part * jnp.exp2((most - top) * scale)
+    top_ref[t], total_ref[t] = top, total
 
-    @pl.when(sweep == 0)
-    def _stats() -> None:
-        old = top_ref[...]
-        top = jnp.maximum(old, jnp.max(x, axis=1, keepdims=True))
-        part = jnp.sum(jnp.where(seen, jnp.exp(x - top), 0.0), axis=1, keepdims=True)
-        total_ref[...] = total_ref[...] * jnp.exp(old - top) + part
-        top_ref[...] = top
+    @pl.when(step == num_steps - 1)
+    def _finish() -> None:
+        share = valid_ref[0, t] / jnp.where(total > 0, total, 1.0)  # [1, rows]
+        ones = jnp.ones((8, tile), jnp.float32)
 
-    @pl.when(sweep == 1)
-    def _sums() -> None:
-        total = total_ref[...]
-        share = valid_ref[0, 0] / jnp.where(total > 0, total, 1.0)  # [rows, 1]
-        p = jnp.where(seen, jnp.exp(x - top_ref[...]) * share, 0.0)
-        out_ref[0, 0, 0] = jnp.sum(p, axis=0, keepdims=True)
+        def weigh(s: Array, carry: None) -> None:
+            weight = share * jnp.exp2((tops_ref[t, s] - top) * scale)
+            weighed = lax.dot_general(
+                ones, sums_ref[t, s] * weight, (((1,), (1,)), ((), ())),
+                precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            out_ref[0, 0, t, s] = weighed[:1]
+
+        lax.fori_loop(0, num_steps, weigh, None)
 
 
-def _head_major(
-    rows: Array, probe: TokenProbe, keys: int
-) -> tuple[Array, list[Array], list[Any], Any]:
-    """What the kernel multiplies: rows (or their tables), operands, their specs, and how."""
-    subspaces = probe.codes.shape[2] if isinstance(probe, PqKeys) else 0
+def _by_chunk(p: Array, chunks: int) -> Array:
+    """float32 [rows, keys] -> the sum of each chunk [chunks, rows], by two products of 16 bits with
+    ones: 2**-17 of a weight is lost."""
+    keys = p.shape[1]
+    size = keys // chunks
+    key = lax.broadcasted_iota(jnp.int32, (chunks, keys), 1)
+    first = lax.broadcasted_iota(jnp.int32, (chunks, keys), 0) * size
+    mine = ((key >= first) & (key < first + size)).astype(jnp.float32).astype(jnp.bfloat16)
+    high = p.astype(jnp.bfloat16)
+    low = (p - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return _matmul(mine, high) + _matmul(mine, low)
+
+
+def _head_major(probe: TokenProbe, keys: int, dtype: Any) -> tuple[list[Array], list[Any], Any]:
+    """What the kernel multiplies rows with: operands, their specs, and how."""
 
     def tokens_last(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, width, keys), lambda b, h, t, sweep, s, limit: (h, 0, s))
+        return pl.BlockSpec((1, width, keys), lambda b, h, r, s, *_: (h, 0, s))
 
     def tokens_first(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, keys, width), lambda b, h, t, sweep, s, limit: (h, s, 0))
+        return pl.BlockSpec((1, keys, width), lambda b, h, r, s, *_: (h, s, 0))
 
     match probe:
         case Keys(full):
-            full = full.astype(rows.dtype).swapaxes(0, 1)
-            return rows, [full], [tokens_first(full.shape[2])], _dot
+            full = full.astype(dtype).swapaxes(0, 1)
+            return [full], [tokens_first(full.shape[2])], _dot
         case Int8Keys(codes, scale) | Int4Keys(codes, scale):
             operands = [codes.swapaxes(0, 1), scale.swapaxes(0, 1)[:, None]]
             specs = [tokens_first(codes.shape[2]), tokens_last(1)]
-            return rows, operands, specs, _dot8 if isinstance(probe, Int8Keys) else _dot4
+            return operands, specs, _dot8 if isinstance(probe, Int8Keys) else _dot4
         case PqKeys(codes, codebooks):
-            batch, kv_heads, num_rows, _ = rows.shape
-            split = rows.reshape(batch, kv_heads, num_rows, subspaces, -1)
-            tables = jnp.einsum(
-                "bkrms,kmcs->bkrmc",
-                split,
-                codebooks.astype(rows.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            tables = tables.reshape(batch, kv_heads, num_rows, -1).astype(rows.dtype)
-            return tables, [codes.transpose(1, 2, 0)], [tokens_last(subspaces)], _dot_tables
+            kv_heads, subspaces, size, _ = codebooks.shape
+            books = codebooks.astype(dtype).swapaxes(1, 2).reshape(kv_heads, size, -1)
+            whole = pl.BlockSpec((1, *books.shape[1:]), lambda b, h, *_: (h, 0, 0))
+            return [codes.transpose(1, 2, 0), books], [tokens_last(subspaces), whole], _dot_tables
 
 
 def _matmul(rows: Array, keys: Array) -> Array:
@@ -192,10 +237,10 @@ def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
     return (_matmul(rows[:, :half], low) + _matmul(rows[:, half:], high)) * scale
 
 
-def _dot_tables(tables: Array, codes_ref: Any) -> Array:
+def _dot_tables(tables: Array, codes_ref: Any, books_ref: Any) -> Array:
     codes = codes_ref[0].astype(jnp.int32)  # [Msub, keys]
     subspaces, keys = codes.shape
-    size = tables.shape[1] // subspaces
+    size = books_ref.shape[1]
     entry = lax.broadcasted_iota(jnp.int32, (size, keys), 0)
     x = jnp.zeros((tables.shape[0], keys), jnp.float32)
     for m in range(subspaces):
@@ -204,3 +249,15 @@ def _dot_tables(tables: Array, codes_ref: Any) -> Array:
             tables[:, m * size : (m + 1) * size], hit, preferred_element_type=jnp.float32
         )
     return x
+
+
+def _tables(rows: Array, books_ref: Any, subspaces: int) -> Array:
+    """rows [R, D] -> what every codebook entry gives them, [R, Msub * 256], in their dtype."""
+    width = rows.shape[1] // subspaces
+    lane = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
+    parts = []
+    for m in range(subspaces):
+        mine = (lane >= m * width) & (lane < (m + 1) * width)
+        of_part = jnp.where(mine, rows.astype(jnp.float32), 0.0).astype(rows.dtype)
+        parts.append(_matmul(of_part, books_ref[0]).astype(rows.dtype))
+    return jnp.concatenate(parts, axis=1)
