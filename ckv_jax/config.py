@@ -67,7 +67,7 @@ class SystemConfig:
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
     read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
-    excess."""
+    excess. In decode, what a token nearly chose is read ahead for the next one."""
     speculate_always: bool = True
     """False: only after periods whose packs took longer to read than to choose (`pace.py`)."""
     policy: PolicyName | Policy = "attention"

@@ -74,6 +74,7 @@ def test_choosing_anew_follows_the_text(
     [
         ({"window": 1.0}, {}, 0.0),
         ({"window": 4.0, "keep": "lru"}, {}, 0.0),
+        ({"window": 1.0, "overfetch": 3.0}, {"device_cache_bytes": 0}, 0.1),
         ({"window": 0}, {"device_cache_bytes": 0}, 0.1),
         ({"keep": "lfu", "sequential": True}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
@@ -203,3 +204,24 @@ def test_a_given_text_is_gone_through_whatever_the_model_makes_of_it(
     longer = dataclasses.replace(request, suffix=[1, 2, *given])
     [rest] = engine.generate(longer, SamplingParams(max_tokens=3)).results()
     assert text.token_ids[5:].tolist() == rest.token_ids.tolist()
+
+
+def test_near_misses_are_read_before_they_are_chosen(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    values = dataclasses.replace(
+        engine.config,
+        system=changed(engine, window=1.0, overfetch=3.0),
+        device_cache_bytes=0,
+        host_cache_bytes=0,
+        prefetch_device_bytes=POOL_BYTES,
+    )
+    with engine.variant(values) as other:
+        before = other.stats().reads
+        [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=LENGTH)).results()
+        stats = other._worker.prefetcher.stats
+        assert stats.promoted > LENGTH
+        chosen = sum(token.ssd_reads for token in text.trace.tokens)
+        assert other.stats().reads - before > chosen
+        assert other.stats().pinned_packs == 0
+        assert other._worker.memory.free_slots == other._worker.memory.tiers.slots

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int32
 
 from ckv_jax.cache.window import Choice, Keep, Moves, advance
@@ -27,6 +28,8 @@ class Chosen(NamedTuple):
     """What one call chose for the rows of one prefix, on the device."""
 
     selection: Selection
+    near: Array
+    """int32 [b, <= n]: what nearly was chosen, best first, -1 elsewhere."""
     moves: Moves
     window: WindowArrays
 
@@ -37,7 +40,7 @@ class ChoiceCalls:
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
-        takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME, WHOLE, WHOLE, WHOLE, WHOLE, WHOLE)
+        takes: list[P | str] = [BY_NAME, *[WHOLE] * 3, BY_NAME, *[WHOLE] * 6]
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
             static=("score", "keep", "n", "chunk_tokens"),
@@ -52,6 +55,7 @@ class ChoiceCalls:
         probes: Sequence[Probe],
         resident: Resident,
         limits: Int32[np.ndarray, " b"],
+        near: Int32[np.ndarray, " b"],
         window: WindowArrays,
         step: int,
         *,
@@ -62,7 +66,8 @@ class ChoiceCalls:
         """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
 
         `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
-        stays. `probes`: one a layer, whose scores are summed; `window`: [b, W], W >= n.
+        stays. `near[i]` <= n: how many of the best are chosen or near misses. `probes`: one a
+        layer, whose scores are summed; `window`: [b, W], W >= n.
         """
         shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
         slots = window.chunk.shape[1]
@@ -70,7 +75,7 @@ class ChoiceCalls:
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
-            limits, window, np.int32(step), score=score, keep=keep, n=n,
+            limits, near, window, np.int32(step), score=score, keep=keep, n=n,
             chunk_tokens=resident.prefix.layout.chunk_tokens,
         )  # fmt: skip
         return found
@@ -85,7 +90,7 @@ def _choose_of(
 ) -> Callable[..., Chosen]:
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
-        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
+        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, near: Array,
         window: WindowArrays, step: Array, *, score: ChunkScore, keep: Keep, n: int,
         chunk_tokens: int,
     ) -> Chosen:  # fmt: skip
@@ -100,6 +105,16 @@ def _choose_of(
         scores = shardings.sum(scores)
         selection = choose(scores, n, limits, count=num_chunks)
         after, moves = advance(window, Choice(selection.ids, scores), step, keep)
-        return Chosen(selection, moves, after)
+        return Chosen(selection, _near_misses(scores, n, limits, near, num_chunks), moves, after)
 
     return choose_anew
+
+
+def _near_misses(scores: Array, n: int, limits: Array, near: Array, count: Array) -> Array:
+    """The chunks of ranks `limits[b]` to `near[b]` of each row, -1 elsewhere: int32 [B, <= n]."""
+    chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
+    masked = jnp.where(chunks < count, scores, -jnp.inf)
+    values, best = jax.lax.top_k(masked, min(n, scores.shape[1]))
+    rank = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
+    missed = (rank >= limits[:, None]) & (rank < near[:, None]) & (values > -jnp.inf)
+    return jnp.where(missed, best.astype(jnp.int32), -1)

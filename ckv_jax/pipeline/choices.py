@@ -8,6 +8,7 @@ whole batch. Windows and the order of all this change when bytes arrive, never w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ckv_jax.buckets import batch_bucket, choice_bucket
 from ckv_jax.cache.window import CLOSED, KEEP
 from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
+from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.window import Window
@@ -81,6 +83,8 @@ class _Member:
     choosers: list[Chooser]
     rows: np.ndarray
     """int32 [b], a bucket: rows of the batch, those past the choosers' are padding."""
+    near: np.ndarray
+    """int32 [b]: chunks of each row that are chosen or near misses."""
     n: int
     windows: dict[int, WindowArrays]
     """Period -> on the device."""
@@ -99,10 +103,11 @@ class Choices:
         plan: Plan,
         system: SystemConfig,
         residents: Residents,
+        memory: Memory,
         *,
         open_packs: Callable[[Sequence[Source], Trace], Packs],
     ) -> None:
-        """`open_packs`: the packs of some prefixes, for one token."""
+        """`open_packs`: the packs of some prefixes, until the batch's rows change."""
         assert system.decode is not None
         self._calls = calls
         self._plan = plan
@@ -112,23 +117,35 @@ class Choices:
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
         self._sequential = system.sequential
+        self._near = system.overfetch
         self._residents = residents
+        self._memory = memory
         self._open_packs = open_packs
         self._rows: dict[int, Chooser] = {}
         self._members: list[_Member] | None = None
         self._packs: Packs | None = None
+        self._missed: list[tuple[int, _Member, np.ndarray]] = []
         self._trace = Trace()
         self._step = 0
 
     def rows_are(self, rows: dict[int, Chooser]) -> None:
         """The batch's rows by their places; their windows may have been resized."""
+        self.rest()
         self._rows = rows
         self._members = None
+
+    def rest(self) -> None:
+        """Ends all reads, so that the batch holds nothing but its windows."""
+        if self._packs is not None:
+            self._packs.finish()
+            self._packs = None
 
     def begin(self) -> None:
         """A token begins, perhaps once more after a failure."""
         self._step += 1
         self._trace = Trace()
+        if self._packs is not None:
+            self._packs.tell(self._trace)
         for chooser in self._rows.values() if not self._keeps else ():
             chooser.window.forget()
         if self._members is None:
@@ -173,20 +190,35 @@ class Choices:
                     member.windows[period] = chosen.window
         except BaseException:
             self._members = None  # what the device knows of windows is not what they hold
-            self.finish()
+            self.rest()
             raise
+        if self._near > 1:
+            self._missed = [(which, member, _near_misses(c)) for which, member, c, _ in asked]
         self._tell(ready, selected, time.perf_counter_ns())
         return bool(asked)
 
+    def ahead(self, period: int) -> None:
+        """Starts reading what a period nearly chose, while its layers compute: some of it the next
+        token will choose. In memory for reads on their way, never in a window's slot."""
+        for which, member, near in self._missed:
+            window = member.choosers[0].window
+            for group in self._plan.groups(period):
+                device, host = window.lookup(group, near)
+                absent = near[(device < 0) & (host < 0)]
+                if self._packs is not None:
+                    self._packs.only_ahead(which, group, absent)
+                for chunk in absent:  # each by itself: they will not be wanted together
+                    self._opened().ahead(which, group, chunk[None])
+        self._missed.clear()
+
     def finish(self) -> None:
-        """All calls of the token are dispatched: ends reads, gives back what nobody keeps."""
+        """All calls of the token are dispatched: the caches shrink to their size."""
         recomputed = self._trace.counters.get("recomputed_packs", 0)
         for chooser in self._rows.values():
             chooser.told.recomputed += recomputed
             chooser.told.attention_mass = float(np.mean(list(chooser.masses.values()) or [1.0]))
-        if self._packs is not None:
-            self._packs.finish()
-            self._packs = None
+        self._memory.trim()
+        self._memory.flush()
 
     def _grouped(self) -> list[_Member]:
         by_prefix: dict[int, list[tuple[int, Chooser]]] = {}
@@ -198,7 +230,8 @@ class Choices:
         choosers = [chooser for _, chooser in rows]
         size = batch_bucket(len(rows))
         limit = max(chooser.limit for chooser in choosers)
-        n = choice_bucket(limit)
+        near = [math.ceil(chooser.limit * self._near) for chooser in choosers]
+        n = choice_bucket(max(near))
         slots = max(n, choice_bucket(round(limit * self._slots)))
         windows = {}
         for period in range(self._plan.periods):
@@ -211,6 +244,7 @@ class Choices:
             resident=choosers[0].window.resident,
             choosers=choosers,
             rows=np.array([place for place, _ in rows] + [0] * (size - len(rows)), np.int32),
+            near=np.array(near + [0] * (size - len(rows)), np.int32),
             n=n,
             windows=windows,
         )
@@ -222,7 +256,8 @@ class Choices:
         return self._calls.choose(
             layers, hidden, member.rows, starts[member.rows],
             member.choosers[0].probes.get(layers, period), member.resident, limits,
-            member.windows[period], self._step, score=self._score, keep=self._keep, n=member.n,
+            member.near, member.windows[period], self._step, score=self._score,
+            keep=self._keep, n=member.n,
         )  # fmt: skip
 
     def _demand(
@@ -290,6 +325,11 @@ class Choices:
         selection = jax.tree.map(lambda part: part[chose], selection)
         self._residents.record(member.resident, self._plan.groups(period), selection)
         member.resident.last_selection[period] = _union(np.asarray(selection.ids))
+
+
+def _near_misses(chosen: Chosen) -> np.ndarray:
+    """What the rows of a prefix nearly chose and none of them did, int64 [n]."""
+    return np.setdiff1d(_union(np.asarray(chosen.near)), np.asarray(chosen.selection.ids))
 
 
 def _union(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:

@@ -168,6 +168,8 @@ class Decoder:
                 for other in self._plan.period_steps(step.period) if chosen else ():
                     self._tables.pop(other.index, None)
             hidden = self._run(step, hidden, start, at)
+            if choices is not None:
+                choices.ahead(step.period)
         if choices is not None:
             choices.finish()
         for row in self.rows:

@@ -18,7 +18,7 @@ from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.read_job import PackReader, ReadJob
+from ckv_jax.reads.read_job import PackReader, ReadJob, State
 from ckv_jax.reads.residents import Resident
 from ckv_jax.trace import Trace
 
@@ -178,15 +178,35 @@ class Packs:
         self._admit((which, group))
 
     def keep(self, which: int) -> None:
-        """Makes everything read of a prefix so far cached packs, which its sequences then pin."""
+        """Makes everything read of a prefix so far cached packs, which its sequences then pin.
+
+        What was collected has to be demanded again; reads under way go on.
+        """
         for (owner, group), state in self._groups.items():
-            if owner != which or not state.fresh:
+            if owner != which:
                 continue
-            chunks = np.array(state.fresh, np.int64)
-            slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
-            self._tiers.own(self._sources[which].prefix.pages(group, chunks), slots)
-            state.fresh.clear()
+            if state.fresh:
+                chunks = np.array(state.fresh, np.int64)
+                slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
+                self._tiers.own(self._sources[which].prefix.pages(group, chunks), slots)
+                state.fresh.clear()
+            self._unpin(state)
             state.slots.clear()
+            state.host.clear()
+            state.used.clear()
+
+    def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
+        """Gives up what was read ahead of a group but for these chunks, and reads under way."""
+        state = self._groups.setdefault((which, group), _Group())
+        for job in list(state.jobs):
+            idle = not job.demanded and job.state is not State.RUNNING
+            if idle and not np.isin(job.chunks, chunks).any():
+                self._count_waste(state, job)
+                self._withdraw(state, job)
+
+    def tell(self, trace: Trace) -> None:
+        """What is counted from now on goes to `trace`."""
+        self._trace = trace
 
     def finish(self) -> None:
         """Ends all reads, admits what was read to the cache, and unpins. Idempotent."""
@@ -357,9 +377,7 @@ class Packs:
         """Lets the cache decide about the slots that this batch took for a group, and unpins."""
         which, group = key
         state = self._groups[key]
-        for pages in state.pinned:
-            self._tiers.unpin(pages)
-        state.pinned.clear()
+        self._unpin(state)
         if state.fresh:
             chunks = np.array(state.fresh, np.int64)
             slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
@@ -367,6 +385,11 @@ class Packs:
             state.fresh.clear()
         state.slots.clear()
         state.host.clear()
+
+    def _unpin(self, state: _Group) -> None:
+        for pages in state.pinned:
+            self._tiers.unpin(pages)
+        state.pinned.clear()
 
     def _count_waste(self, state: _Group, job: ReadJob, used: set[int] | None = None) -> None:
         done = state.used if used is None else state.used | used

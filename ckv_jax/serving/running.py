@@ -113,6 +113,11 @@ class Running:
         """Takes those slots back, until somebody joins or leaves."""
         self._resize(1.0)
 
+    def rest(self) -> None:
+        """Ends what is read between tokens: another batch needs the room."""
+        for batch in self._batches:
+            batch.rest()
+
     def start(
         self, logits: np.ndarray, kv: Several[LayerKv], starting: Several[tuple[int, Going]]
     ) -> None:
@@ -235,6 +240,7 @@ class Running:
             if going.sequence.reason is None:
                 left[place] = going
             else:  # only its last token's KV was missing; it leaves with its row of the logits
+                batch.rest()
                 _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
         if left:
             chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
@@ -272,6 +278,8 @@ class Running:
     def _drop(self, batch: _Batch) -> None:
         """Sequences that have ended leave."""
         over = [place for place, going in batch.going.items() if _over(going)]
+        if over:
+            batch.rest()
         for place in over:
             _retire(batch.going[place], None)
         self._leave(batch, over)
@@ -287,12 +295,14 @@ class Running:
         batch.stale = True
 
     def _fail(self, batch: _Batch, error: CkvError | ValueError) -> None:
+        batch.rest()
         for going in batch.going.values():
             going.close()
             going.sequence.fail(error)
         batch.going.clear()
 
     def _crash(self, batch: _Batch, error: Exception) -> None:
+        batch.rest()
         for going in batch.going.values():
             going.close()
             going.sequence.crash(error)
@@ -326,6 +336,11 @@ class _Batch:
             self.choices.rows_are(choosers)
             self.stale = False
         return self.choices
+
+    def rest(self) -> None:
+        """Ends reads of packs: before anybody's lease is closed."""
+        if self.choices is not None:
+            self.choices.rest()
 
     def params(self) -> SamplingArrays:
         """Every row's sampling parameters."""

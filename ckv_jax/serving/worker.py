@@ -163,6 +163,7 @@ class Worker:
                     which,
                 )
             hold = texts and self._room.held(batch)
+            self._running.rest()
             self._room.make_way(batch, hold=hold)
             packs = stack.enter_context(self.packs([lease.source for lease in leases], trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
@@ -291,7 +292,7 @@ class Worker:
 
     def _choices(self) -> Choices:
         return Choices(
-            self._choice_calls, self.plan, self.system, self.residents,
+            self._choice_calls, self.plan, self.system, self.residents, self.memory,
             open_packs=self.packs,
         )  # fmt: skip
 

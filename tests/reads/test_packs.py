@@ -39,7 +39,7 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
         worker, chunks, call = engine._worker, np.arange(WORK), Call()
         after: Any = call
         lease = worker.leases.open(prefix)
-        with worker.packs([lease], Trace()) as packs:
+        with worker.packs([lease.source], Trace()) as packs:
             packs.demand(0, 0, chunks)
             first = packs.collect(0, 0, chunks)
             before = worker.memory.pool.pages[first]
