@@ -17,48 +17,90 @@ if TYPE_CHECKING:
         EngineClosed,
         UnsupportedModel,
     )
-    from ckv_jax.model.sampling import SamplingParams
-    from ckv_jax.request import Generation, Request, Result, TokenEvent
+    from ckv_jax.model.sampling import Logprobs, SamplingParams
+    from ckv_jax.request import Completion, Generation, Request, Result, TokenEvent
+    from ckv_jax.serving.async_streams import AsyncTokenStream
     from ckv_jax.serving.sequence import Sequence
+    from ckv_jax.serving.streams import TokenStream
     from ckv_jax.stats import EngineStats
+    from ckv_jax.storage.config import StoreConfig
+    from ckv_jax.storage.errors import (
+        FingerprintMismatch,
+        PrefixNotFound,
+        StoreError,
+        StoreFull,
+        StoreUnavailable,
+    )
+    from ckv_jax.storage.fingerprint import Fingerprint
+    from ckv_jax.storage.prefix import Prefix
+    from ckv_jax.storage.store import ChunkStore
+    from ckv_jax.trace import Trace
 
 _HOME = {
+    "AsyncTokenStream": "serving.async_streams",
     "Cancelled": "errors",
     "CheckpointError": "errors",
+    "ChunkStore": "storage.store",
     "CkvError": "errors",
+    "Completion": "request",
     "ContextOverflow": "errors",
     "DeadlineExceeded": "errors",
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
     "EngineStats": "stats",
+    "Fingerprint": "storage.fingerprint",
+    "FingerprintMismatch": "storage.errors",
     "Generation": "request",
+    "Logprobs": "model.sampling",
+    "Prefix": "storage.prefix",
+    "PrefixNotFound": "storage.errors",
     "Request": "request",
     "Result": "request",
     "SamplingParams": "model.sampling",
     "Sequence": "serving.sequence",
+    "StoreConfig": "storage.config",
+    "StoreError": "storage.errors",
+    "StoreFull": "storage.errors",
+    "StoreUnavailable": "storage.errors",
     "SystemConfig": "config",
     "TokenEvent": "request",
+    "TokenStream": "serving.streams",
+    "Trace": "trace",
     "UnsupportedModel": "errors",
 }
 
 __all__ = [
+    "AsyncTokenStream",
     "Cancelled",
     "CheckpointError",
+    "ChunkStore",
     "CkvError",
+    "Completion",
     "ContextOverflow",
     "DeadlineExceeded",
     "Engine",
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "Fingerprint",
+    "FingerprintMismatch",
     "Generation",
+    "Logprobs",
+    "Prefix",
+    "PrefixNotFound",
     "Request",
     "Result",
     "SamplingParams",
     "Sequence",
+    "StoreConfig",
+    "StoreError",
+    "StoreFull",
+    "StoreUnavailable",
     "SystemConfig",
     "TokenEvent",
+    "TokenStream",
+    "Trace",
     "UnsupportedModel",
 ]
 

@@ -18,9 +18,12 @@ def answer_json(
 
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
     periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
-    of 1 is exact up to that. A generation also has its number of tokens, the time from its first
-    token to its last, tokens a second in between, why it ended, and where what its tokens chose
-    came from (`Trace.decode`). Raises the outcome's error, if it has one.
+    of 1 is exact up to that. `chunks.selected` of `chunks.total` took part in attention;
+    `ssd_bytes_unused` is the part of `bytes.ssd` that was read ahead and not used;
+    `recomputed_chunks` could not be read and were computed again. A generation also has its number
+    of tokens, the time from its first token to its last, tokens a second in between, why it ended,
+    and where what its tokens chose came from (`Trace.decode`). Raises the outcome's error, if it
+    has one.
     """
     outcome.raise_for_error()
     trace, budget = outcome.trace, outcome.request.budget
@@ -36,6 +39,8 @@ def answer_json(
         "ttft_ms": trace.ttft_ms,
         "breakdown_ms": trace.breakdown_ms,
         "bytes": {source: trace.bytes[source] for source in ("ssd", "host", "device")},
+        "ssd_bytes_unused": trace.bytes["waste"],
+        "recomputed_chunks": trace.recomputed_chunks,
         "chunks": {name: trace.chunks[name] for name in ("selected", "total")},
         "attention_mass": trace.attention_mass,
     }

@@ -40,8 +40,10 @@ class Request:
     def __post_init__(self) -> None:
         if self.budget is not None:
             check_budget(self.budget)
+        if not isinstance(self.prefix, Prefix) and not hasattr(self.prefix, "__len__"):
+            raise TypeError(f"got prefix={self.prefix!r}, expected a Prefix, its id, or token ids")
         if not hasattr(self.suffix, "__len__"):
-            raise ValueError(f"got suffix={self.suffix!r}, expected text or token ids")
+            raise TypeError(f"got suffix={self.suffix!r}, expected text or token ids")
         if len(self.suffix) == 0:
             raise ValueError("got an empty suffix, expected text or at least one token")
         if self.id is not None and not isinstance(self.id, str):
@@ -106,6 +108,12 @@ class Result:
         """What the stored KV was encoded with, name and version: at a budget of 1 the answer is
         exact up to that. "none": to the last bit."""
         return self._answer().codec
+
+    def __str__(self) -> str:
+        """One line for people: the token and what it took, or what was wrong."""
+        if self.error is not None:
+            return f"{type(self.error).__name__}: {self.error}"
+        return f"{self.text!r} (token {self.token_id}); {self.trace}"
 
     def _answer(self) -> FirstAnswer:
         self.raise_for_error()
@@ -174,6 +182,14 @@ class Generation:
         prefix = self.completion().prefix
         return prefix.layout.codec if prefix.num_tokens else PLAIN
 
+    def __str__(self) -> str:
+        """The text and what it took, or what was wrong."""
+        if self.error is not None:
+            return f"{type(self.error).__name__}: {self.error}"
+        count = len(self.token_ids)
+        rate = f", {1e3 * (count - 1) / self.decode_ms:.1f} tokens/s" if self.decode_ms else ""
+        return f"{self.text!r} ({count} tokens, {self.finish_reason}{rate}); {self.trace}"
+
     def completion(self) -> Completion:
         """The answer as a whole."""
         self.raise_for_error()
@@ -197,3 +213,8 @@ class TokenEvent:
     logprobs: Logprobs | None = None
     """The token's, if they were asked for; none of a token that ends the text."""
     generation: Generation | None = None
+    """With the last event: the whole of it."""
+
+    def __str__(self) -> str:
+        """The text that is certain by now."""
+        return self.text

@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-STAGES = (
-    "open",  # finding and opening what is stored
-    "probe_io",  # waiting for probes
-    "select",  # the selected ids on their way to the host
-    "submit",  # asking for packs
-    "critical_io_wait",  # waiting for packs
-    "dispatch",  # tables, and handing calls to the device
-    "book",  # what the caches learn, while the device computes
-    "compute",  # waiting for the device
-)
+MEANING = {
+    "open": "finding and opening what is stored",
+    "probe_io": "waiting for the keys that chunks are chosen by",
+    "select": "the chosen chunks' ids on their way to the host",
+    "submit": "asking for packs",
+    "critical_io_wait": "waiting for packs",
+    "dispatch": "handing calls to the device",
+    "book": "what the caches learn, while the device computes",
+    "compute": "waiting for the device",
+    "other": "nothing of these",
+}
+"""The parts of the breakdown, and what the engine thread does in each."""
+
+STAGES = tuple(name for name in MEANING if name != "other")
 """Span names that make up the breakdown. Worker threads name theirs otherwise."""
 
 
@@ -176,6 +180,25 @@ class Trace:
         return sum(masses) / len(masses) if masses else 1.0
 
     @property
+    def recomputed_chunks(self) -> int:
+        """Chunks that could not be read, whose keys and values were computed again."""
+        return self.counters.get("recomputed_chunks", 0)
+
+    def __str__(self) -> str:
+        """One line for people: the time to first token, its longest parts, what was read."""
+        parts = sorted(self.breakdown_ms.items(), key=lambda part: -part[1])[:3]
+        longest = ", ".join(f"{name} {spent:.1f}" for name, spent in parts)
+        read = self.bytes["ssd"] / 1e6
+        unused = f", {self.bytes['waste'] / 1e6:.1f} of it ahead and not used" if self.waste else ""
+        again = (
+            f"; {self.recomputed_chunks} chunks computed again" if self.recomputed_chunks else ""
+        )
+        return (
+            f"first token after {self.ttft_ms:.1f} ms ({longest}); {read:.1f} MB from SSD{unused}; "
+            f"attention covered {self.attention_mass:.1%}{again}"
+        )
+
+    @property
     def coverage(self) -> float:
         """Share of the demanded packs not cached that speculation had already asked for."""
         demanded = self.counters.get("demanded", 0)
@@ -236,11 +259,13 @@ class Trace:
 
         parts = self.breakdown_ms
         total = self.ttft_ms
+        meaning = MEANING | {"ttft": "time to first token"}
         table = Table(box=None, pad_edge=False, show_header=False)
         for name, spent in [*parts.items(), ("ttft", total)]:
             filled = round(40 * spent / total) if total else 0
             bar = "" if name == "ttft" else "█" * filled
-            table.add_row(name, f"{spent:.1f} ms", bar, style="bold" if name == "ttft" else "")
+            style = "bold" if name == "ttft" else ""
+            table.add_row(name, f"{spent:.1f} ms", bar, f"[dim]{meaning[name]}[/dim]", style=style)
         console.print(table)
 
 

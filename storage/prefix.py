@@ -72,6 +72,13 @@ class Prefix:
     def __hash__(self) -> int:
         return hash((self.id, self.spans))
 
+    def __str__(self) -> str:
+        """One line for people."""
+        made = "" if self.provenance == chain.EXACT else f", made under {self.provenance}"
+        return (
+            f"prefix {self.id[:12]}: {self.num_tokens:,} tokens in {self.num_chunks} chunks{made}"
+        )
+
     @property
     def num_tokens(self) -> int:
         """T."""

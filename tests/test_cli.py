@@ -109,6 +109,8 @@ def prefix(home: Path) -> dict[str, object]:
         home / "text.txt",
         "--store",
         home / "kv",
+        "--name",
+        "handbook",
         "--json",
         cache=home,
     )
@@ -318,11 +320,16 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
     shown = look_after("inspect", store, name)
     assert shown["prefixes"] == {name: prefix["tokens"]}
     assert len(shown["prefix"]["layers"]) == 2
-    assert name in here("inspect", store, name[:5])[1]
+    (segment,) = shown["segments"]
+    assert (segment["name"], segment["source"]) == ("handbook", "text.txt")
+    assert TEXT.startswith(segment["begins"].removesuffix(" …")) and segment["begins"]
+    seen = here("inspect", store, name[:5])[1]
+    assert name in seen and "handbook" in seen and "from text.txt" in seen.replace("\n", " ")
     assert look_after("verify", store)["ok"]
 
     assert look_after("pin", store, name[:5])["pinned"]
-    assert look_after("prune", store, "--max-bytes", "0")["removed"] == 0
+    code, out, err = here("prune", store, "--max-bytes", "0", "--json")
+    assert (code, json.loads(out)["removed"]) == (1, 0) and "the rest is pinned" in err
     assert not look_after("pin", store, name, "--unpin")["pinned"]
     pruned = look_after("prune", store, "--max-bytes", "1kB")
     assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
@@ -338,18 +345,30 @@ def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, 
     largest.write_bytes(data)
     code, out, _ = here("verify", store, "--json")
     assert code == 1
-    assert len(json.loads(out)["damages"]) == 1
+    (damage,) = json.loads(out)["damages"]
+    assert here("verify", store, "--dry-run")[0] == 1  # without --repair it has nothing to say
+    code, out, _ = here("verify", store, "--repair", "--dry-run")
+    assert code == 1 and "handbook" in out and f"its first {damage['chunk']} of" in out
+    assert len(json.loads(here("verify", store, "--json")[1])["damages"]) == 1  # nothing was done
     assert here("verify", store, "--repair")[0] == 0
 
-    def ask(of: Path) -> int:
-        code, out, _ = here(
-            "ask", home / "checkpoint", "why?", "--store", of, "--prefix", prefix["prefix"],
+    def ask(of: Path) -> tuple[int, int, str]:
+        code, out, err = here(
+            "ask", home / "checkpoint", "why?", "--store", of, "--prefix", "handbook",
             "--budget", 1, "--no-warm-up", "--json",
         )  # fmt: skip
         assert code == 0
-        return json.loads(out)["token_id"]
+        found = json.loads(out)
+        return found["token_id"], found["recomputed_chunks"], err
 
-    assert ask(store) == ask(home / "kv")  # what is damaged is computed again
+    token, again, _ = ask(store)
+    assert (token, again) == ask(home / "kv")[:2]  # what was lost is computed as a suffix
+    shutil.rmtree(store)
+    shutil.copytree(home / "kv", store)
+    largest.write_bytes(data)
+    token, again, err = ask(store)
+    assert token == ask(home / "kv")[0] and again == 1
+    assert "1 chunks could not be read and were computed again; run: ckv verify" in err
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,11 @@ def ask(
         answer = answer_json(outcome, engine, stored, model=checkpoint.name)
         if verbose:
             answer["engine"] = engine.stats().to_json()
+    if answer["recomputed_chunks"]:
+        terminal.warn(
+            f"{answer['recomputed_chunks']:,} chunks could not be read and were computed again; "
+            f"run: ckv verify {store}"
+        )
     if trace is not None:
         from ckv_jax.trace import write_perfetto
 
@@ -192,8 +197,13 @@ def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
     chunks = answer["chunks"]
     share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
     ssd, host, device = (byte_size(answer["bytes"][tier]) for tier in ("ssd", "host", "device"))
+    unused = answer["ssd_bytes_unused"]
     terminal.say(
         f"\n{share:.1%} of {answer['prefix_tokens']:,} tokens took part, holding "
-        f"{answer['attention_mass']:.1%} of the probe's attention; "
-        f"read {ssd} from SSD, {host} from host and {device} from device memory"
+        f"{answer['attention_mass']:.1%} of the probe's attention"
+    )
+    terminal.say(
+        f"read {ssd} from SSD"
+        + (f" ({byte_size(unused)} of it ahead, and not used)" if unused else "")
+        + f", {host} from host and {device} from device memory"
     )

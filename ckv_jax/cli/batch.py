@@ -70,8 +70,8 @@ def batch(
 
     Questions over one stored text share what they read. If the command is interrupted, run it
     again: answers that are in the result file already are kept, and it goes on from there. A bad
-    line is reported, skipped, and noted in the result file with its error; the exit code is 1
-    only if there was no answer at all.
+    line is reported, skipped, and noted in the result file with its error; the exit code is then
+    1, though all other answers are there.
     """
     check_writable(out)
     terminal = Terminal(as_json=json)
@@ -106,7 +106,7 @@ def batch(
             checkpoint, store=store, config=config, store_config=settings
         )
     start = time.perf_counter()
-    answered = failed = 0
+    answered = failed = recomputed = 0
     with engine, Results(out) as results, terminal.progress() as bar:
         report = bar("questions")
         left = [line for line in lines if (line.line, line.digest) not in results.done]
@@ -123,6 +123,7 @@ def batch(
                 else:
                     results.write({"line": job.line, "digest": job.digest, "id": job.id} | found)
                     answered += 1
+                    recomputed += int(found["recomputed_chunks"])
             report(kept + answered + len(faults), len(lines))
         for line, error in faults:
             terminal.warn(f"{requests}, line {line.line}: {error}")
@@ -137,5 +138,10 @@ def batch(
             f"{answered} answered in {seconds:.1f} s, {kept} kept from before, {failed} failed; "
             f"results in {out}"
         )
-    if failed and not answered + kept:
+    if recomputed:
+        terminal.warn(
+            f"{recomputed:,} chunks could not be read and were computed again; "
+            f"run: ckv verify {store}"
+        )
+    if failed:
         raise typer.Exit(1)

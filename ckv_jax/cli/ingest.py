@@ -27,7 +27,7 @@ from ckv_jax.cli.options import (
 )
 from ckv_jax.cli.output import Terminal, byte_size
 from ckv_jax.cli.store_tools import parse_seconds, store_config
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
 __all__ = ["ingest", "read_text"]
 
@@ -61,6 +61,14 @@ def ingest(
         int,
         typer.Option("--priority", metavar="N", help="What has less is evicted first; 0 without."),
     ] = 0,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="What to call it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
+        ),
+    ] = "",
     json: Json = False,
 ) -> None:
     """Run the model over a text once and keep its KV cache in the store.
@@ -77,7 +85,13 @@ def ingest(
         io_concurrency=io_concurrency,
     )
     text = read_text(text_file)
-    wish = Wish(retain_s=None if retain is None else parse_seconds(retain), priority=priority)
+    wish = Wish(
+        retain_s=None if retain is None else parse_seconds(retain),
+        priority=priority,
+        name=name,
+        source="stdin" if text_file == "-" else Path(text_file).name[-MOST_LETTERS:],
+        begins="" if salt else first_words(text),
+    )
     with terminal.status("loading JAX and the model"):
         from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
@@ -96,12 +110,17 @@ def ingest(
         )
     with engine:
         start = time.perf_counter()
-        with terminal.progress() as bar:
-            prefix = engine.ingest(text, progress=bar("tokens"))
+        try:
+            with terminal.progress() as bar:
+                prefix = engine.ingest(text, progress=bar("tokens"))
+        except KeyboardInterrupt:
+            terminal.warn("interrupted: nothing of this text was kept; run the command again")
+            raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
-        if wish != Wish():
-            before = engine.store.wishes().get(prefix.id, Wish())
-            engine.store.set_wish(prefix.id, replace(wish, pinned=before.pinned))
+        before = engine.store.wishes().get(prefix.id, Wish())
+        engine.store.set_wish(
+            prefix.id, replace(wish, pinned=before.pinned, name=wish.name or before.name)
+        )
         stored = engine.store.usage()
     if json:
         terminal.json(
@@ -123,7 +142,7 @@ def ingest(
         f"the store now holds {byte_size(stored)}"
     )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
-    command += ["--prefix", prefix.id[:8]]
+    command += ["--prefix", name or prefix.id[:8]]
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
@@ -58,10 +60,21 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
         if segment.usable_chunks < segment.chunks
         else "",
     ]
+    about = " ".join(
+        part
+        for part in (
+            escape(segment.name),
+            f"“{escape(segment.begins)}”" if segment.begins else "",
+            f"from {escape(segment.source)}" if segment.source else "",
+            f"on {time.strftime('%Y-%m-%d %H:%M', time.localtime(segment.created))}",
+        )
+        if part
+    )
     return ", ".join(
         part
         for part in (
             f"{'[bold]' if leaf else ''}{segment.prefix_id}{'[/bold]' if leaf else ''}",
+            about,
             f"{segment.tokens:,} tokens from {segment.first_chunk * layout['chunk_tokens']:,}",
             byte_size(segment.bytes),
             kind,

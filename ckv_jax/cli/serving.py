@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckv_jax.answer import answer_json
@@ -12,6 +12,8 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.codec import codec_of
+from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -19,20 +21,46 @@ __all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes"]
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
-    """The stored prefix whose id is or begins with `name`; None: the only one there is.
+    """The stored prefix of this name, or whose id is or begins with it; None: the only one there
+    is.
 
-    Raises `PrefixNotFound` with close ids.
+    Raises `PrefixNotFound` with close ids, `ValueError` for a name that several have.
     """
+    known = store.wishes()
     if name is None:
         stored = [prefix.id for prefix in store.prefixes(salt=salt)]
         if not stored:
             raise ValueError("the store holds no prefix; `ckv ingest` makes one")
         if len(stored) > 1:
-            ids = ", ".join(prefix_id[:12] for prefix_id in stored[:5])
-            more = f" and {len(stored) - 5} more" if len(stored) > 5 else ""
-            raise ValueError(f"{len(stored)} prefixes are stored; say --prefix: {ids}{more}")
+            raise ValueError(
+                f"{len(stored)} prefixes are stored; say --prefix: {_list(stored, known)}"
+            )
         (name,) = stored
-    return store.prefix(name, salt=salt)
+    called = [id_ for id_, wish in known.items() if name and wish.name == name]
+    mine = [id_ for id_ in called if _is_whose(store, id_, salt)]
+    if len(mine) > 1:
+        raise ValueError(
+            f"{len(mine)} prefixes are called {name!r}; say which: {_list(mine, known)}"
+        )
+    return store.prefix(mine[0] if mine else name, salt=salt)
+
+
+def _is_whose(store: ChunkStore, prefix_id: str, salt: str) -> bool:
+    try:
+        store.prefix(prefix_id, salt=salt)
+    except PrefixNotFound:
+        return False
+    return True
+
+
+def _list(ids: Sequence[str], known: Mapping[str, Wish], most: int = 5) -> str:
+    """Some ids, each with what it is called or begins with."""
+    said = []
+    for id_ in ids[:most]:
+        wish = known.get(id_, Wish())
+        about = wish.name or (f"“{wish.begins}”" if wish.begins else wish.source)
+        said.append(f"{id_[:12]}{f' ({about})' if about else ''}")
+    return ", ".join(said) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 
 def codec_name(prefix: Prefix) -> str:

@@ -96,21 +96,35 @@ def verify(
             "--repair", help="Mend, remove or fence off what is damaged, and rebuild the index."
         ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --repair: only say what it would do.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Read everything in a store back and check it. Exit code 1 if something is damaged."""
-    from ckv_jax.storage.tools.verify import verify_store
+    """Read everything in a store back and check it. Exit code 1 if something is damaged.
 
+    A repair makes whole what can be made whole; of the rest it removes segments that are of no use
+    and limits others to their chunks before the first bad one. `ckv ingest` of the same text
+    computes again what was lost.
+    """
+    from ckv_jax.storage.tools.verify import losses, ranges, verify_store
+
+    if dry_run and not repair:
+        raise ValueError("--dry-run says what --repair would do: give both")
     terminal = Terminal(as_json=json)
+    repair = repair and not dry_run
     with open_store(store, readonly=not repair) as opened, terminal.progress() as bar:
         report = verify_store(opened, repair, bar("bytes"))
+        lost = losses(opened, report) if dry_run else ()
     if json:
-        terminal.json(report.to_dict())
+        terminal.json(report.to_dict() | ({"would_lose": lost} if dry_run else {}))
     else:
-        for damage in report.damages:
-            terminal.say(f"damaged  {damage.segment_id}, chunk {damage.chunk}: {damage.what}")
-        for miss in report.unread:
-            terminal.say(f"unread   {miss.segment_id}, chunk {miss.chunk}: {miss.what}")
+        for damage in ranges(report.damages):
+            terminal.say(f"damaged  {damage}", wrap=False)
+        for miss in ranges(report.unread):
+            terminal.say(f"unread   {miss}", wrap=False)
+        for line in lost:
+            terminal.say(f"would    {line}", wrap=False)
         for segment_id in report.foreign:
             terminal.say(f"foreign  {segment_id}: of another version, left alone; ingest again")
         for segment_id in report.unindexed:
@@ -148,7 +162,8 @@ def prune(
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
 
-    Pinned prefixes and those in use stay.
+    Pinned prefixes and those in use stay; exit code 1 if the store is larger than --max-bytes
+    because of that.
     """
     from ckv_jax.storage.tools.upkeep import prune_store
 
@@ -160,13 +175,17 @@ def prune(
         report = prune_store(opened, bound, expired=expired)
     if json:
         terminal.json({"max_bytes": bound, "expired": expired, **asdict(report)})
-        return
-    terminal.say(
-        f"{report.removed} segments removed: {byte_size(report.bytes_before)} before, "
-        f"{byte_size(report.bytes_after)} now"
-    )
+    else:
+        terminal.say(
+            f"{report.removed} segments removed: {byte_size(report.bytes_before)} before, "
+            f"{byte_size(report.bytes_after)} now"
+        )
     if bound is not None and report.bytes_after > bound:
-        terminal.warn("more than that is pinned, in use or continued by what is")
+        terminal.warn(
+            f"{byte_size(report.bytes_after)} are left, more than {byte_size(bound)}: "
+            "the rest is pinned, in use or continued by what is"
+        )
+        raise typer.Exit(1)
 
 
 def pin(

@@ -38,7 +38,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     """The files that hold a checkpoint's weights, sorted; `CheckpointError` if there are none."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}")
+        raise CheckpointError(f"there is no folder {folder}{hub_hint(folder)}")
     if is_orbax(folder):
         return sorted(path for path in (folder / ORBAX_WEIGHTS).rglob("*") if path.is_file())
     if (folder / SINGLE).is_file():
@@ -48,6 +48,17 @@ def weight_files(folder: str | Path) -> list[Path]:
     raise CheckpointError(
         f"not a checkpoint: {folder} has neither {SINGLE} nor {INDEX}"
         + ("; convert pytorch_model*.bin first" if list(folder.glob("pytorch_model*.bin")) else "")
+    )
+
+
+def hub_hint(folder: Path) -> str:
+    """How to fetch what looks like a name on the Hugging Face hub; "" for anything else."""
+    parts = folder.parts
+    if len(parts) != 2 or folder.is_absolute() or folder.parent.exists() or parts[0] in (".", ".."):
+        return ""
+    return (
+        f"; to fetch it from the Hugging Face hub: hf download {folder} --local-dir {parts[1]}, "
+        f"then give {parts[1]}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.systems import SYSTEMS
 
 
 class Placement:
@@ -127,7 +128,26 @@ class Placement:
         differ = [field for field in asked if stored[field] != asked[field]]
         if differ:
             fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
-            raise ValueError(f"the prefix was stored by another system; these differ: {fields}")
+            by = self._stored_by(prefix.layout)
+            raise ValueError(
+                f"the prefix was stored by {f'system {by}' if by else 'another system'}, got "
+                f"{self._system.name!r}; these differ: {fields}"
+            )
+
+    def _stored_by(self, layout: Layout) -> str:
+        """The systems that lay a prefix out so, whatever its codec; "" if none does."""
+        plain = replace(layout, codec=PLAIN, codec_bytes=0)
+        return " or ".join(
+            repr(system.name)
+            for system in SYSTEMS.values()
+            if plain
+            == system.layout(
+                num_layers=layout.num_layers,
+                num_kv_heads=layout.num_kv_heads,
+                head_dim=layout.head_dim,
+                dtype=layout.dtype,
+            )
+        )
 
     def check_context(self, prefix: int, suffix: int, new_tokens: int = 0) -> None:
         """Raises `ContextOverflow` unless so many tokens fit the model's context together."""

@@ -1,4 +1,4 @@
-"""What people want of a prefix: that it stays, how long after its last use, before what else."""
+"""What people say of a prefix: its name, where it is from, and how long it is to stay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 
 MOST_PRIORITY = 1000
+MOST_LETTERS = 200
+"""Of a name, a source, and the first words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +20,17 @@ class Wish:
       retain_s: seconds after its last use when it expires: it is evicted before all that have not
         expired, and `prune_store(expired=True)` removes it. None: never.
       priority: what has less is evicted first, whatever its score; -1000 to 1000.
+      name: what people call it; "" without one. Several prefixes may share a name.
+      source: where its text is from, such as a file's name.
+      begins: its first words.
     """
 
     pinned: bool = False
     retain_s: float | None = None
     priority: int = 0
+    name: str = ""
+    source: str = ""
+    begins: str = ""
 
     def __post_init__(self) -> None:
         seconds = self.retain_s
@@ -35,6 +43,12 @@ class Wish:
             raise ValueError(
                 f"priority: got {self.priority!r}, expected -{MOST_PRIORITY} to {MOST_PRIORITY}"
             )
+        for what in ("name", "source", "begins"):
+            text = getattr(self, what)
+            if not isinstance(text, str) or len(text) > MOST_LETTERS or not text.isprintable():
+                raise ValueError(
+                    f"{what}: got {text!r}, expected one line of at most {MOST_LETTERS} letters"
+                )
 
     def encode(self) -> bytes | None:
         """The file's bytes; None for no wish at all."""
@@ -45,6 +59,16 @@ class Wish:
         """Inverse of `encode`; a file that says nothing is a pin: nothing is evicted by mistake."""
         try:
             found = json.loads(data)
-            return cls(**{f.name: found[f.name] for f in fields(cls)})
+            later = {f.name: found.get(f.name, "") for f in fields(cls) if f.type == "str"}
+            return cls(**{f.name: found[f.name] for f in fields(cls) if f.type != "str"} | later)
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls(pinned=True)
+
+
+def first_words(text: str, letters: int = 60) -> str:
+    """The beginning of a text in one line, cut between words where there are any."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text[: 4 * letters].split()))
+    if len(line) <= letters:
+        return line
+    cut = line[:letters].rsplit(" ", 1)[0]
+    return f"{cut} …"

@@ -11,6 +11,7 @@ import numpy as np
 
 from ckv_jax.storage.codec import codec_of, decoded, known
 from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -34,6 +35,7 @@ class SegmentInfo:
       salted: whether it belongs to a tenant with a salt.
       score: mean importance x frequency of its packs; None before the first read.
       last_used, created: seconds since the epoch.
+      name, source, begins: what was said of the prefix when it was stored (`wishes.py`).
       layout, fingerprint: how it is stored, and whose it is.
     """
 
@@ -50,6 +52,9 @@ class SegmentInfo:
     score: float | None
     last_used: float
     created: float
+    name: str
+    source: str
+    begins: str
     layout: dict[str, Any]
     fingerprint: dict[str, str]
 
@@ -127,13 +132,14 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
       StoreUnavailable: the store cannot be listed.
     """
     store.files.require()
-    pinned = store.bounds.pinned()
+    pinned, said = store.bounds.pinned(), store.wishes()
     segments = []
     for entry in store.index.catalog.entries():
         loaded = store.index.load(entry.id)
         if loaded is None:
             continue
         manifest = loaded.manifest
+        about = said.get(manifest.links[-1].hex(), Wish())
         info = SegmentInfo(
             id=entry.id,
             prefix_id=manifest.links[-1].hex(),
@@ -148,6 +154,9 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
             score=entry.score,
             last_used=entry.used,
             created=manifest.created,
+            name=about.name,
+            source=about.source,
+            begins=about.begins,
             layout=manifest.layout.to_dict(),
             fingerprint=dict(manifest.fingerprint.fields),
         )

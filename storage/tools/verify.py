@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.lookup import Loaded
+from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
@@ -82,6 +83,50 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+def ranges(damages: Sequence[Damage]) -> list[str]:
+    """What was found, a line for each run of neighbouring chunks of one segment."""
+    chunks: dict[str, set[int]] = {}
+    first: dict[str, str] = {}
+    for damage in damages:
+        chunks.setdefault(damage.segment_id, set()).add(damage.chunk)
+        first.setdefault(damage.segment_id, damage.what)
+    lines = []
+    for id_, bad in chunks.items():
+        runs: list[list[int]] = []
+        for chunk in sorted(bad):
+            if runs and runs[-1][1] == chunk - 1:
+                runs[-1][1] = chunk
+            else:
+                runs.append([chunk, chunk])
+        said = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8])
+        more = f" and {len(runs) - 8} more runs" if len(runs) > 8 else ""
+        word = "chunk" if len(bad) == 1 else f"{len(bad)} chunks:"
+        lines.append(f"{id_}, {word} {said}{more}: {first[id_]}")
+    return lines
+
+
+def losses(store: ChunkStore, report: VerifyReport) -> list[str]:
+    """What a repair would do for each segment that `verify_store` found damaged, changing nothing.
+
+    Probes and digests are made anew where the packs are whole, which only the repair finds out.
+    """
+    said = store.wishes()
+    lines = []
+    for id_ in dict.fromkeys(damage.segment_id for damage in report.damages):
+        chunk = min(d.chunk for d in report.damages if d.segment_id == id_)
+        found = store.index.find(id_)
+        wish = said.get(found.manifest.links[-1].hex(), Wish()) if found is not None else Wish()
+        about = f" ({wish.name or wish.begins})" if wish.name or wish.begins else ""
+        total = f" of {found.manifest.chunks}" if found is not None else ""
+        what = (
+            f"be limited to its first {chunk}{total} chunks"
+            if chunk
+            else "be made anew where its packs are whole, removed where they are not"
+        )
+        lines.append(f"{id_}{about}: {what}")
+    return lines
 
 
 def verify_store(
