@@ -70,7 +70,8 @@ def _root(
 
 
 def main() -> None:
-    """Run `ckv`. Exit code 0: done; 1: one line on stderr says why not; 2: wrong usage."""
+    """Run `ckv`. Exit code 0: done; 1: one line on stderr says why not; 2: wrong usage; 3: done in
+    part, lines on stderr say what is missing."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -71,7 +71,7 @@ def batch(
     Questions over one stored text share what they read. If the command is interrupted, run it
     again: answers that are in the result file already are kept, and it goes on from there. A bad
     line is reported, skipped, and noted in the result file with its error; the exit code is then
-    1, though all other answers are there.
+    3, and all other answers are there.
     """
     check_writable(out)
     terminal = Terminal(as_json=json)
@@ -144,4 +144,4 @@ def batch(
             f"run: ckv verify {store}"
         )
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(3)

@@ -162,7 +162,7 @@ def prune(
 ) -> None:
     """Remove whole segments, least valuable first, until the store is small enough.
 
-    Pinned prefixes and those in use stay; exit code 1 if the store is larger than --max-bytes
+    Pinned prefixes and those in use stay; exit code 3 if the store is larger than --max-bytes
     because of that.
     """
     from ckv_jax.storage.tools.upkeep import prune_store
@@ -185,7 +185,7 @@ def prune(
             f"{byte_size(report.bytes_after)} are left, more than {byte_size(bound)}: "
             "the rest is pinned, in use or continued by what is"
         )
-        raise typer.Exit(1)
+        raise typer.Exit(3)
 
 
 def pin(
