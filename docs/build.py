@@ -20,6 +20,7 @@ PAGES = (
     "README",
     "docs/quickstart",
     "docs/requests",
+    "docs/server",
     "docs/concepts",
     "docs/models",
     "docs/operations",

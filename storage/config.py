@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
+
+from ckv_jax.storage import tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +16,7 @@ class StoreConfig:
     Attributes:
       max_bytes: bound on the bytes on disk; None: no bound but the disk's.
       tenant_bytes: bound on the bytes of each tenant, the one without a salt included.
+      quotas: bounds of single tenants, by salt, in place of `tenant_bytes`.
       io_concurrency: reads in flight at once.
       direct_io: read past the page cache; None: where the file system allows it, else warn.
       deadline_s: a read that takes longer is abandoned with `ReadTimeout`.
@@ -24,6 +28,7 @@ class StoreConfig:
 
     max_bytes: int | None = None
     tenant_bytes: int | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict, hash=False)
     io_concurrency: int = 32
     direct_io: bool | None = None
     deadline_s: float = 10.0
@@ -36,6 +41,10 @@ class StoreConfig:
             bound = getattr(self, name)
             if bound is not None and bound < 0:
                 raise ValueError(f"{name}: got {bound}, expected None or at least 0")
+        for salt, bound in self.quotas.items():
+            tenant.check(salt)
+            if bound < 0:
+                raise ValueError(f"quotas: got {bound}, expected at least 0")
         if not 1 <= self.io_concurrency <= 1024:
             raise ValueError(f"io_concurrency: got {self.io_concurrency}, expected 1 to 1024")
         for name in ("deadline_s", "wait_s", "write_s"):
@@ -46,3 +55,8 @@ class StoreConfig:
                 )
         if self.eviction not in ("attention", "lru"):
             raise ValueError(f"eviction: got {self.eviction!r}, expected 'attention' or 'lru'")
+
+    def bound_of(self, mark: str) -> int | None:
+        """The bound of one tenant, by its mark; None: no bound of its own."""
+        own = {tenant.mark(salt): bound for salt, bound in self.quotas.items()}
+        return own.get(mark, self.tenant_bytes)

@@ -144,5 +144,9 @@ _COUNTERS = (
     "quarantined",
     "bad_manifests",
     "evicted",
+    "evicted_room",
+    "evicted_expired",
+    "evicted_pruned",
+    "evicted_deleted",
     "swept",
 )

@@ -368,6 +368,15 @@ class ChunkStore(OpenStore):
         """Evict what has outlived its `retain_s`; returns the bytes freed."""
         return self._run("evicting", self.bounds.evict_expired, seconds=self.config.write_s)
 
+    def delete(self, prefix: Prefix) -> int:
+        """Remove a stored prefix, what continues it, and what only it needs; returns bytes freed.
+
+        What others need or are reading stays, and so does what is pinned. A prefix that ends
+        inside of a segment goes with what lies behind it there.
+        """
+        ids = [span.segment_id for span in prefix.spans]
+        return self._run("deleting", lambda: self.bounds.delete(ids), seconds=self.config.write_s)
+
     def usage(self) -> int:
         """Bytes on disk of all segments, and bytes reserved by writers that live."""
         return self._run("adding up", self.bounds.usage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -72,6 +73,22 @@ def serve(
             "--max-requests", metavar="N", help="Answers under way at once; more get status 429."
         ),
     ] = 64,
+    store_tokens: Annotated[
+        int,
+        typer.Option(
+            "--store-tokens",
+            metavar="N",
+            help="Prompts of at least so many tokens are stored behind their answers.",
+        ),
+    ] = 1024,
+    guard_disk: Annotated[
+        bool,
+        typer.Option(
+            "--guard-disk/--no-guard-disk",
+            help="Store nothing while writing takes longer than computing, or whenever there is "
+            "something to store.",
+        ),
+    ] = True,
     request_time: Annotated[
         float,
         typer.Option(
@@ -104,12 +121,6 @@ def serve(
     under way have ended; a second one stops it at once.
     """
     terminal = Terminal(as_json=True)
-    settings = store_config(
-        max_bytes=max_bytes,
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-    )
     try:
         from ckv_jax.server.config import ServerConfig
         from ckv_jax.server.run import bind, run
@@ -124,10 +135,21 @@ def serve(
         sparse_budget=sparse_budget,
         max_tokens=max_tokens,
         max_requests=max_requests,
+        store_tokens=store_tokens,
+        guard_disk=guard_disk,
         request_s=request_time,
         drain_s=drain_time,
     )
     tenants = Tenants() if api_keys is None else Tenants.load(api_keys)
+    settings = replace(
+        store_config(
+            max_bytes=max_bytes,
+            eviction=eviction,
+            direct_io=direct_io,
+            io_concurrency=io_concurrency,
+        ),
+        quotas={t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None},
+    )
     caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}
     with bind(host, port) as bound:
         with terminal.status("loading JAX and the model"):
@@ -152,4 +174,8 @@ def serve(
             )
         with engine:
             log.write_to_stderr()
-            run(create_app(engine, config, tenants), bound)
+            app = create_app(engine, config, tenants)
+            try:
+                run(app, bound)
+            finally:
+                app.state.service.close()

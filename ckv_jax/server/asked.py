@@ -14,7 +14,7 @@ from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Request
 from ckv_jax.server.config import SPARSE, ServerConfig
 from ckv_jax.server.errors import ApiError, invalid
-from ckv_jax.server.schema import ChatRequest, CompletionRequest, Sampled
+from ckv_jax.server.schema import ChatRequest, CompletionRequest, Message, Sampled
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.prefix import Prefix
 
@@ -88,11 +88,14 @@ class Asking:
 
     def chat(self, body: ChatRequest, tenant: Tenant) -> Asked:
         """Raises `ApiError`, `ValueError` and `CkvError` for what cannot be served."""
-        messages = [{"role": _role(m.role), "content": m.text} for m in body.messages]
-        tokens = self._engine.encode(self._engine.chat(messages), begins=True)
+        tokens = self._engine.encode(self.chat_text(body.messages), begins=True)
         limit = self._engine.model_config.max_position_embeddings
         usual = min(self._config.max_tokens, max(1, limit - len(tokens)))
         return self._asked(body, tenant, [tokens], body.new_tokens or usual, body.told_logprobs)
+
+    def chat_text(self, messages: list[Message]) -> str:
+        """Messages as the model's own template writes them, up to where its answer begins."""
+        return self._engine.chat([{"role": _role(m.role), "content": m.text} for m in messages])
 
     def completion(self, body: CompletionRequest, tenant: Tenant) -> Asked:
         """The same for prompts that are text or token ids."""

@@ -28,6 +28,16 @@ class ServerConfig:
     """Texts computed or waiting at once; who comes then is told to come again (429)."""
     max_choices: int = 16
     """Texts that one request may ask for."""
+    store_tokens: int = 1024
+    """Prompts of at least so many tokens are stored, with their answers."""
+    turn_tokens: int = 64
+    """Fewer tokens than that, prompt and answer, are not worth a write of their own."""
+    guard_disk: bool = True
+    """Pass turns over while writing them takes longer than computing them did."""
+    behind_bytes: int = 2**30
+    """Host memory that turns may hold while they wait to be written."""
+    prune_s: float = 60.0
+    """How often what has outlived its time is looked for and removed."""
     max_body_bytes: int = 16 * 2**20
     body_s: float = 30.0
     """Seconds in which a request's body has to be there."""
@@ -43,9 +53,12 @@ class ServerConfig:
             raise ValueError(f"got model={self.model!r}, expected a name that is no alias")
         check_budget(self.budget)
         check_budget(self.sparse_budget)
-        for name in ("max_tokens", "max_requests", "max_choices", "max_body_bytes"):
+        for name in (
+            "max_tokens", "max_requests", "max_choices", "store_tokens", "turn_tokens",
+            "behind_bytes", "max_body_bytes",
+        ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
-        for name in ("body_s", "request_s", "send_s", "drain_s"):
+        for name in ("prune_s", "body_s", "request_s", "send_s", "drain_s"):
             check_number(name, getattr(self, name))
             if not 0 < getattr(self, name) <= 86_400:
                 raise ValueError(

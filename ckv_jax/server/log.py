@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,9 +29,12 @@ class Record:
 
     def __init__(self, path: str) -> None:
         self.id = f"req-{secrets.token_hex(8)}"
-        self.fields: dict[str, Any] = {"path": path[:_LONGEST_PATH]}
+        self.path = path[:_LONGEST_PATH]
+        self.fields: dict[str, Any] = {}
         self.status = 0
-        self._began = time.perf_counter()
+        self.why: str | None = None
+        """Why the answer did not reach the client."""
+        self.began_ns = time.perf_counter_ns()
 
     def asked(self, asked: Asked) -> None:
         """What it turned out to be."""
@@ -44,15 +48,22 @@ class Record:
 
     def ended(self) -> None:
         """It is over."""
-        seconds = round(time.perf_counter() - self._began, 4)
-        event("request", id=self.id, status=self.status, seconds=seconds, **self.fields)
+        seconds = round((time.perf_counter_ns() - self.began_ns) / 1e9, 4)
+        fields = self.fields if self.why is None else self.fields | {"undelivered": self.why}
+        event("request", id=self.id, path=self.path, status=self.status, seconds=seconds, **fields)
+
+    def undelivered(self, why: str) -> None:
+        """Its client is gone, or reads nothing."""
+        self.why = why
 
 
 class Records:
     """Gives every request its `Record` and its id, and writes the line."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, ended: Callable[[Record], None]) -> None:
+        """`ended` is told of each, too."""
         self._app = app
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _QUIET:
@@ -74,6 +85,7 @@ class Records:
             await self._app(scope, receive, seen)
         finally:
             record.ended()
+            self._ended(record)
 
 
 class _Lines(logging.Formatter):

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ckv_jax.server import log
-from ckv_jax.server.app import Service
+from ckv_jax.server.service import Service
 
 _LEFT_S = 2  # for what is still open once the drain is over
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
@@ -47,7 +47,7 @@ class Bounds:
           StoreUnavailable: it cannot be told what may be evicted; nothing was.
         """
         config = self._config
-        bounds = {None: config.max_bytes, tenant: config.tenant_bytes}
+        bounds = {None: config.max_bytes, tenant: config.bound_of(tenant)}
         limits = {whose: bound for whose, bound in bounds.items() if bound is not None}
         for whose, limit in limits.items():
             if num_bytes > limit:
@@ -72,7 +72,7 @@ class Bounds:
                             "is stored is pinned, continued by others, being read, or unreadable"
                         )
                 text = " and ".join(_bound(w, limits[w]) for w in over)
-                remove(plan, f"made room for {num_bytes} bytes in {text}: ")
+                self._remove(remove, plan, "room", f"made room for {num_bytes} bytes in {text}: ")
         raise StoreFull(f"{num_bytes} bytes: others took the room as often as it was made")
 
     def release(self, name: str) -> None:
@@ -99,7 +99,7 @@ class Bounds:
             self._settle(all_segments=True)
             plan = self._plan()
             freed = plan.take(self._index.catalog.usage() - max_bytes)
-            remove(plan, f"pruned to {max_bytes} bytes: ")
+            self._remove(remove, plan, "pruned", f"pruned to {max_bytes} bytes: ")
             return freed
 
     def evict_expired(self) -> int:
@@ -108,8 +108,34 @@ class Bounds:
             self._settle(all_segments=True)
             plan = self._plan()
             freed = plan.take(math.inf, plan.expired)
-            remove(plan, "")
+            self._remove(remove, plan, "expired", "")
             return freed
+
+    def delete(self, segment_ids: Sequence[str]) -> int:
+        """Remove the segments of a prefix and what continues the last of them, so far as nobody
+        reads or pins them and nothing else needs them; returns the bytes freed."""
+        with self._emptying() as remove:
+            self._settle(all_segments=True)
+            plan = self._plan()
+            gone = set(segment_ids[-1:])
+            children: dict[str | None, list[str]] = {}
+            for entry in self._index.catalog.entries():
+                children.setdefault(entry.parent, []).append(entry.id)
+            following = list(gone)
+            while following:
+                more = children.get(following.pop(), [])
+                gone.update(more)
+                following += more
+            gone.update(segment_ids)
+            freed = plan.take(math.inf, lambda entry: entry.id in gone)
+            self._remove(remove, plan, "deleted", "deleted by its owner: ")
+            return freed
+
+    def _remove(
+        self, remove: Callable[[Plan, str], None], plan: Plan, kind: str, reason: str
+    ) -> None:
+        self._counts.add(f"evicted_{kind}", len(plan.victims))
+        remove(plan, reason)
 
     def remove(self, segment_id: str, reason: str) -> bool:
         """Remove one segment; False when somebody is reading it."""

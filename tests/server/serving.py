@@ -98,3 +98,15 @@ def wait_for(happened: object, seconds: float = 60) -> None:
 def post(url: str, path: str, body: object, **more: object) -> httpx.Response:
     """One plain request."""
     return httpx.post(f"{url}/v1/{path}", json=body, timeout=120, **more)
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """A figure as Prometheus' own parser reads it; 0 for one that is not there."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return sample.value
+    return 0.0

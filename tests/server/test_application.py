@@ -1,0 +1,385 @@
+"""The application in this process: limits, prefixes, tenants, and what is told of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from server.serving import MODEL, in_thread, metric, post, wait_for
+
+from ckv_jax import Engine
+from ckv_jax.server.app import create_app
+from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.delivery import Client, Delivery
+from ckv_jax.server.pace import Pace
+from ckv_jax.server.tenants import Tenants
+from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.store import ChunkStore
+
+TEXT = "The keeper of the lamp walks up the stairs and counts them one by one. " * 6
+WAY = {"model": MODEL, "max_tokens": 8, "temperature": 1.0, "seed": 5}
+
+
+@contextmanager
+def serving(
+    engine: Engine,
+    tenants: Tenants | None = None,
+    tracing: TracerProvider | None = None,
+    **config: object,
+) -> Iterator[str]:
+    """The URL of an application of its own over the shared engine."""
+    values = {"store_tokens": 128, "turn_tokens": 16, "guard_disk": False} | config
+    made = ServerConfig(model=MODEL, **values)
+    app = create_app(engine, made, tenants, tracing=tracing)
+    try:
+        with in_thread(app) as url:
+            yield url
+    finally:
+        app.state.service.close()
+
+
+@pytest.fixture(scope="module")
+def url(engine: Engine) -> Iterator[str]:
+    with serving(engine) as url:
+        yield url
+
+
+@pytest.fixture
+def fresh(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
+    """The same engine over a store of its own."""
+    with (
+        ChunkStore.open(tmp_path / "kv") as store,
+        engine.variant(engine.config, store=store) as variant,
+    ):
+        yield variant
+
+
+def chat(text: str, **more: object) -> dict:
+    return WAY | {"messages": [{"role": "user", "content": text}]} | more
+
+
+def cached(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_a_body_has_a_size_and_a_time(engine: Engine) -> None:
+    with serving(engine, max_body_bytes=2000, body_s=0.3) as url:
+        large = post(url, "chat/completions", chat("x" * 3000))
+        assert large.status_code == 413
+        assert large.json()["error"]["code"] == "request_too_large"
+        chunked = httpx.post(f"{url}/v1/completions", content=iter([b"x" * 500] * 8))
+        assert chunked.status_code == 413
+        where = urlsplit(url)
+        with socket.create_connection((where.hostname, where.port)) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90\r\n\r\n{")
+            assert b"408" in slow.recv(1000)
+        assert post(url, "chat/completions", chat("Hello")).status_code == 200
+
+
+def test_who_comes_when_it_is_full_comes_again_and_who_leaves_makes_room(engine: Engine) -> None:
+    with serving(engine, max_requests=1) as url:
+        long = chat("Count.", max_tokens=2000, stream=True)
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            full = post(url, "chat/completions", chat("Hello"))
+            assert full.status_code == 429
+            assert int(full.headers["retry-after"]) >= 1
+            assert full.json()["error"]["type"] == "rate_limit_error"
+            assert metric(url, "ckv_requests_running") == 1
+        wait_for(lambda: metric(url, "ckv_undelivered_total") == 1)  # nobody reads it any more
+        wait_for(lambda: metric(url, "ckv_requests_running") == 0)
+        assert post(url, "chat/completions", chat("Hello")).status_code == 200
+
+
+def test_an_answer_has_a_time(engine: Engine) -> None:
+    with serving(engine, request_s=0.5) as url:
+        cut = post(url, "chat/completions", chat("Count.", max_tokens=4000)).json()
+        assert cut["ckv"]["ended_by"] == "deadline"
+        assert cut["choices"][0]["finish_reason"] == "length"
+    with serving(engine, request_s=1e-6) as url:
+        none = post(url, "chat/completions", chat("Count."))
+        assert none.status_code == 503
+        assert none.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_an_answer_that_is_not_read_ends() -> None:
+    ended, said = [], []
+
+    async def deliver(client: Client) -> None:
+        try:
+            await client.event({"text": "never taken"})
+        finally:
+            ended.append(True)
+
+    async def never(*_: object) -> dict:
+        await asyncio.Event().wait()
+        return {}
+
+    asyncio.run(Delivery(deliver, undelivered=said.append, send_s=0.05)({}, never, never))
+    assert ended and "read nothing" in said[0]
+
+
+# -- prefixes --------------------------------------------------------------------------------------
+
+
+def test_turns_are_stored_behind_their_answers(fresh: Engine) -> None:
+    with serving(fresh) as url:
+        messages = [{"role": "user", "content": TEXT}]
+        first = post(url, "chat/completions", WAY | {"messages": messages})
+        assert cached(first) == 0
+        wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
+        said = first.json()["choices"][0]["message"]
+        history = [*messages, {"role": "assistant", "content": said["content"]}]
+        history.append({"role": "user", "content": "And down again?"})
+        second = post(url, "chat/completions", WAY | {"messages": history})
+        assert cached(second) >= first.json()["usage"]["prompt_tokens"] // 16 * 16 - 16
+        wait_for(lambda: metric(url, "ckv_stored_turns_total") == 2)
+        third = post(url, "chat/completions", WAY | {"messages": history})
+        assert cached(third) > cached(second)
+        assert third.json()["choices"] == second.json()["choices"]
+        sparse = post(url, "chat/completions", WAY | {"messages": history, "model": "tiny:sparse"})
+        assert sparse.json()["ckv"]["budget"] == 0.25
+        assert sparse.json()["ckv"]["attention_covered"] < 1
+        short = post(url, "chat/completions", chat("Hello", ckv={"retain_s": 60}))
+        assert cached(short) == 0
+        assert metric(url, "ckv_not_stored_total", reason="short") >= 1
+
+
+def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
+    with serving(fresh, prune_s=0.2) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        onward = f"{TEXT} And so it went on until the evening of that day."
+        put = web.post("/prefixes", json={"text": TEXT, "pinned": True})
+        assert put.status_code == 201
+        prefix = put.json()
+        assert prefix["pinned"] and prefix["tokens"] > 128
+        assert web.post("/prefixes", json={"text": TEXT}).json() == prefix  # it stays pinned
+        assert web.get("/prefixes").json()["data"] == [prefix]
+        assert web.get(f"/prefixes/{prefix['id'][:12]}").json() == prefix
+        asked = web.post("/completions", json=WAY | {"prompt": onward})
+        assert cached(asked) >= prefix["tokens"] // 16 * 16 - 16
+        wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
+        told = web.patch(f"/prefixes/{prefix['id']}", json={"pinned": False, "priority": 3}).json()
+        assert (told["pinned"], told["priority"], told["retain_s"]) == (False, 3, None)
+        path = f"/prefixes/{prefix['id']}"
+        gone = web.delete(path).json()
+        assert gone["deleted"] and gone["bytes"] > 0
+        assert web.get(f"/prefixes/{prefix['id']}").status_code == 404
+        assert web.get("/prefixes").json()["data"] == []
+        assert cached(web.post("/completions", json=WAY | {"prompt": onward})) == 0
+        wait_for(lambda: web.get("/prefixes").json()["data"])  # behind the answer
+        for turn in web.get("/prefixes").json()["data"]:
+            web.patch(f"/prefixes/{turn['id']}", json={"retain_s": 0})
+        wait_for(lambda: not web.get("/prefixes").json()["data"])  # its time is over
+        assert metric(url, "ckv_evicted_segments_total", reason="expired") >= 1
+        assert metric(url, "ckv_evicted_segments_total", reason="deleted") >= 1
+        kept = web.post("/completions", json=WAY | {"prompt": TEXT, "ckv": {"retain_s": 900}})
+        assert cached(kept) == 0
+        wait_for(lambda: [p["retain_s"] for p in web.get("/prefixes").json()["data"]] == [900])
+        for bad in (
+            {},
+            {"text": "a", "tokens": [1]},
+            {"text": ""},
+            {"text": "a", "priority": 1001},
+        ):
+            assert web.post("/prefixes", json=bad).status_code == 400
+        assert web.get("/prefixes/..%2f..%2f").status_code in (400, 404)
+        assert web.post("/prefixes", json={"text": "lamp " * 9000}).status_code == 400
+
+
+def test_three_tenants_see_their_own_alone(fresh: Engine, tmp_path: Path) -> None:
+    names = ("alice", "bob", "carol")
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f'[{name}]\nkeys = ["{name}-key-1"]\n' for name in names))
+    with serving(fresh, Tenants.load(file), store_tokens=10_000) as url:
+        webs = {
+            name: httpx.Client(
+                base_url=f"{url}/v1",
+                headers={"authorization": f"Bearer {name}-key-1"},
+                timeout=60,
+            )
+            for name in names
+        }
+        bodies = {name: {"text": f"{name} {TEXT}"} for name in names}
+        stored = {name: webs[name].post("/prefixes", json=bodies[name]).json() for name in names}
+        for reader in names:
+            for writer in names:
+                asked = WAY | {"prompt": bodies[writer]["text"] + " so"}
+                hit = cached(webs[reader].post("/completions", json=asked))
+                assert (hit > 0) == (reader == writer)
+                path = f"/prefixes/{stored[writer]['id']}"
+                assert webs[reader].get(path).status_code == (200 if reader == writer else 404)
+                if reader != writer:
+                    strange = webs[reader].delete(path)
+                    assert strange.status_code == 404
+                    never = webs[reader].get(f"/prefixes/{'0' * 64}")
+                    assert strange.json() == never.json()  # as if there were none
+            ids = {p["id"] for p in webs[reader].get("/prefixes").json()["data"]}
+            assert not ids & {stored[name]["id"] for name in names if name != reader}
+        for web in webs.values():
+            web.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not toml",
+        "",
+        "[a]\nkeys = []",
+        '[a]\nkeys = ["short"]',
+        '[a]\nkeys = ["long-enough"]\nmax_bytes = -1',
+        '[a]\nkeys = ["long-enough"]\nunknown = 1',
+        '[a]\nkeys = ["long-enough"]\n[b]\nkeys = ["long-enough"]',
+        '[a]\nkeys = ["long-enough"]\nsalt = "x"\n[b]\nkeys = ["long-enough-2"]\nsalt = "x"',
+    ],
+)
+def test_a_key_file_that_is_wrong_is_refused_without_its_keys(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="key file") as told:
+        Tenants.load(file)
+    assert "long-enough" not in str(told.value)
+
+
+def test_the_store_may_vanish(fresh: Engine, tmp_path: Path) -> None:
+    with serving(fresh) as url:
+        body = chat(TEXT)
+        first = post(url, "chat/completions", body)
+        wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
+        shutil.rmtree(tmp_path / "kv")
+        (tmp_path / "kv").write_text("no folder any more")
+        again = post(url, "chat/completions", body)
+        assert again.status_code == 200
+        assert again.json()["choices"] == first.json()["choices"]
+        assert post(url, "prefixes", {"text": TEXT}).status_code == 503
+        assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+def test_what_is_slow_to_write_is_not_written() -> None:
+    pace = Pace()
+    assert pace.pays()
+    pace.computed(1000, 1.0)
+    pace.written(1000, 5.0)
+    assert pace.slow_disk
+    assert [pace.pays() for _ in range(16)].count(True) == 1  # to measure again
+    for _ in range(20):
+        pace.written(1000, 0.1)
+    assert not pace.slow_disk and pace.pays()
+
+
+# -- seen ------------------------------------------------------------------------------------------
+
+
+def test_counters_equal_sums_over_answers(fresh: Engine) -> None:
+    with serving(fresh) as url:
+        answers = []
+        for question in ("up", "down", "round"):
+            answers.append(post(url, "chat/completions", chat(f"{TEXT} {question}?")).json())
+            wait_for(lambda: metric(url, "ckv_stored_turns_total") >= 1)
+        assert post(url, "chat/completions", {}).status_code == 400
+        usages = [answer["usage"] for answer in answers]
+        assert metric(url, "ckv_prompt_tokens_total") == sum(u["prompt_tokens"] for u in usages)
+        assert metric(url, "ckv_generated_tokens_total") == sum(
+            u["completion_tokens"] for u in usages
+        )
+        details = [u["prompt_tokens_details"]["cached_tokens"] for u in usages]
+        assert metric(url, "ckv_cached_tokens_total") == sum(details) > 0
+        assert metric(url, "ckv_read_bytes_total", source="ssd") == sum(
+            answer["ckv"]["ssd_bytes"] for answer in answers
+        )
+        assert metric(url, "ckv_time_to_first_token_seconds_count") == 3
+        assert metric(url, "ckv_token_gap_seconds_count") == sum(
+            u["completion_tokens"] - 1 for u in usages
+        )
+        route = {"route": "/v1/chat/completions"}
+        assert metric(url, "ckv_requests_total", status="200", **route) == 3
+        assert metric(url, "ckv_requests_total", status="400", **route) == 1
+        for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+            assert f"\nvllm:{name} 0.0\n" in httpx.get(f"{url}/metrics").text
+        status = httpx.get(f"{url}/v1/status").json()
+        assert status["texts_under_way"] == 0
+        assert status["ttft_ms"]["compute"] > 0
+        assert "<title>ckv serve</title>" in httpx.get(url).text
+
+
+def test_spans_nest_and_sum_to_the_time_to_first_token(engine: Engine) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with serving(engine, tracing=provider) as url:
+        post(url, "chat/completions", chat("Hello", n=2), headers={"traceparent": parent})
+        wait_for(lambda: any(s.name.startswith("POST") for s in exporter.get_finished_spans()))
+    spans = exporter.get_finished_spans()
+    by_id = {span.context.span_id: span for span in spans}
+    (root,) = [span for span in spans if span.name == "POST /v1/chat/completions"]
+    assert f"{root.context.trace_id:032x}" == parent.split("-")[1]
+    assert f"{root.parent.span_id:016x}" == parent.split("-")[2]
+    texts = [span for span in spans if span.name.startswith("text ")]
+    assert len(texts) == 2
+    for span in spans:
+        if span is not root:
+            above = by_id[span.parent.span_id]
+            assert above.start_time <= span.start_time <= span.end_time <= above.end_time
+    for text in texts:
+        parts = {s.name: s for s in spans if s.parent and s.parent.span_id == text.context.span_id}
+        assert set(parts) == {"prepare", "queue", "prefill", "decode"}
+        length = sum(
+            parts[n].end_time - parts[n].start_time for n in ("prepare", "queue", "prefill")
+        )
+        assert length / 1e6 == pytest.approx(text.attributes["ckv.ttft_ms"], abs=0.01)
+        stages = [s for s in spans if s.parent and by_id.get(s.parent.span_id) is parts["prefill"]]
+        assert stages
+
+
+def test_settings_that_mean_nothing_are_refused(engine: Engine) -> None:
+    for bad in ({"budget": 0}, {"max_requests": 0}, {"send_s": 0}, {"model": "a:sparse"}):
+        with pytest.raises(ValueError, match="got"):
+            ServerConfig(**({"model": "a"} | bad))
+    with (
+        engine.variant(dataclasses.replace(engine.config, system="as-lru")) as rival,
+        pytest.raises(ValueError, match="first tokens only"),
+    ):
+        create_app(rival, ServerConfig(model="a"))
+
+
+def test_a_tenant_who_has_its_fill_evicts_its_own(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[alice]\nkeys = ["alice-key-1"]\n[bob]\nkeys = ["bob-key-1"]\n')
+    with ChunkStore.open(tmp_path / "one") as store:
+        with engine.variant(engine.config, store=store) as one:
+            one.ingest(TEXT)
+        size = store.usage()
+    config = StoreConfig(quotas={"alice": size * 3 // 2})
+    with (
+        ChunkStore.open(tmp_path / "two", config=config) as store,
+        engine.variant(engine.config, store=store) as variant,
+        serving(variant, Tenants.load(file)) as url,
+    ):
+        left = {}
+        for name in ("bob", "alice"):
+            headers = {"authorization": f"Bearer {name}-key-1"}
+            for word in ("once", "twice"):
+                put = post(url, "prefixes", {"text": f"{word} {TEXT}"}, headers=headers)
+                assert put.status_code == 201
+            left[name] = httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]
+        assert {name: len(prefixes) for name, prefixes in left.items()} == {"bob": 2, "alice": 1}
+        large = post(url, "prefixes", {"text": TEXT * 3}, headers=headers)
+        assert large.status_code == 503
+        assert large.json()["error"]["code"] == "store_full"
+        assert "max_bytes" not in large.text

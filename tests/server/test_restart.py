@@ -1,0 +1,129 @@
+"""What was answered once is cheap ever after: across requests, kills, restarts and damage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from server.serving import MODEL, Served, metric, wait_for
+
+from ckv_jax.data.handbook import handbook
+
+DOCUMENT = handbook()[:9000]
+SETTINGS = ("--device-cache", "1MiB", "--host-cache", 0, "--no-guard-disk")
+WAY = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 5}
+
+
+def ask(url: str, question: str, **more: object) -> openai.types.chat.ChatCompletion:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    messages = [
+        {"role": "system", "content": DOCUMENT},
+        {"role": "user", "content": question},
+    ]
+    return client.chat.completions.create(**WAY, messages=messages, **more)
+
+
+def cached(answer: openai.types.chat.ChatCompletion) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restarted") / "kv"
+
+
+@pytest.fixture
+def server(checkpoint: Path, store: Path) -> Iterator[Served]:
+    server = Served(checkpoint, store, *SETTINGS)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """Answers of the first server, by question."""
+    return {}
+
+
+def test_the_second_question_reads_what_the_first_computed(
+    server: Served, texts: dict[str, str]
+) -> None:
+    first = ask(server.url, "Which lamp?")
+    assert cached(first) == 0
+    wait_for(lambda: metric(server.url, "ckv_stored_turns_total") == 1)
+    whole = first.usage.prompt_tokens // 16 * 16
+    assert first.usage.prompt_tokens > 4096
+    again = ask(server.url, "Which lamp?")
+    assert cached(again) >= whole - 16
+    assert again.choices[0].message.content == first.choices[0].message.content
+    other = ask(server.url, "How many doors are there?")
+    assert cached(other) >= whole - 32
+    assert other.model_extra["ckv"]["ssd_bytes"] > 0
+    assert other.choices[0].message.content != first.choices[0].message.content
+    texts["lamp"] = first.choices[0].message.content
+    texts["doors"] = other.choices[0].message.content
+
+
+def test_a_killed_server_has_lost_nothing(server: Served, texts: dict[str, str]) -> None:
+    answer = ask(server.url, "Which lamp?")
+    assert cached(answer) > 4000
+    assert answer.choices[0].message.content == texts["lamp"]
+
+
+def test_damage_is_computed_again_and_put_right(
+    checkpoint: Path, store: Path, texts: dict[str, str]
+) -> None:
+    packs = list(store.glob("segments/*/*/packs/c.*"))
+    assert packs
+    for pack in packs:
+        damage(pack)
+    server = Served(checkpoint, store, *SETTINGS)
+    try:
+        answer = ask(server.url, "How many doors are there?")
+        assert answer.choices[0].message.content == texts["doors"]
+        assert answer.model_extra["ckv"]["chunks_recomputed"] > 0
+        assert metric(server.url, "ckv_recomputed_chunks_total") > 0
+        wait_for(lambda: cached(ask(server.url, "How many doors are there?")) > 4000)
+        mended = ask(server.url, "How many doors are there?")
+        assert mended.choices[0].message.content == texts["doors"]
+        assert mended.model_extra["ckv"]["chunks_recomputed"] == 0
+        drains(server)
+    finally:
+        server.kill()
+
+
+def drains(server: Served) -> None:
+    """Told to stop, it refuses who comes, answers who is inside, and ends well."""
+    body = WAY | {"messages": [{"role": "user", "content": "Count."}], "stream": True}
+    body |= {"max_tokens": 400}
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as other,
+        httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        assert other.get("/ready").status_code == 200
+        server.process.terminate()
+        wait_for(lambda: server.lines("draining"))
+        late = other.post("/v1/chat/completions", json=body)
+        assert late.status_code == other.get("/ready").status_code == 503
+        assert late.json()["error"]["code"] == "draining"
+        assert int(late.headers["retry-after"]) >= 1
+        assert other.get("/health").status_code == 200
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 30
+
+
+def damage(file: Path) -> None:
+    """Some bits of a file are not as they were."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) * 9 // 10
+    for at in range(middle, middle + 64):
+        content[at] ^= 0xFF
+    file.write_bytes(content)
