@@ -61,7 +61,7 @@ def served(
 ) -> Iterator[Served]:
     """One server that many tests share."""
     store = tmp_path_factory.mktemp("served") / "kv"
-    server = Served(checkpoint, store, "--api-keys", keys)
+    server = Served(checkpoint, store, "--api-keys", keys, "--no-guard-disk")
     yield server
     assert server.stop() == 0
 

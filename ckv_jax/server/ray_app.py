@@ -1,0 +1,230 @@
+"""The server on Ray Serve: replicas of the application behind a door that knows who is warm.
+
+    serve run ckv_jax.server.ray_app:build checkpoint=… store=… replicas=2
+
+All replicas share one store. The door reads each request whole and asks the replica that was asked
+about the same beginning before; where that one is full or gone, another, which finds in the store
+what the first has stored. A replica that dies before its answer has begun is replaced by another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+_log = logging.getLogger("ckv_jax.server")
+_TRIES = 4
+_BEGINNING = 4096  # characters of a prompt that say which replica is warm for it
+_NOT_PASSED_ON = frozenset(("content-length", "transfer-encoding", "connection"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One deployment."""
+
+    checkpoint: str
+    """Folder of the model, on every node."""
+    store: str
+    """Folder or URL that all nodes share."""
+    name: str
+    """The model's name for clients."""
+    replicas: int = 2
+    cpus: float = 1.0
+    """Of each replica."""
+    gpus: float = 0.0
+    dtype: str = "bfloat16"
+    api_keys: str | None = None
+    """The key file, on every node."""
+    max_requests: int = 64
+    """Texts under way in one replica."""
+    guard_disk: bool = True
+    drain_s: float = 60.0
+
+
+class Warm(RequestRouter):  # type: ignore[misc]
+    """Ranks replicas by the request's key, so that equal beginnings go to the same one as long as
+    it lives and has room."""
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """One replica a rank, best first (rendezvous hashing)."""
+        key = "" if pending_request is None else str(pending_request.kwargs.get("key", ""))
+
+        def weight(replica: RunningReplica) -> bytes:
+            return hashlib.sha256(f"{key}\0{replica.replica_id}".encode()).digest()
+
+        return [[replica] for replica in sorted(candidate_replicas, key=weight)]
+
+
+class Replica:
+    """One engine, and the application over it, reached by messages of ASGI."""
+
+    def __init__(self, settings: Settings) -> None:
+        from pathlib import Path
+
+        from ckv_jax.config import EngineConfig
+        from ckv_jax.engine import Engine
+        from ckv_jax.server import log
+        from ckv_jax.server.app import create_app
+        from ckv_jax.server.config import ServerConfig
+        from ckv_jax.server.tenants import Tenants
+        from ckv_jax.storage.config import StoreConfig
+
+        log.write_to_stderr()
+        tenants = Tenants.load(Path(settings.api_keys)) if settings.api_keys else Tenants()
+        quotas = {t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None}
+        self._engine = Engine.from_pretrained(
+            settings.checkpoint,
+            store=settings.store,
+            config=EngineConfig(dtype=settings.dtype, budget=1.0),
+            store_config=StoreConfig(quotas=quotas),
+        )
+        config = ServerConfig(
+            model=settings.name,
+            max_requests=settings.max_requests,
+            guard_disk=settings.guard_disk,
+            drain_s=settings.drain_s,
+        )
+        self._app = create_app(self._engine, config, tenants)
+
+    async def answer(
+        self, *, key: str, scope: Mapping[str, Any], body: bytes
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The messages that the application sends for one request. `key` is for the router."""
+        messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        asked = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app({**scope, "app": self._app}, receive, messages.put)
+            finally:
+                messages.put_nowait(None)
+
+        work = asyncio.ensure_future(run())
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+            await work
+        finally:
+            gone.set()
+
+    def __del__(self) -> None:
+        self._app.state.service.close()
+        self._engine.close()
+
+
+class Door:
+    """Takes requests in, finds a replica for each, and another where that one dies."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas.options(stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        """One request."""
+        body = await request.body()
+        scope = {
+            name: request.scope[name]
+            for name in (
+                "type", "http_version", "method", "scheme", "path", "raw_path", "query_string",
+                "root_path", "headers", "client", "server",
+            )
+            if name in request.scope
+        }  # fmt: skip
+        key = beginning(body)
+        for left in reversed(range(_TRIES)):
+            messages = self._replicas.answer.remote(key=key, scope=scope, body=body)
+            try:
+                start = await anext(messages)
+                headers = _headers(start)
+                if headers.get("content-type", "").startswith("text/event-stream"):
+                    first = await anext(messages)
+                    events = _events(first, messages)
+                    return StreamingResponse(events, start["status"], headers)
+                whole = b"".join([message["body"] async for message in messages])
+                return Response(whole, start["status"], headers)
+            except RayError as error:
+                if not left:
+                    raise
+                _log.warning("a replica is gone: another is asked (%s)", type(error).__name__)
+                await asyncio.sleep(0.2)
+        raise AssertionError("unreachable")
+
+
+def beginning(body: bytes) -> str:
+    """What requests over one prefix have in common: a digest of how their prompts begin."""
+    try:
+        asked = json.loads(body)
+        prompt = asked.get("messages") or asked.get("prompt") or ""
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    except (ValueError, AttributeError, RecursionError):
+        text = ""  # the replica says what is wrong with it
+    return hashlib.sha256(text[:_BEGINNING].encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _headers(start: Mapping[str, Any]) -> dict[str, str]:
+    pairs = [(name.decode(), value.decode()) for name, value in start["headers"]]
+    return {name: value for name, value in pairs if name not in _NOT_PASSED_ON}
+
+
+async def _events(
+    first: Mapping[str, Any], messages: AsyncIterator[Mapping[str, Any]]
+) -> AsyncIterator[bytes]:
+    """The body of a stream. One that breaks off says so as an event: it cannot begin again."""
+    from ckv_jax.server.errors import ApiError
+    from ckv_jax.server.json_answer import encode
+
+    yield first["body"]
+    try:
+        async for message in messages:
+            yield message["body"]
+    except RayError:
+        lost = ApiError(503, "the replica was lost in the middle of this answer", code="lost")
+        yield b"data: " + encode(lost.body()) + b"\n\n"
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application for `serve run` and Serve's config files; `args` are `Settings`.
+
+    Raises `TypeError` for a setting that there is none of.
+    """
+    settings = Settings(**args)
+    replicas = serve.deployment(
+        Replica,
+        name="replica",
+        num_replicas=settings.replicas,
+        max_ongoing_requests=settings.max_requests,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        request_router_config=RequestRouterConfig(request_router_class=Warm),
+        graceful_shutdown_timeout_s=settings.drain_s,
+    ).bind(settings)
+    door = serve.deployment(
+        Door,
+        name="door",
+        max_ongoing_requests=10 * settings.replicas * settings.max_requests,
+        ray_actor_options={"num_cpus": 0.1},
+    )
+    application: serve.Application = door.bind(replicas)
+    return application

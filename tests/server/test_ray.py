@@ -1,0 +1,91 @@
+"""Two replicas on Ray Serve over one store; one of them is killed while it is asked."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ray = pytest.importorskip("ray", reason="replicas need the extra `ray`")
+
+from ray import serve  # noqa: E402
+from server.serving import MODEL, wait_for  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+DOCUMENT = "The keeper of the lamp walks up the stairs and counts them one by one. " * 40
+WAY = {"model": MODEL, "max_tokens": 24, "temperature": 1.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from ckv_jax.server.ray_app import build
+
+    environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}}
+    ray.init(
+        num_cpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False,
+        object_store_memory=100 * 2**20,
+    )  # fmt: skip
+    settings = {
+        "checkpoint": str(checkpoint), "store": str(tmp_path_factory.mktemp("ray") / "kv"),
+        "name": MODEL, "replicas": 2, "dtype": "float32", "guard_disk": False,
+    }  # fmt: skip
+    serve.start(http_options={"host": "127.0.0.1", "port": 18_431})
+    serve.run(build(settings), name="ckv", route_prefix="/")
+    yield "http://127.0.0.1:18431"
+    serve.shutdown()
+    ray.shutdown()
+
+
+def ask(url: str, question: str) -> httpx.Response:
+    body = WAY | {
+        "messages": [
+            {"role": "system", "content": DOCUMENT},
+            {"role": "user", "content": question},
+        ]
+    }
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
+
+
+def cached(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(500)
+def test_a_replica_that_dies_loses_no_request(url: str) -> None:
+    first = ask(url, "Which lamp?")
+    assert cached(first) == 0
+    wait_for(lambda: cached(ask(url, "Which lamp?")) > 1024, 120)
+    named = ray.util.list_named_actors(all_namespaces=True)
+    actors = [actor for actor in named if "#replica#" in actor["name"]]
+    assert len(actors) == 2
+    answers: list[httpx.Response] = []
+
+    def keep_asking() -> None:
+        for turn in range(4):
+            answers.append(ask(url, f"Which lamp? {turn % 2}"))
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    victim = actors[0]
+    ray.kill(ray.get_actor(victim["name"], namespace=victim["namespace"]))
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 12
+    assert all(cached(answer) > 1024 for answer in answers)
+    texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers}
+    assert len(texts) <= 2  # one a question, whoever answered
+    other = actors[1]
+    ray.kill(ray.get_actor(other["name"], namespace=other["namespace"]))
+    again = ask(url, "Which lamp?")  # by one that started since: the store has it
+    assert cached(again) > 1024
+    assert again.json()["choices"] == first.json()["choices"]
