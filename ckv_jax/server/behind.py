@@ -9,7 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
@@ -17,27 +18,10 @@ from ckv_jax.request import Generation
 from ckv_jax.server.asked import Asked, Prompt
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.pace import Pace
-from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
 
 _log = logging.getLogger("ckv_jax.server")
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A text that has ended, to be stored as a prefix."""
-
-    generation: Generation
-    retain_s: float | None
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Mending:
-    """A prefix some of which had to be computed again."""
-
-    prefix: Prefix
 
 
 class Behind:
@@ -97,22 +81,19 @@ class Behind:
             computed = len(answer.suffix)
             self.pace.computed(computed, generation.trace.ttft_ms / 1e3)
             if generation.trace.counters.get("recomputed_chunks"):
-                mending = _Mending(answer.prefix)
-                self._put(lambda mending=mending: self._mend(mending))  # type: ignore[misc]
+                self._put(partial(self._mend, answer.prefix))
             if answer.kv is None:
                 continue
             if computed + len(answer.token_ids) < self._config.turn_tokens:
                 self.skipped["short"] += 1
                 continue
-            turn = _Turn(generation, asked.retain_s, answer.kv.nbytes)
             with self._lock:
-                self._waiting_bytes += turn.num_bytes
-            self._put(lambda turn=turn: self._store(turn))  # type: ignore[misc]
+                self._waiting_bytes += answer.kv.nbytes
+            self._put(partial(self._store, generation, answer.kv.nbytes, asked.retain_s))
         if asked.retain_s is not None:
             for prompt in asked.prompts:
                 if prompt.prefix.num_tokens:
-                    wish = (prompt.prefix, asked.retain_s)
-                    self._put(lambda wish=wish: self._wish(*wish))  # type: ignore[misc]
+                    self._put(partial(self._keep, prompt.prefix, asked.retain_s))
 
     def flush(self, seconds: float) -> bool:
         """Waits until nothing is left to be written; False if that takes longer."""
@@ -150,7 +131,8 @@ class Behind:
             left = self._prune_at - time.monotonic()
             if left <= 0:
                 self._prune_at = time.monotonic() + self._config.prune_s
-                self._busy += 1
+                with self._lock:
+                    self._busy += 1
                 return self._prune
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=left)
@@ -158,28 +140,32 @@ class Behind:
     def _prune(self) -> None:
         self._engine.store.evict_expired()
 
-    def _store(self, turn: _Turn) -> None:
+    def _store(self, generation: Generation, num_bytes: int, retain_s: float | None) -> None:
         try:
-            answer = turn.generation.completion()
             began = time.perf_counter()
-            prefix = self._engine.append(turn.generation)
-            new = prefix.num_tokens - answer.prefix.num_tokens
+            prefix = self._engine.append(generation)
+            new = prefix.num_tokens - generation.completion().prefix.num_tokens
             self.pace.written(new, time.perf_counter() - began)
             self.stored_turns += 1
             self.stored_tokens += new
-            if turn.retain_s is not None:
-                self._wish(prefix, turn.retain_s)
+            if retain_s is not None:
+                self._keep(prefix, retain_s, new=True)
         finally:
             with self._lock:
-                self._waiting_bytes -= turn.num_bytes
+                self._waiting_bytes -= num_bytes
 
-    def _mend(self, mending: _Mending) -> None:
-        self._engine.ingest(mending.prefix.tokens, salt=mending.prefix.salt)
+    def _mend(self, prefix: Prefix) -> None:
+        self._engine.ingest(prefix.tokens, salt=prefix.salt)
 
-    def _wish(self, prefix: Prefix, retain_s: float) -> None:
+    def _keep(self, prefix: Prefix, retain_s: float, *, new: bool = False) -> None:
+        """Gives a new prefix a time to live, and one that has had one a longer one: no request
+        shortens what was wanted before."""
         store = self._engine.store
-        wish = store.wishes().get(prefix.id, Wish())
-        try:
-            store.set_wish(prefix.id, replace(wish, retain_s=retain_s), salt=prefix.salt)
-        except PrefixNotFound:
-            return  # it ends inside of a longer one, which has its own time to live
+        known = store.wishes().get(prefix.id)
+        if known is None:
+            wish = Wish(retain_s=retain_s) if new else None
+        else:
+            longer = known.retain_s is not None and known.retain_s < retain_s
+            wish = replace(known, retain_s=retain_s) if longer else None
+        if wish is not None:
+            store.set_wish(prefix.id, wish, salt=prefix.salt)

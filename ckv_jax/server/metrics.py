@@ -124,7 +124,7 @@ class _Now(Collector):
         yield _count("ckv_stored_tokens", "Tokens of theirs.", behind.stored_tokens)
         yield _count("ckv_not_stored_errors", "Turns whose writing failed.", behind.failed)
         skipped = CounterMetricFamily("ckv_not_stored", "Turns passed over.", labels=["reason"])
-        for reason, count in behind.skipped.items():
+        for reason, count in list(behind.skipped.items()):
             skipped.add_metric([reason], count)
         yield skipped
         slow = behind.pace.slow_disk

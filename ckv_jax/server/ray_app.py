@@ -132,8 +132,9 @@ class Replica:
             gone.set()
 
     def __del__(self) -> None:
-        self._app.state.service.close()
-        self._engine.close()
+        if "_app" in self.__dict__:
+            self._app.state.service.close()
+            self._engine.close()
 
 
 class Door:
