@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +117,12 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
+        async def send(message: MutableMapping[str, Any]) -> None:
+            messages.put_nowait(dict(message))
+
         async def run() -> None:
             try:
-                await self._app({**scope, "app": self._app}, receive, messages.put)
+                await self._app({**scope, "app": self._app}, receive, send)
             finally:
                 messages.put_nowait(None)
 
