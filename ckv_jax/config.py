@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Literal, get_args
 
+from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
@@ -31,11 +32,9 @@ def _one_of(name: str, value: object, kind: object) -> None:
         raise ValueError(f"got {name}={value!r}, expected one of {', '.join(get_args(kind))}")
 
 
-def check_budget(budget: float) -> float:
-    """`budget` itself, or `ValueError` unless it is a number and 0 < budget <= 1."""
-    check_number("budget", budget)
-    if not 0.0 < budget <= 1.0:
-        raise ValueError(f"got budget={budget}, expected a share of the prefix in (0, 1]")
+def check_budget(budget: float | str) -> float | str:
+    """`budget` itself, or `ValueError` unless it is one, see `Budget.of`."""
+    Budget.of(budget)
     return budget
 
 
@@ -179,8 +178,9 @@ class EngineConfig:
 
     system: str | SystemConfig = "ckv"
     """A name from `ckv_jax.systems.SYSTEMS`, or a config of one's own."""
-    budget: float = 0.25
-    """Share of the prefix's tokens that take part in attention, where a request names none."""
+    budget: float | str = 0.25
+    """Share of the prefix's tokens that take part in attention, where a request names none; or
+    "mass:0.95", see `Request.budget`."""
     dtype: str = "bfloat16"
     """Element type of weights, keys and values: bfloat16, float16 or float32."""
     device_cache_bytes: int = 512 * MIB

@@ -339,7 +339,7 @@ class Engine:
         *,
         max_batch: int = 1,
         max_suffix: int = 64,
-        budgets: Several[float] | None = None,
+        budgets: Several[float | str] | None = None,
         max_tokens: int = 0,
     ) -> None:
         """Compiles what requests over `prefix`, or one of about its length, can need.

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from ckv_jax.budget import Budget
 from ckv_jax.mending import Mending
 from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.request import Completion
@@ -116,10 +117,10 @@ class Ingest:
         tokens = np.concatenate([text.prefix.tokens, text.suffix, text.token_ids])
         tokens = tokens.astype(np.int32)
         first, before, salt = text.prefix.num_tokens, text.prefix.provenance, text.prefix.salt
-        whole = not first or (text.budget == 1.0 and before == EXACT)
+        whole = not first or (Budget.of(text.budget).exact and before == EXACT)
         if exact and not whole:
             return self.store(tokens, salt=salt)
-        provenance = EXACT if whole else f"budget:{text.budget:g}"
+        provenance = EXACT if whole else f"budget:{text.budget}"
         try:
             return self.write(tokens, text.kv, first, provenance=provenance, salt=salt)
         except SegmentDamaged:

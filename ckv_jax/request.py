@@ -28,8 +28,10 @@ class Request:
     """A handle from `Engine.ingest`, its id, or token ids of which as much is used as is stored."""
     suffix: str | Sequence[int]
     """Text, or token ids."""
-    budget: float | None = None
-    """Share of the prefix in (0, 1]; None: the engine's."""
+    budget: float | str | None = None
+    """Share of the prefix in (0, 1]; or "mass:0.95": in every period as many chunks as hold that
+    share of the attention of the queries that select, "mass:0.95:0.02-0.5": between two and fifty
+    in a hundred. None: the engine's."""
     id: str | None = None
     """A name of the caller's, unique within one call, given back in the result."""
     deadline_s: float | None = None
@@ -132,7 +134,7 @@ class Completion:
     """As much of the request's prefix as was stored."""
     suffix: np.ndarray
     """int32 [S]: everything after it that was computed before the text."""
-    budget: float
+    budget: float | str
     kv: np.ndarray | None = field(default=None, repr=False)
     """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
     logprobs: tuple[Logprobs, ...] = ()

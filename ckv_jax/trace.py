@@ -88,6 +88,8 @@ class Trace:
         counters: everything else that was counted, such as "demanded" and "covered" packs.
         period_attention_mass: for each period, the share of the probe's attention that the
             selected chunks hold.
+        period_chunks: for each period, how many chunks (or tokens) one request selected; empty
+            until the trace is one request's.
         tokens: one entry for each token of a text that chose anew.
     """
 
@@ -99,6 +101,7 @@ class Trace:
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
         self.period_attention_mass: list[float] = []
+        self.period_chunks: list[int] = []
         self.tokens: list[TokenTrace] = []
         self._lock = threading.Lock()
 
@@ -126,10 +129,13 @@ class Trace:
             self.chunks["selected"] += selected
             self.chunks["total"] += total
 
-    def share(self, *, selected: int, total: int, attention_mass: Iterable[float]) -> Trace:
+    def share(
+        self, *, selected: Iterable[int], total: int, attention_mass: Iterable[float]
+    ) -> Trace:
         """This trace as one request of a batch sees it: its own selection, all else in common."""
         own = copy.copy(self)
-        own.chunks = {"selected": selected, "total": total}
+        own.period_chunks = list(selected)
+        own.chunks = {"selected": sum(own.period_chunks), "total": total}
         own.period_attention_mass = list(attention_mass)
         own.tokens = []
         return own

@@ -113,7 +113,7 @@ def test_counters_and_shares() -> None:
 
 def test_a_share_has_its_own_selection_and_the_common_times() -> None:
     trace = made(("compute", "compute", 0, 40))
-    own = trace.share(selected=3, total=9, attention_mass=[0.25])
+    own = trace.share(selected=[1, 2], total=9, attention_mass=[0.25])
     assert own.chunks == {"selected": 3, "total": 9} and own.attention_mass == 0.25
     assert own.breakdown_ms == trace.breakdown_ms and trace.attention_mass == 1.0
 

@@ -102,14 +102,16 @@ def ask(
     with terminal.status("loading JAX and the model"):
         from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json
-        from ckv_jax.cli.serving import codec_name, find_prefix, kv_bytes
-        from ckv_jax.config import EngineConfig, check_budget
+        from ckv_jax.budget import Budget
+        from ckv_jax.cli.serving import codec_name, find_prefix, kv_bytes, parse_budget
+        from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.request import Request
         from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
-        share = EngineConfig().budget if budget is None else check_budget(budget)
+        share = EngineConfig().budget if budget is None else parse_budget(budget)
+        most = Budget.of(share).most
         with open_store(store, settings) as opened:
             stored = find_prefix(opened, prefix, salt=salt)
         several, size = max_tokens > 1, kv_bytes(stored)
@@ -120,9 +122,9 @@ def ask(
             salt=salt,
             budget=share,
             # A first token asks for nothing twice; those after it do.
-            device_cache_bytes=round(2 * share * size) if several else 0,
+            device_cache_bytes=round(2 * most * size) if several else 0,
             host_cache_bytes=EngineConfig().host_cache_bytes if several else 0,
-            prefetch_device_bytes=_MIB * 64 + round(1.1 * share * size),
+            prefetch_device_bytes=_MIB * 64 + round(1.1 * most * size),
         )
         engine = Engine.from_pretrained(
             checkpoint, store=store, config=config, store_config=settings

@@ -84,8 +84,8 @@ def batch(
     with terminal.status("loading JAX and the model"):
         from ckv_jax import compilation_cache
         from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
-        from ckv_jax.cli.serving import Answerer, kv_bytes
-        from ckv_jax.config import EngineConfig, check_budget
+        from ckv_jax.cli.serving import Answerer, kv_bytes, parse_budget
+        from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import with_codec
 
@@ -99,7 +99,7 @@ def batch(
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,
-            budget=default.budget if budget is None else check_budget(budget),
+            budget=default.budget if budget is None else parse_budget(budget),
             prefetch_device_bytes=max(default.prefetch_device_bytes, round(1.1 * largest)),
         )
         engine = Engine.from_pretrained(

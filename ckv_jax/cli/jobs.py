@@ -32,7 +32,7 @@ class Job:
     id: str
     prefix: str
     question: str | tuple[int, ...]
-    budget: float | None
+    budget: float | str | None
     sampling: SamplingParams
 
 
@@ -102,7 +102,7 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
         id=id,
         prefix=named,
         question=_question(values.get("question")),
-        budget=None if budget is None else float(check_budget(budget)),
+        budget=None if budget is None else check_budget(budget),
         sampling=_sampling(values),
     )
 

@@ -95,12 +95,14 @@ Dtype = Annotated[
     ),
 ]
 Budget = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         "--budget",
         metavar="SHARE",
         help="Share of the text that takes part in the answer, more than 0 and at most 1. "
-        "0.05 reads a twentieth of it; 1 reads everything. Without it: 0.25.",
+        "0.05 reads a twentieth of it; 1 reads everything. mass:0.95 reads what holds 95% of the "
+        "question's attention, mass:0.95:0.02-0.5 between 2 and 50% of the text. "
+        "Without it: 0.25.",
     ),
 ]
 Salt = Annotated[

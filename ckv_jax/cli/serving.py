@@ -8,6 +8,7 @@ from typing import Any
 from ckv_jax.answer import answer_json
 from ckv_jax.cli.jobs import Job
 from ckv_jax.cli.output import one_line
+from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation, Request, Result
@@ -17,7 +18,7 @@ from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
-__all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes"]
+__all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes", "parse_budget"]
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
@@ -68,6 +69,15 @@ def codec_name(prefix: Prefix) -> str:
     known here."""
     codec_of(prefix.layout)
     return prefix.layout.codec.partition(":")[0]
+
+
+def parse_budget(text: str) -> float | str:
+    """A budget from the command line: a number, or what attention it must hold."""
+    try:
+        number = float(text)
+    except ValueError:
+        return check_budget(text)
+    return check_budget(number)
 
 
 def kv_bytes(prefix: Prefix) -> int:

@@ -7,7 +7,6 @@ with what the next period will probably need. The only host syncs are the select
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,14 +27,9 @@ from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Resident, Residents
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Selection, Share
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.trace import Trace
-
-
-def selected_chunks(budget: float, num_chunks: int) -> int:
-    """How many chunks a budget buys: the smallest integer not below budget x M, at least one."""
-    return max(1, math.ceil(round(budget * num_chunks, 9)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +44,8 @@ class Member:
     """int32 [b]: suffix tokens of each; 0 for padding."""
     limits: np.ndarray
     """int32 [b]: chunks (or tokens) that each may select; 0 for padding."""
+    share: Share
+    """Of each: how much attention is enough, see `Budget`."""
 
     @property
     def real(self) -> np.ndarray:
@@ -78,10 +74,11 @@ class Batch:
         limits: Sequence[int],
         prefixes: Sequence[tuple[Resident, Probes]],
         which: Sequence[int],
+        share: Share | None = None,
     ) -> Batch:
         """Pads `suffixes` (int32 [s] each, s >= 1) to a batch and length bucket.
 
-        Row i asks about `prefixes[which[i]]`.
+        Row i asks about `prefixes[which[i]]`. `share`: of each suffix, default: its limit counts.
         """
         count = len(suffixes)
         rows = batch_bucket(count)
@@ -92,6 +89,9 @@ class Batch:
         lengths[:count] = [len(suffix) for suffix in suffixes]
         most[:count] = limits
         start[:count] = [prefixes[i][0].prefix.num_tokens for i in which]
+        mass, least = np.ones(rows, np.float32), np.ones(rows, np.int32)
+        if share is not None:
+            mass[:count], least[:count] = share
         members = []
         for index, (resident, probes) in enumerate(prefixes):
             mine = np.array([row for row in range(count) if which[row] == index], np.int32)
@@ -108,6 +108,7 @@ class Batch:
                     rows=padded,
                     lengths=np.where(real, lengths[padded], 0).astype(np.int32),
                     limits=np.where(real, most[padded], 0).astype(np.int32),
+                    share=Share(mass[padded], least[padded]),
                 )
             )
         return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
@@ -210,7 +211,7 @@ class Executor:
         ready = time.perf_counter_ns()
         trace.add("compute", "compute", began, ready, period=period - 1)
         found = [
-            np.asarray(pick.ids)[:, : chunk_bucket(int(member.limits.max()))]
+            _trimmed(np.asarray(pick.ids), member)
             for member, pick in zip(batch.members, picks, strict=True)
         ]
         selected = time.perf_counter_ns()
@@ -250,7 +251,8 @@ class Executor:
             layers, self._rows(batch, member, hidden, skipped),
             batch.start[member.rows] + skipped, member.lengths - skipped,
             member.probes.get(layers, period), np.int32(resident.prefix.num_tokens),
-            np.int32(resident.num_chunks), limits, **self._how(resident, limits),
+            np.int32(resident.num_chunks), limits, share=member.share,
+            **self._how(resident, limits),
         )  # fmt: skip
 
     def _how(self, resident: Resident, limits: np.ndarray) -> dict[str, Any]:
@@ -368,6 +370,14 @@ def _latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array
     """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
     at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
     return hidden[rows[:, None], at]
+
+
+def _trimmed(ids: np.ndarray, member: Member) -> np.ndarray:
+    """Chosen ids [b, n], as many columns as some row may have, or has where attention decides."""
+    most = int(member.limits.max())
+    if (member.share.mass < 1).any():
+        most = int((ids >= 0).sum(axis=1).max())
+    return ids[:, : chunk_bucket(most)]
 
 
 def _by_row(batch: Batch, found: list[np.ndarray]) -> np.ndarray:

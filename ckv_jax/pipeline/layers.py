@@ -26,7 +26,7 @@ from ckv_jax.memory.pages import as_bits, as_rows, page_tables, positions, stora
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Selection, choose
+from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 
 LayerState = Any  # a pure pytree of one layer's arrays
@@ -144,16 +144,20 @@ class Layers:
         n: int,
         window: int | None,
         chunk_tokens: int,
+        share: Share | None = None,
     ) -> Selection:
-        """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers.
+        """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
+        as many of them as hold a `share` of the score.
 
         `probes`: one a layer, whose scores are summed; `start`: position of each row's first
         token in `hidden`; `window`: only so many last queries score.
         """
+        if share is None:  # the same program
+            share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
             self._select_key(layers, hidden.shape, probes, score, n, window, chunk_tokens),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
-            tuple(probes), num_tokens, num_chunks, limits,
+            tuple(probes), num_tokens, num_chunks, limits, share,
             score=score, n=n, window=window, chunk_tokens=chunk_tokens,
         )  # fmt: skip
         return found
@@ -261,8 +265,8 @@ def _select_of(
 ) -> Callable[..., Selection]:
     def select(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
-        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, *,
-        score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
+        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
+        share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
@@ -275,7 +279,7 @@ def _select_of(
                 target=target,
             )  # [B, M]  # fmt: skip
         scores = shardings.sum(scores)
-        return choose(scores, n, limits, count=num_chunks)
+        return choose(scores, n, limits, count=num_chunks, share=share)
 
     return select
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -27,16 +28,39 @@ class Selection(NamedTuple):
     """The score of every unit, as given."""
 
 
+_MARGIN = 1e-5
+"""What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""
+
+
+class Share(NamedTuple):
+    """As many units as hold a share of a row's score, see `Budget`."""
+
+    mass: Float32[Array | np.ndarray, " B"]
+    """The share; 1 and above: all that the limit allows."""
+    least: Int32[Array | np.ndarray, " B"]
+    """Units that are chosen in any case."""
+
+
 def choose(
-    scores: Float32[Array, "B M"], n: int, limits: Int32[Array, " B"], *, count: Array | None = None
+    scores: Float32[Array, "B M"],
+    n: int,
+    limits: Int32[Array, " B"],
+    *,
+    count: Array | None = None,
+    share: Share | None = None,
 ) -> Selection:
-    """The `limits[b]` <= n best of the first `count` units of each row (None: of all)."""
+    """The `limits[b]` <= n best of the first `count` units of each row (None: of all).
+
+    With `share`, only the best of those that together hold it.
+    """
     units = scores.shape[1]
     masked = scores
     if count is not None:
         ids = jnp.arange(units, dtype=jnp.int32)
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     values, best, chosen = _best(masked, n, limits)
+    if share is not None:
+        chosen &= _needed(values, masked, share)
     ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
@@ -48,6 +72,18 @@ def choose(
         mass=jnp.sum(attention, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny),
         scores=scores,
     )
+
+
+def _needed(values: Array, scores: Array, share: Share) -> Array:
+    """Of each row's best `values` [B, n] of `scores` [B, M], bool: whether the better ones hold
+    less than the share."""
+    held = jnp.where(values > -jnp.inf, values, 0.0)
+    before = jnp.cumsum(held, axis=1) - held
+    total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
+    asked = share.mass + _MARGIN
+    place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
+    short = before < (asked * total)[:, None]
+    return short | (asked >= 1)[:, None] | (place < share.least[:, None])
 
 
 def top_mask(

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.config import ModelConfig
@@ -93,6 +94,11 @@ class Placement:
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         budget = self._config.budget if request.budget is None else request.budget
+        if Budget.of(budget).mass is not None and self._system.selector in ("h2o", "impress"):
+            raise ValueError(
+                f"got budget={budget!r}, but system {self._system.name!r} selects tokens: "
+                "it takes a share of them"
+            )
         sequence.place(prefix, suffix, budget)
 
     def shorten(self, sequence: Sequence) -> None:

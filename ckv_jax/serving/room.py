@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
+from ckv_jax.budget import Budget
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.serving.running import Running
@@ -75,7 +75,7 @@ class SlotRoom:
         most: dict[str, list[int]] = {}
         for sequence in sequences:
             if self.sparse(sequence):
-                count = selected_chunks(sequence.budget, sequence.prefix.num_chunks)
+                count = Budget.of(sequence.budget).chunks(sequence.prefix.num_chunks)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         return sum(min(total, sum(counts)) for total, *counts in most.values())
 

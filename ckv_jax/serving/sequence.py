@@ -103,7 +103,7 @@ class Sequence:
 
     # From here on: for the engine thread and whoever submits.
 
-    def place(self, prefix: Prefix, suffix: np.ndarray, budget: float) -> None:
+    def place(self, prefix: Prefix, suffix: np.ndarray, budget: float | str) -> None:
         """Where it stands: what is stored, and the tokens int32 [S] to compute after that."""
         self.prefix = prefix
         self.suffix = suffix

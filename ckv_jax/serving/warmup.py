@@ -7,10 +7,10 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from ckv_jax.buckets import batch_bucket, bucket, suffix_bucket
+from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
+from ckv_jax.budget import Budget
 from ckv_jax.memory.memory import job_packs
 from ckv_jax.model.sampling import Logprobs, SamplingParams
-from ckv_jax.pipeline.executor import selected_chunks
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.request import Request
@@ -26,7 +26,7 @@ def warm(
     *,
     max_batch: int,
     max_suffix: int,
-    budgets: Several[float],
+    budgets: Several[float | str],
     max_tokens: int,
 ) -> Generator[None, None, None]:
     """Runs made-up requests over `prefix` in every combination of bucketed sizes, one a step.
@@ -50,7 +50,7 @@ def warm(
 
 
 def _warm_texts(
-    worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float, batch: int, most: int
+    worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int, most: int
 ) -> Generator[None, None, None]:
     """Texts at every size of the buffers, half of whose rows leave, then half of those, …"""
     smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
@@ -77,7 +77,9 @@ def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, N
 class _MadeUp(Sequence):
     """A request of warm-up's own; with `new`, a text of so many tokens, whatever they are."""
 
-    def __init__(self, prefix: Prefix, suffix: np.ndarray, budget: float, new: int = 0) -> None:
+    def __init__(
+        self, prefix: Prefix, suffix: np.ndarray, budget: float | str, new: int = 0
+    ) -> None:
         sampling = SamplingParams(max_tokens=new) if new else None
         super().__init__(
             Request(prefix=prefix, suffix=[0]),
@@ -100,6 +102,17 @@ def _powers(first: int, last: int) -> Iterator[int]:
         first *= 2
 
 
-def _distinct(budgets: Several[float], units: int) -> list[float]:
-    """One budget for each number of chunks (or tokens) that they select."""
-    return list({selected_chunks(budget, units): budget for budget in budgets}.values())
+def _distinct(budgets: Several[float | str], units: int) -> list[float | str]:
+    """One budget for each number of chunks (or tokens) that they select, or may."""
+    found: dict[object, float | str] = {}
+    for budget in budgets:
+        parsed = Budget.of(budget)
+        most = parsed.chunks(units)
+        if parsed.mass is None:
+            found[most] = budget
+            continue
+        found[most, "mass"] = budget
+        for count in range(parsed.floor(units), most + 1):
+            bucketed = min(chunk_bucket(count), most)
+            found.setdefault(bucketed, bucketed / units)
+    return list(found.values())

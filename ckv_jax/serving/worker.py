@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import CkvError
 from ckv_jax.memory.landing import landing_for
@@ -16,7 +17,7 @@ from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.choice_calls import ChoiceCalls
 from ckv_jax.pipeline.choices import Choices, Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
-from ckv_jax.pipeline.executor import Batch, Executor, FirstToken, selected_chunks
+from ckv_jax.pipeline.executor import Batch, Executor, FirstToken
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan
@@ -29,6 +30,7 @@ from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Residents
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
+from ckv_jax.selection.base import Share
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
@@ -156,11 +158,13 @@ class Worker:
                     stack.callback(probes.cancel)
                     prefixes.append((lease.resident, probes))
                 units = [self._units(leases[i]) for i in which]
+                asked = [Budget.of(sequence.budget) for sequence in batch]
                 rows = Batch.of(
                     [sequence.suffix for sequence in batch],
-                    [selected_chunks(s.budget, n) for s, n in zip(batch, units, strict=True)],
+                    [budget.chunks(n) for budget, n in zip(asked, units, strict=True)],
                     prefixes,
                     which,
+                    _share(asked, units),
                 )
             hold = texts and self._room.held(batch)
             self._running.rest()
@@ -249,7 +253,7 @@ class Worker:
         window.held = hold and all(window.cached(p, ids) for p, ids in enumerate(chosen))
         for period, ids in enumerate(chosen):
             window.choose(period, ids)
-        limit = selected_chunks(sequence.budget, lease.resident.num_chunks)
+        limit = max(map(len, chosen))  # as attention decided, or the whole budget
         chooser = None
         if self.system.decode is not None and limit < lease.resident.num_chunks:
             chooser = Chooser(
@@ -352,11 +356,18 @@ class Worker:
         self.leases.close()
 
 
+def _share(budgets: Several[Budget], units: Several[int]) -> Share:
+    """How much attention each of a batch's suffixes asks for."""
+    mass = [1.0 if budget.mass is None else budget.mass for budget in budgets]
+    least = [budget.floor(n) for budget, n in zip(budgets, units, strict=True)]
+    return Share(np.array(mass, np.float32), np.array(least, np.int32))
+
+
 def _shares(trace: Trace, first: FirstToken, units: list[int]) -> list[Trace]:
     """Each row's own view of the batch's trace: what was read is common, the selection is not."""
     return [
         trace.share(
-            selected=sum(int((chosen[row] >= 0).sum()) for chosen in first.selections),
+            selected=[int((chosen[row] >= 0).sum()) for chosen in first.selections],
             total=len(first.selections) * count,
             attention_mass=first.attention_mass[:, row].tolist(),
         )

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
@@ -46,6 +46,7 @@ def turned(keys: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     power=st.integers(-20, 20),
