@@ -27,6 +27,7 @@ from bench.fault_kinds import (
     corruption,
     disk,
     fuzz,
+    model_runs,
     power,
     processes,
     scene,
@@ -138,7 +139,9 @@ def run_all(
                 yield fuzz.guided(scenes, effort.guided)
         if wanted("model"):
             yield {
-                ("model", "all"): model.run_machine(model.Counting, effort.examples, effort.steps)
+                ("model", "all"): model_runs.run_machine(
+                    model_runs.Counting, effort.examples, effort.steps
+                )
             }
     with tempfile.TemporaryDirectory() as name:
         for kind, (operation, run) in random_kinds(Path(name)).items():

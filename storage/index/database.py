@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreClosed
 from ckv_jax.storage.place.patience import progress
 
@@ -316,7 +317,7 @@ class Database:
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
             os.replace(new, path)
         finally:
-            os.close(fd)
+            let_go(fd)
             new.unlink(missing_ok=True)
 
 
@@ -349,7 +350,7 @@ def _exclusive(path: Path, wait_s: float) -> Iterator[None]:
                 time.sleep(0.01)
         yield
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 class _Unseen(sqlite3.OperationalError):

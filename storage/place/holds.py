@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreUnavailable, as_unavailable
 
 _NAME = "holds"
@@ -155,7 +156,7 @@ class _File:
         if self._retired and not self._users and self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):  # closed all the same
-                os.close(fd)
+                let_go(fd)
 
 
 def _current(path: Path, flags: int, file: _File | None) -> _File:

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ckv_jax.storage.descriptors import let_go
+
 FILE_ALIGN = 4096
 """What offsets and sizes of direct reads must be multiples of, on any disk."""
 MEMORY_ALIGN = 512
@@ -126,7 +128,7 @@ class KernelQueues:
             if queue is None:
                 queue = self._new()
         except BaseException:
-            os.close(fd)
+            let_go(fd)
             raise
         _IN_FLIGHT.add(read)
         read.start(queue)
@@ -309,5 +311,5 @@ class KernelRead:
     def _land(self) -> None:
         self._done = True
         with contextlib.suppress(OSError):  # closed all the same, and what was read is there
-            os.close(self._fd)
+            let_go(self._fd)
         self._queues.landed(self, self._queue)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import (
     ABSENT,
     SegmentDamaged,
@@ -24,7 +25,7 @@ from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
 from ckv_jax.storage.place.patience import progress
-from ckv_jax.storage.place.plain import close_quietly, is_there, names_in, open_plain
+from ckv_jax.storage.place.plain import is_there, names_in, open_plain
 from ckv_jax.storage.place.workspace import (
     FOLDER,
     LocalWorkspace,
@@ -66,7 +67,7 @@ class LocalFiles:
         """Create whatever is missing of the store; refuse a folder that is something else."""
         try:
             if not self.readonly:
-                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._make_root()
             ours = marker.check(self.root)
             self._device = os.stat(self.root).st_dev
             if self.readonly and not ours:
@@ -75,8 +76,8 @@ class LocalFiles:
                 return
             if not ours:
                 marker.write(self.root)
-            for name in _FOLDERS:
-                self._make_folder(self.root / name)
+            if any([self._make_folder(self.root / name) for name in _FOLDERS]):
+                sync_folder(self.root)  # else a crash may take what is published in them
         except FileExistsError as e:
             raise StoreError(f"{e.filename}: is a file, expected a folder") from e
         except OSError as e:
@@ -94,12 +95,22 @@ class LocalFiles:
         if device != self._device:  # else somebody has deleted it, and it may be made anew
             raise StoreUnavailable(f"{self.root}: the disk that it lay on is no longer mounted")
 
+    def _make_root(self) -> None:
+        """The folder and those above it, whose names outlive a crash."""
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in missing:
+            sync_folder(made.parent)
+
     @staticmethod
-    def _make_folder(path: Path) -> None:
+    def _make_folder(path: Path) -> bool:
+        """Makes a folder; whether it was not there."""
         try:
-            os.close(os.open(path, FOLDER))
+            let_go(os.open(path, FOLDER))
+            return False
         except FileNotFoundError:
             path.mkdir(mode=0o700, exist_ok=True)
+            return True
         except OSError as e:
             if e.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise StoreError(f"{path}: is a file, expected a folder") from e
@@ -158,11 +169,11 @@ class LocalFiles:
         try:
             for name in ("segments", segment_id[:2], self._folder(segment_id).name):
                 above, at = at, os.open(name, FOLDER, dir_fd=at)
-                close_quietly(above)
+                let_go(above)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             return open_plain(manifests.FILE, flags, at)
         finally:
-            close_quietly(at)
+            let_go(at)
 
     def manifests(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes | StoreError]]:
         for id_ in ids:
@@ -201,7 +212,7 @@ class LocalFiles:
                         return None
                     data += part
             finally:
-                os.close(fd)
+                let_go(fd)
         except OSError as e:
             if e.errno in ABSENT:
                 return None
@@ -252,7 +263,7 @@ class LocalFiles:
                 if not os.path.lexists(self.root / "tmp" / name):
                     found.add(name)
                 elif (fd := lock_entry(self.root / "tmp" / name)) is not None:
-                    os.close(fd)
+                    let_go(fd)
                     found.add(name)
         return found
 
@@ -271,7 +282,7 @@ class LocalFiles:
                         view, offset = view[done:], offset + done
                 os.fsync(fd)
             finally:
-                os.close(fd)
+                let_go(fd)
             sync_folder(path.parent)
         except OSError as e:
             raise as_store_error(path, e) from e
@@ -334,7 +345,7 @@ class LocalFiles:
         try:
             delete(path)
         finally:
-            os.close(fd)
+            let_go(fd)
         return True
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import VERSION
 from ckv_jax.storage.segment import manifest as manifests
@@ -65,12 +66,12 @@ def write(root: Path) -> None:
         os.write(fd, DATA)
         os.fsync(fd)
     finally:
-        os.close(fd)
+        let_go(fd)
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
     finally:
-        os.close(folder)
+        let_go(folder)
 
 
 def _plain(path: str, flags: int) -> int:

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import tensorstore as ts
 
 from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreError, StoreUnavailable, as_unavailable
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.files import Files
@@ -122,7 +123,7 @@ def _use_direct_io(folder: Path, wish: bool | None) -> bool:
         return False
     probe = folder / marker.FILE
     try:
-        os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        let_go(os.open(probe, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # no answer to what was asked
             raise as_unavailable(probe, e) from e

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import ABSENT, as_unavailable
 from ckv_jax.storage.place.patience import progress
 
@@ -23,22 +23,16 @@ def names_in(folder: Path) -> list[str]:
     return found
 
 
-def close_quietly(fd: int) -> None:
-    """Close what was only read: it is closed whatever the disk answers."""
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
 def open_plain(path: str | Path, flags: int, folder: int | None = None) -> int:
     """Open a plain file; anything else is as good as absent."""
     fd = os.open(path, flags, 0o600, dir_fd=folder)
     try:
         plain = stat.S_ISREG(os.fstat(fd).st_mode)
     except BaseException:
-        os.close(fd)
+        let_go(fd)
         raise
     if not plain:
-        os.close(fd)
+        let_go(fd)
         raise OSError(errno.ENXIO, "is no plain file", str(path))
     return fd
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.place.patience import progress
 from ckv_jax.storage.segment import manifest as manifests
@@ -97,7 +98,7 @@ class LocalWorkspace:
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            let_go(fd)
 
 
 def lock_entry(path: Path) -> int | None:
@@ -117,9 +118,9 @@ def lock_entry(path: Path) -> int | None:
     except (BlockingIOError, FileNotFoundError):
         pass
     except BaseException:
-        os.close(fd)
+        let_go(fd)
         raise
-    os.close(fd)
+    let_go(fd)
     return None
 
 
@@ -139,7 +140,7 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        os.close(fd)
+        let_go(fd)
     progress()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.place.workspace import write_file
 from ckv_jax.storage.segment.arrays import ArraySpec
 
@@ -88,7 +89,7 @@ class ArrayWriter:
         fds, self._fds, self._direct = self._fds + self._direct, [], []
         for fd in fds:
             with contextlib.suppress(OSError):  # the descriptor is gone all the same
-                os.close(fd)
+                let_go(fd)
 
 
 def _write_all(fd: int, data: np.ndarray, offset: int) -> None:
