@@ -69,6 +69,13 @@ class Asked:
 def rows_of(asked: Asked, compiled: Sequence[Json], seen: Sequence[Json]) -> list[Json]:
     """Every prediction; systems that select nothing have one budget, all of it."""
     rows: list[Json] = []
+    systems = [
+        name
+        for name in asked.systems
+        if SYSTEMS[name].selector == "none" or profiles_of(seen, name, 1.0)
+    ]
+    for name in sorted({*asked.systems} - {*systems}):
+        print(f"{name}: not predicted, nobody has seen what it reads", flush=True)
     for target in asked.targets:
         chip = CHIPS[target]
         for name in asked.models:
@@ -81,7 +88,7 @@ def rows_of(asked: Asked, compiled: Sequence[Json], seen: Sequence[Json]) -> lis
                 for reach, source in (reach_of(chip, name, compiled, dense=dense),)
             }
             for prefix in asked.prefixes:
-                for system in asked.systems:
+                for system in systems:
                     selects = SYSTEMS[system].selector not in ("none", "all")
                     machine, source = machines[SYSTEMS[system].selector == "none"]
                     for budget in asked.budgets if selects else (1.0,):

@@ -26,6 +26,7 @@ PAGES = (
     "docs/operations",
     "docs/storage",
     "docs/kernels",
+    "docs/accelerators",
     "CONTRIBUTING",
     "CHANGELOG",
 )

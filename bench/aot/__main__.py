@@ -32,9 +32,12 @@ from bench.common import Json, finish, result_file, table
 
 COLUMNS = (
     "target", "model", "program", "implementation", "status", "compile_s", "MB", "temp MB",
-    "ms", "copies", "bundles", "spills", "bytes/must", "registers", "shared",
+    "ms", "copies", "bundles", "grid", "spills", "bytes/must", "registers", "shared",
 )  # fmt: skip
 KEY = ("target", "model", "program")
+BEFORE = Path(__file__).parents[1] / "results" / "aot_before.json"
+INSTRUCTIONS = ("kernel-attend", "kernel-attend-decode", "kernel-attend-rows")
+"""Kernels whose instructions are set beside those of before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,12 @@ def rows_of(target: str, model: str, programs: Sequence[str], row_s: float) -> l
     return [named | {"program": name} | nothing for name in (programs if known else ("all",))]
 
 
+def moved_over_must(row: Json) -> float | None:
+    """Bytes that a kernel moves over those that it must; None where its compiler does not say."""
+    moved, must = row.get("kernel_bytes") or row.get("declared_bytes"), row.get("must_read_bytes")
+    return moved / must if moved and must else None
+
+
 def shown(row: Json) -> list[object]:
     """One line of the table."""
 
@@ -79,14 +88,14 @@ def shown(row: Json) -> list[object]:
         value = row.get(name)
         return "" if value is None else value if scale == 1.0 else f"{value / scale:.1f}"
 
-    ms, must = row.get("optimal_ms"), row.get("must_read_bytes")
-    moved = row.get("kernel_bytes") or row.get("declared_bytes")
+    ms, ratio = row.get("optimal_ms"), moved_over_must(row)
     return [
         *(of(name) for name in KEY), of("implementation"), row["status"], of("compile_s"),
         of("argument_bytes", 1e6), of("temp_bytes", 1e6), "" if ms is None else f"{ms:.2f}",
         of("pool_copies"), of("bundles"),
+        of("grid_steps") if row.get("blocks") is None else of("blocks"),
         of("spill_bytes") if row.get("spill_stores") is None else of("spill_stores"),
-        f"{moved / must:.2f}" if moved and must else "",
+        "" if ratio is None else f"{ratio:.2f}",
         of("registers"), of("shared_bytes"),
     ]  # fmt: skip
 
@@ -138,9 +147,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row["status"] != "ok":
             where = " ".join(row[name] for name in KEY)
             print(f"{row['status'].upper()} {where}: {row['why']}")
+    for line in said_of_kernels(rows, before()):
+        print(line)
     counts = Counter(row["status"] for row in rows)
     print(f"{len(rows)} rows: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
     return 1 if failed else 0
+
+
+def before() -> list[Json]:
+    """Rows of before pages held whole token rows."""
+    rows: list[Json] = json.loads(BEFORE.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def said_of_kernels(rows: Sequence[Json], old: Sequence[Json]) -> list[str]:
+    """The worst of the bytes that kernels move for each that they must, and what became of the
+    instructions of `attend` and of a dense prefill's attention."""
+    ratios = {
+        " ".join(row[name] for name in KEY): moved_over_must(row)
+        for row in rows
+        if row["compiled"] and row.get("moves_more") is None
+    }
+    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    lines = []
+    if known:
+        worst = max(known, key=lambda name: known[name])
+        lines.append(
+            f"{len(known)} kernels move at most {known[worst]:.2f} times the bytes that they must "
+            f"({worst})"
+        )
+    then = {tuple(row[name] for name in KEY): row for row in old if row.get("bundles")}
+    for row in rows:
+        was = then.get(tuple(row[name] for name in KEY))
+        if not was or not row.get("bundles") or row["program"] not in INSTRUCTIONS:
+            continue
+        static, run = (
+            [found["bundles"] * (found["grid_steps"] if grid else 1) for found in (was, row)]
+            for grid in (False, True)
+        )
+        lines.append(
+            f"{' '.join(row[name] for name in KEY)}: {static[0]} → {static[1]} instructions "
+            f"({static[1] / static[0]:.2f}); times the steps of the grid {run[0]} → {run[1]} "
+            f"(1/{run[0] / run[1]:.1f})"
+        )
+    return lines
 
 
 def kept(path: Path | None) -> list[Json]:

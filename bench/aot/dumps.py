@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -10,7 +11,9 @@ from pathlib import Path
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_SHARED = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
+_LAUNCH = re.compile(
+    r"blocks in \(%c(\d+)\w*, %c(\d+)\w*, %c(\d+)\w*\).*dynamic_shared_memory_size %c(\d+)_i32"
+)
 _BUNDLES = "final_hlo-static-per-bundle-utilization.txt"
 
 
@@ -22,6 +25,8 @@ class GpuKernels:
     """Stored and loaded, by one thread."""
     registers: int
     shared_bytes: int
+    blocks: int
+    """Thread blocks of the largest grid."""
 
 
 def gpu_kernels(folder: Path) -> GpuKernels | None:
@@ -30,21 +35,24 @@ def gpu_kernels(folder: Path) -> GpuKernels | None:
     if not logs:
         return None
     text = "\n".join(logs)
-    shared = [_shared(path) for path in folder.glob("*.mlir-passes.log")]
+    launches = [_launch(path) for path in folder.glob("*.mlir-passes.log")]
     return GpuKernels(
         spill_bytes=max((int(a) + int(b) for a, b in _SPILLS.findall(text)), default=0),
         registers=max(map(int, _REGISTERS.findall(text)), default=0),
-        shared_bytes=max(shared, default=0),
+        shared_bytes=max((shared for _, shared in launches), default=0),
+        blocks=max((blocks for blocks, _ in launches), default=0),
     )
 
 
-def _shared(log: Path) -> int:
+def _launch(log: Path) -> tuple[int, int]:
+    """Thread blocks, and bytes of shared memory of each."""
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            found = _SHARED.search(line)
+            found = _LAUNCH.search(line)
             if found:
-                return int(found.group(1))
-    return 0
+                *blocks, shared = map(int, found.groups())
+                return math.prod(blocks), shared
+    return 0, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

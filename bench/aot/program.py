@@ -26,6 +26,8 @@ class Program:
     """Shapes of arrays that must never be copied: the pool, and what is donated."""
     must_read: int | None = None
     """Of one kernel by itself: bytes that it has to read and write."""
+    moves_more: str | None = None
+    """Why no kernel could move about that little."""
     whole_model: float = 1.0
     """Donated buffers of the whole model over those of this call."""
     example: Callable[[], tuple[Any, ...]] | None = None

@@ -8,6 +8,8 @@ from bench.common import Json
 
 SPARE = 16 << 20
 """Temporary bytes that any program may have."""
+MOVED = 1.2
+"""Bytes that a kernel may move for each that it must."""
 SPILLED = 0.05
 """Share of a TPU kernel's instructions that may store registers for want of room."""
 
@@ -45,6 +47,13 @@ def judged(row: Json) -> Json:
             explained = row["why"]
         else:
             failures.append(f"runs the reference: {row['why'] or 'nothing says why'}")
+    moved = row.get("kernel_bytes") or row.get("declared_bytes")
+    if moved and moved > MOVED * row["must_read_bytes"]:
+        said = f"moves {moved / row['must_read_bytes']:.1f} times the bytes that it must"
+        if row["moves_more"]:
+            explained = f"{said}: {row['moves_more']}"
+        else:
+            failures.append(said)
     if row["spill_bytes"]:
         failures.append(f"{row['spill_bytes']} bytes spilled")
     if row["bundles"] and row["spill_stores"] > SPILLED * row["bundles"]:

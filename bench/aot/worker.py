@@ -94,6 +94,7 @@ class Compiler:
             "flops": cost.get("flops"),
             "bytes_accessed": cost.get("bytes accessed"),
             "must_read_bytes": program.must_read,
+            "moves_more": program.moves_more,
             "kinds_dropped": program.pinned and memory.host_argument_size_in_bytes == 0,
             **self._fit(program, memory, donated),
             **self._kernel_facts(program, ours),
@@ -129,13 +130,13 @@ class Compiler:
 
     def _kernel_facts(self, program: Program, ours: list[str]) -> Json:
         facts: Json = dict.fromkeys(
-            ("spill_bytes", "registers", "shared_bytes", "bundles", "scalar_ops", "spill_stores",
-             "grid_steps", "kernel_bytes", "declared_bytes")
+            ("spill_bytes", "registers", "shared_bytes", "blocks", "bundles", "scalar_ops",
+             "spill_stores", "grid_steps", "kernel_bytes", "declared_bytes")
         )  # fmt: skip
         gpu = dumps.gpu_kernels(self._folder)
         if gpu is not None:
             facts |= {"spill_bytes": gpu.spill_bytes, "registers": gpu.registers,
-                      "shared_bytes": gpu.shared_bytes}  # fmt: skip
+                      "shared_bytes": gpu.shared_bytes, "blocks": gpu.blocks}  # fmt: skip
         tables = dumps.tpu_kernels(self._folder, ours)
         if tables:
             facts |= {

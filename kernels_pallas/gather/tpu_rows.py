@@ -46,6 +46,7 @@ def gather(rows: Array, table: Array, *, interpret: Any = False) -> Array:
             out_specs=pl.BlockSpec((tile, width), lambda s, *_: (s, 0)),
             scratch_shapes=[
                 pltpu.VMEM((tile, tile, width), rows.dtype),
+                pltpu.VMEM((8, width), jnp.int32),
                 pltpu.SemaphoreType.DMA,
             ],
         ),
@@ -57,7 +58,14 @@ def gather(rows: Array, table: Array, *, interpret: Any = False) -> Array:
 
 
 def _kernel(
-    table_ref: Any, rows_ref: Any, out_ref: Any, tiles_ref: Any, done: Any, *, count: int
+    table_ref: Any,
+    rows_ref: Any,
+    out_ref: Any,
+    tiles_ref: Any,
+    words_ref: Any,
+    done: Any,
+    *,
+    count: int,
 ) -> None:
     size = out_ref.shape[0]
     first = pl.program_id(0) * size
@@ -72,18 +80,20 @@ def _kernel(
         copy.start()
     for copy in copies:
         copy.wait()
-    # As 32-bit words, so that every bit is kept: one row of a tile, or two rows of 16 bits.
+    # As 32-bit words, so that every bit is kept: one row of a tile, or two rows of 16 bits. Each is
+    # put away before the next is picked: together they would not fit the registers.
     packed = 4 // rows_ref.dtype.itemsize
-    words = [pltpu.bitcast(tiles_ref[i], jnp.int32) for i in range(size)]
-    place = lax.broadcasted_iota(jnp.int32, words[0].shape, 0)
-    picked = []
-    for good, number, word in zip(valid, numbers, words, strict=True):
-        row = lax.rem(number, size)
-        mine = jnp.logical_and(place == lax.div(row, packed), good)
-        bits = jnp.sum(jnp.where(mine, word, 0), axis=0, keepdims=True)
+    place = lax.broadcasted_iota(jnp.int32, words_ref.shape, 0)
+
+    def picked(i: int) -> Array:
+        row = lax.rem(numbers[i], size)
+        mine = jnp.logical_and(place == lax.div(row, packed), valid[i])
+        word = pltpu.bitcast(tiles_ref[i], jnp.int32)
+        bits: Array = jnp.sum(jnp.where(mine, word, 0), axis=0, keepdims=True)
         if packed == 2:
             bits = lax.shift_right_logical(bits, 16 * lax.rem(row, 2)) & 0xFFFF
-        picked.append(bits)
-    if packed == 2:
-        picked = [low | (high << 16) for low, high in zip(picked[::2], picked[1::2], strict=True)]
-    out_ref[...] = pltpu.bitcast(jnp.concatenate(picked, axis=0), out_ref.dtype)
+        return bits
+
+    for i in range(words_ref.shape[0]):
+        words_ref[i] = (picked(i) if packed == 1 else picked(2 * i) | (picked(2 * i + 1) << 16))[0]
+    out_ref[...] = pltpu.bitcast(words_ref[...], out_ref.dtype)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bench.aot import compilers, dumps, hlo, traffic
-from bench.aot.__main__ import kept, main
+from bench.aot.__main__ import kept, main, said_of_kernels
 from bench.aot.chips import CHIPS
 from bench.aot.compare import compared
 from bench.aot.processes import compiled_rows
@@ -78,7 +78,7 @@ def test_the_worst_of_a_programs_gpu_kernels(tmp_path: Path) -> None:
     spilled = PTXAS.replace("0 bytes spill stores, 0", "812 bytes spill stores, 788")
     (tmp_path / "kernel_1.ptxas").write_text(spilled.replace("Used 95", "Used 255"))
     found = dumps.gpu_kernels(tmp_path)
-    assert found == dumps.GpuKernels(spill_bytes=1600, registers=255, shared_bytes=95256)
+    assert found == dumps.GpuKernels(spill_bytes=1600, registers=255, shared_bytes=95256, blocks=80)
 
 
 def test_a_tpus_instructions_are_of_the_kernels_own_file(tmp_path: Path) -> None:
@@ -122,7 +122,8 @@ def row(**changes: Any) -> dict[str, Any]:
         "pool_copies": 0, "temp_bytes": 5_105_152, "temp_bound": 60_000_000, "aliased_bytes": 0,
         "donated_bytes": 0, "spill_bytes": None, "bundles": None, "spill_stores": None,
         "kinds_dropped": False, "weight_bytes": 15_231_233_024, "device_bytes": 15_974_000_000,
-        "memory_bytes": CHIPS["v5e"].memory_bytes, "fits": True,
+        "memory_bytes": CHIPS["v5e"].memory_bytes, "fits": True, "must_read_bytes": None,
+        "moves_more": None,
     }  # fmt: skip
     return good | changes
 
@@ -153,6 +154,13 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"spill_bytes": 1600}, "failed", "spilled"),
         ({"bundles": 6884, "spill_stores": 1766}, "failed", "1766 spills"),
         ({"bundles": 3239, "spill_stores": 142}, "ok", None),
+        ({"kernel_bytes": 1199, "must_read_bytes": 1000}, "ok", None),
+        ({"kernel_bytes": 1500, "must_read_bytes": 1000}, "failed", "moves 1.5 times"),
+        (
+            {"declared_bytes": 1500, "must_read_bytes": 1000, "moves_more": "whole tiles"},
+            "explained",
+            "moves 1.5 times the bytes that it must: whole tiles",
+        ),
         ({"fits": False}, "failed", "needs"),
         ({"fits": False, "weight_bytes": 145_400_000_000}, "explained", "do not leave"),
     ],
@@ -172,6 +180,19 @@ def test_before_and_after_a_change_side_by_side() -> None:
     [line] = compared(before, [*after, same])
     assert line[2:6] == ["kernel-attend", "ok → ok", "6884 → 3239", "4.13e+04 → 9717"]
     assert line[8:10] == ["1766 → 142", "2.892 → 1.045"]
+
+
+def test_the_kernels_bytes_and_instructions_are_told() -> None:
+    named = {"target": "v5e", "model": "7B", "program": "kernel-attend"}
+    old = row(bundles=6000, grid_steps=8) | named
+    new = row(bundles=3000, grid_steps=4, kernel_bytes=1300, must_read_bytes=1000) | named
+    other = row(kernel_bytes=9000, must_read_bytes=1000, moves_more="tiles") | named
+    bytes_line, instructions = said_of_kernels([new, other], [old])
+    assert bytes_line == (
+        "1 kernels move at most 1.30 times the bytes that they must (v5e 7B kernel-attend)"
+    )
+    assert "6000 → 3000 instructions (0.50)" in instructions
+    assert "48000 → 12000 (1/4.0)" in instructions
 
 
 def test_what_is_unknown_or_missing_is_said_and_the_rest_goes_on(
