@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +13,9 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="replicas need the extra `ray`")
 
-from ray import serve  # noqa: E402
 from server.serving import MODEL, wait_for  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 DOCUMENT = "The keeper of the lamp walks up the stairs and counts them one by one. " * 40
 WAY = {"model": MODEL, "max_tokens": 24, "temperature": 1.0, "seed": 5}
@@ -24,9 +23,12 @@ WAY = {"model": MODEL, "max_tokens": 24, "temperature": 1.0, "seed": 5}
 
 @pytest.fixture(scope="module")
 def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from ckv_jax.server.ray_app import build
+    with warnings.catch_warnings(action="ignore"):  # Ray's own
+        from ray import serve
 
-    environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}}
+        from ckv_jax.server.ray_app import build
+
+    environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
     ray.init(
         num_cpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False,
         object_store_memory=100 * 2**20,
@@ -57,7 +59,6 @@ def cached(answer: httpx.Response) -> int:
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(500)
 def test_a_replica_that_dies_loses_no_request(url: str) -> None:
     first = ask(url, "Which lamp?")
