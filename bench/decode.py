@@ -76,7 +76,10 @@ class Setting:
         return dataclasses.asdict(self)
 
 
-QUICK = Setting(prefix_tokens=4096, sequences=(2,), tokens=16, warm=4)
+QUICK = Setting(
+    systems=("flexgen", "quest", "shadowkv", "retroinfer", "kvdrive", "ckv"),
+    prefix_tokens=4096, sequences=(2,), tokens=16, warm=4,
+)  # fmt: skip
 FULL = Setting()
 
 

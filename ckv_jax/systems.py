@@ -37,11 +37,12 @@ def _rival(
 def _decode_rival(
     name: str,
     *,
-    digest: Literal["pq", "means", "bounds"],
+    digest: Literal["int4", "pq", "means", "bounds"],
     window: float,
     keep: KeepName = "lru",
     chunk_tokens: int = 16,
     sequential: bool = True,
+    guessed: bool = False,
 ) -> SystemConfig:
     """Every layer chooses by itself at every token; see `docs/decode.md` for what is simplified."""
     return SystemConfig(
@@ -53,18 +54,18 @@ def _decode_rival(
         subperiod=1,
         probe="digest",
         digest=digest,
-        decode=Select(),
+        decode=Select(guessed=guessed),
         window=window,
         keep=keep,
         sequential=sequential,
     )
 
 
-def _everything(name: str) -> SystemConfig:
+def _everything(name: str, *, pack_layers: Literal[1, 4]) -> SystemConfig:
     """For a budget of 1: nothing is chosen, all of the prefix is attended to at every token."""
     return SystemConfig(
-        name=name, selector="chunk", period=4, subperiod=4, pack_layers=4, probe="digest",
-        digest="means",
+        name=name, selector="chunk", period=pack_layers, subperiod=pack_layers,
+        pack_layers=pack_layers, probe="digest", digest="means",
     )  # fmt: skip
 
 
@@ -72,11 +73,12 @@ DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
         for system in (
-            _everything("dense"),
-            _everything("flexgen"),
+            _everything("dense", pack_layers=4),
+            _everything("flexgen", pack_layers=1),
             _decode_rival("quest", digest="bounds", chunk_tokens=8, window=0),
             _decode_rival("shadowkv", digest="means", chunk_tokens=8, window=1),
             _decode_rival("retroinfer", digest="means", window=2),
+            _decode_rival("infinigen", digest="int4", window=0, guessed=True),
             _decode_rival("pqcache", digest="pq", window=2, keep="lfu"),
             _decode_rival("kvdrive", digest="means", window=2, keep="lookahead", sequential=False),
         )

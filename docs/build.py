@@ -21,6 +21,7 @@ PAGES = (
     "docs/quickstart",
     "docs/requests",
     "docs/server",
+    "docs/decode",
     "docs/concepts",
     "docs/models",
     "docs/operations",

@@ -225,3 +225,20 @@ def test_near_misses_are_read_before_they_are_chosen(
         assert other.stats().reads - before > chosen
         assert other.stats().pinned_packs == 0
         assert other._worker.memory.free_slots == other._worker.memory.tiers.slots
+
+
+def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    """The first period of a token chooses by itself, the second is told what the first one saw."""
+    system = changed(engine, decode=Select(score_layers=3, guessed=True))
+    told_by = []
+    for window, failing in ((2.0, 0.0), (1.0, 0.1)):
+        values = dataclasses.replace(
+            engine.config, system=dataclasses.replace(system, window=window)
+        )
+        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+            told_by.append(told(other, asked(prefixes)))
+    for mine, again, own in zip(*told_by, plain, strict=True):
+        assert (mine == again).all()
+        assert (mine != own).any()

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -94,6 +95,16 @@ _Moving = tuple[Chooser, np.ndarray, np.ndarray, np.ndarray]
 """A row that chose: its ids, the window's slots of them, and those of them that it lacks."""
 
 
+class _Asked(NamedTuple):
+    """One prefix's choice for a period."""
+
+    which: int
+    member: _Member
+    chosen: Chosen
+    limits: np.ndarray
+    moving: list[_Moving]
+
+
 class Choices:
     """The choosing rows of one decode batch. Engine thread only."""
 
@@ -125,6 +136,7 @@ class Choices:
         self._members: list[_Member] | None = None
         self._packs: Packs | None = None
         self._missed: list[tuple[int, _Member, np.ndarray]] = []
+        self._guesses: list[_Asked] | None = None
         self._trace = Trace()
         self._step = 0
 
@@ -165,41 +177,40 @@ class Choices:
         `starts`: positions of the tokens; `lengths`: tokens in each row's buffers before them.
         """
         assert self._members is not None
-        asked = []
-        for which, member in enumerate(self._members):
-            limits = np.zeros(len(member.rows), np.int32)
-            for row, chooser in enumerate(member.choosers):
-                if chooser.due(int(lengths[member.rows[row]])):
-                    limits[row] = chooser.limit
-            if limits.any():
-                chosen = self._ask(member, period, hidden, starts, limits)
-                asked.append((which, member, chosen, limits))
+        guesses, self._guesses = self._guesses, None
+        asked = guesses or self._asked(period, hidden, starts, lengths)
+        if self._select.guessed and period + 1 < self._plan.periods:
+            self._guesses = self._asked(period + 1, hidden, starts, lengths)
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
-        if self._sequential:
-            for _, _, chosen, _ in asked:
-                chosen.moves.table.block_until_ready()
         try:
-            moving = [(*one[:3], self._demand(*one[:2], period, *one[2:])) for one in asked]
+            if not guesses:
+                self._demand_all(period, asked)
             selected = time.perf_counter_ns()
-            for _, member, chosen, limits in asked:  # while packs are read
-                self._record(member, period, chosen, limits > 0)
-            for which, member, chosen, moves in moving:
-                self._collect(which, period, moves)
+            for one in asked:  # while packs are read
+                self._record(one.member, period, one.chosen, one.limits > 0)
+            for one in asked:
+                self._collect(one.which, period, one.moving)
                 if self._keeps:
-                    member.windows[period] = chosen.window
+                    one.member.windows[period] = one.chosen.window
         except BaseException:
-            self._members = None  # what the device knows of windows is not what they hold
-            self.rest()
+            self._fail()
             raise
         if self._near > 1:
-            self._missed = [(which, member, _near_misses(c)) for which, member, c, _ in asked]
+            self._missed = [(one.which, one.member, _near_misses(one.chosen)) for one in asked]
         self._tell(ready, selected, time.perf_counter_ns())
         return bool(asked)
 
     def ahead(self, period: int) -> None:
-        """Starts reading what a period nearly chose, while its layers compute: some of it the next
-        token will choose. In memory for reads on their way, never in a window's slot."""
+        """Starts reads while a period's layers compute: of what the next period chose, if it has
+        been guessed, and of what this one nearly chose, some of which the next token will choose.
+        Near misses stay in memory for reads on their way, never in a window's slot."""
+        if self._guesses is not None:
+            try:
+                self._demand_all(period + 1, self._guesses)
+            except BaseException:
+                self._fail()
+                raise
         for which, member, near in self._missed:
             window = member.choosers[0].window
             for group in self._plan.groups(period):
@@ -219,6 +230,35 @@ class Choices:
             chooser.told.attention_mass = float(np.mean(list(chooser.masses.values()) or [1.0]))
         self._memory.trim()
         self._memory.flush()
+
+    def _fail(self) -> None:
+        """A token is not finished: what the device knows of windows is not what they hold."""
+        self._members = None
+        self._guesses = None
+        self._missed.clear()
+        self.rest()
+
+    def _asked(
+        self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray
+    ) -> list[_Asked]:
+        """The calls that choose for a period, dispatched, of each prefix with rows that are due."""
+        asked = []
+        for which, member in enumerate(self._members or ()):
+            limits = np.zeros(len(member.rows), np.int32)
+            for row, chooser in enumerate(member.choosers):
+                if chooser.due(int(lengths[member.rows[row]])):
+                    limits[row] = chooser.limit
+            if limits.any():
+                chosen = self._ask(member, period, hidden, starts, limits)
+                asked.append(_Asked(which, member, chosen, limits, []))
+        return asked
+
+    def _demand_all(self, period: int, asked: list[_Asked]) -> None:
+        """Starts reading what windows lack, as soon as each prefix has chosen."""
+        for one in asked if self._sequential else ():
+            one.chosen.moves.table.block_until_ready()
+        for one in asked:
+            one.moving.extend(self._demand(one.which, one.member, period, one.chosen, one.limits))
 
     def _grouped(self) -> list[_Member]:
         by_prefix: dict[int, list[tuple[int, Chooser]]] = {}

@@ -18,6 +18,9 @@ class Select:
     """Layers of a period whose scores are summed, see `SystemConfig.score_layers`."""
     every: int = 1
     """Tokens between two choices."""
+    guessed: bool = False
+    """What enters a period chooses for the next one, which attends to that and nothing else
+    (InfiniGen): reads have a period's time, and the choice is not the layers' own."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
