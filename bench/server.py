@@ -256,6 +256,10 @@ def run(load: Load, folder: Path) -> Json:
             random_prefix(engine, random_tokens(engine, load.document_tokens, seed=i), seed=i)
             for i in range(load.documents)
         ]
+        engine.warmup(
+            documents[0], max_batch=load.clients, max_suffix=load.question_tokens,
+            max_tokens=load.new_tokens,
+        )  # fmt: skip
         prompts = Prompts([d.tokens.tolist() for d in documents], load, load.model.vocab_size)
 
         def over(url: str, seconds: float, count: int = load.clients) -> Seen:
