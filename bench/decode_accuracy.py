@@ -1,0 +1,202 @@
+"""Are answers right that decode gives, when every token chooses what it attends to?
+
+    python -m bench.decode_accuracy [--quick] [--json OUT] [--plot PNG]
+
+The engine decodes given texts over ledgers, with the reference checkpoint: either filler sentences
+with a question at the end, or questions with their answers one after the other. The first token is
+re-prefilled, every other one is a step of decode; where an answer is due, the likeliest next token
+is compared with it. Budget 1 is everything. Intervals are Wilson's (95%). JSON: `{"rows":
+[{"trace", "system", "budget", "answers", "accuracy", "ci95", "device_hits", "ssd_bytes",
+"attention_mass"}], "bars"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.common import Json, budget_share, machine, result_file, save_plot, table
+from bench.decode_cache import Setting, sequences_of
+from bench.selection_study import interval
+from bench.tasks.suffixes import Told
+from ckv_jax.config import EngineConfig
+from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.engine import Engine
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.request import Generation, Request
+from ckv_jax.systems import SYSTEMS
+
+NAMES = ("ckv", "kvdrive", "quest", "shadowkv", "pqcache")
+BUDGETS = (1 / 64, 0.05, 0.25, 1.0)
+STYLES = {
+    "ckv": "#d1603d", "kvdrive": "#1f6f8b", "quest": "#7a8c3a", "shadowkv": "#8d7b9e",
+    "pqcache": "#9a8c7c",
+}  # fmt: skip
+BARS = {("ckv", 1 / 64): 0.03, ("ckv", 0.05): 0.01, ("kvdrive", 1 / 64): 0.041}
+"""Share of answers that may be lost against budget 1."""
+
+
+def ask(engine: Engine, tokens: np.ndarray, told: Told, budget: float) -> list[Generation]:
+    """Every sequence fed token by token over one document."""
+    prefix = engine.ingest(tokens)
+    requests = [
+        Request(prefix=prefix, suffix=row[:1].tolist(), budget=budget) for row in told.tokens
+    ]
+    ways = [
+        SamplingParams(max_tokens=len(row), forced_ids=tuple(row[1:].tolist()), logprobs=1)
+        for row in told.tokens
+    ]
+    texts = engine.generate(requests, ways).results()
+    for text in texts:
+        text.raise_for_error()
+    return texts
+
+
+def right(texts: Sequence[Generation], told: Told) -> np.ndarray:
+    """bool [n]: for every answer that was due, whether it was the likeliest token."""
+    said = np.array([[one.top[0][0] for one in text.completion().logprobs] for text in texts])
+    due = told.wanted >= 0
+    found: np.ndarray = (said == told.wanted)[due]
+    return found
+
+
+def measure(engine: Engine, names: Sequence[str], setting: Setting) -> Iterator[Json]:
+    """A row for every kind of sequence, system and budget."""
+    pages = [demo_ledger(seed, setting.tokens, asked=LEARNED) for seed in range(setting.documents)]
+    told = [dict(sequences_of(page, setting, seed)) for seed, page in enumerate(pages)]
+    for system in names:
+        with engine.variant(EngineConfig(system=system)) as served:
+            for budget in setting.budgets:
+                for trace in told[0]:
+                    began = time.monotonic()
+                    texts = [
+                        ask(served, page.tokens, sequences[trace], budget)
+                        for page, sequences in zip(pages, told, strict=True)
+                    ]
+                    answers = np.concatenate(
+                        [right(part, one[trace]) for part, one in zip(texts, told, strict=True)]
+                    )
+                    means = [text.trace.decode for part in texts for text in part]
+                    row = {
+                        "trace": trace, "system": system, "budget": budget,
+                        "answers": len(answers), "accuracy": float(answers.mean()),
+                        "ci95": interval(int(answers.sum()), len(answers)),
+                        **{name: float(np.mean([mean[name] for mean in means]))
+                           for name in ("device_hits", "ssd_bytes", "attention_mass")
+                           if all(means)},
+                    }  # fmt: skip
+                    print(
+                        f"{system} at {budget:.2%}, {trace}: {answers.mean():.3f} right, "
+                        f"{time.monotonic() - began:.0f} s",
+                        flush=True,
+                    )
+                    yield row
+
+
+def bars(rows: Sequence[Json]) -> list[Json]:
+    """What was to be shown, over both kinds of sequences: answers lost against everything, and
+    KVDrive against each rival, whose interval it may fall below by nothing."""
+
+    def total(system: str, budget: float) -> tuple[int, int]:
+        mine = [row for row in rows if (row["system"], row["budget"]) == (system, budget)]
+        answers = sum(row["answers"] for row in mine)
+        return round(sum(row["answers"] * row["accuracy"] for row in mine)), answers
+
+    found = []
+    there = {(row["system"], row["budget"]) for row in rows}
+    for (system, budget), most in BARS.items():
+        if {(system, budget), (system, 1.0)} <= there:
+            (some, asked), (every, all_asked) = total(system, budget), total(system, 1.0)
+            lost = every / all_asked - some / asked
+            found.append({"claim": f"{system}: answers lost", "budget": budget, "value": lost,
+                          "bar": most, "met": lost <= most})  # fmt: skip
+    for system, budget in sorted(there):
+        if system not in ("ckv", "kvdrive") and budget < 1 and ("kvdrive", budget) in there:
+            mine, asked = total("kvdrive", budget)
+            value, low = mine / asked, interval(*total(system, budget))[0]
+            found.append({"claim": f"kvdrive against {system}", "budget": budget,
+                          "value": value, "bar": low, "met": value >= low})  # fmt: skip
+    return found
+
+
+def show(rows: Sequence[Json]) -> str:
+    """Right answers in percent, a line for every system and kind of sequence."""
+    budgets = sorted({row["budget"] for row in rows})
+    lines = []
+    for trace in dict.fromkeys(row["trace"] for row in rows):
+        for system in dict.fromkeys(row["system"] for row in rows):
+            cells = {row["budget"]: f"{100 * row['accuracy']:.1f}" for row in rows
+                     if (row["trace"], row["system"]) == (trace, system)}  # fmt: skip
+            lines.append([trace, system, *(cells.get(budget, "") for budget in budgets)])
+    return table(lines, ("right, %", "system", *(f"{budget:.2%}" for budget in budgets)))
+
+
+def draw(figure: Any, rows: Sequence[Json]) -> None:
+    """Accuracy against budget, a panel for each kind of sequence."""
+    names = list(dict.fromkeys(row["trace"] for row in rows))
+    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axis, name in zip(axes, names, strict=True):
+        for system in dict.fromkeys(row["system"] for row in rows):
+            mine = [r for r in rows if (r["trace"], r["system"]) == (name, system)]
+            mine.sort(key=lambda row: row["budget"])
+            at = np.array([row["budget"] for row in mine])
+            value = np.array([row["accuracy"] for row in mine])
+            low, high = np.array([row["ci95"] for row in mine]).T
+            error = np.maximum(0, (value - low, high - value))
+            axis.errorbar(
+                at, value, yerr=error, marker="o", ms=4, capsize=2, label=system,
+                color=STYLES.get(system),
+            )  # fmt: skip
+        axis.set(xscale="log", title=name, xlabel="budget, share of the prefix", ylim=(0, 1.02))
+        axis.set_xticks(at, [f"{x:.3g}%" for x in 100 * at])
+        axis.minorticks_off()
+    axes[0].set_ylabel("right answers")
+    axes[0].legend()
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one document, two budgets")
+    parser.add_argument("--json", type=result_file, help="write the rows here")
+    parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(NAMES))
+    parser.add_argument("--budgets", nargs="+", type=budget_share)
+    parser.add_argument("--documents", type=int, help="ledgers of 4,096 tokens")
+    parser.add_argument("--tokens", type=int, default=4096)
+    args = parser.parse_args()
+    setting = Setting(
+        documents=args.documents or (1 if args.quick else 6),
+        budgets=tuple(args.budgets or (BUDGETS[::3] if args.quick else BUDGETS)),
+        tokens=args.tokens,
+    )
+    folder = reference_folder()
+    with tempfile.TemporaryDirectory() as store:
+        config = EngineConfig(system=args.systems[0])
+        with Engine.from_pretrained(folder, store=store, config=config) as engine:
+            rows = list(measure(engine, args.systems, setting))
+    print(show(rows))
+    lines = [[bar["claim"], f"{bar['budget']:.2%}", f"{bar['value']:.3f}", f"{bar['bar']:.3f}",
+              "met" if bar["met"] else "MISSED"] for bar in bars(rows)]  # fmt: skip
+    if lines:
+        print(table(lines, ("claim", "budget", "value", "bar", "")))
+    if args.plot:
+        save_plot(args.plot, lambda figure: draw(figure, rows), size=(11, 4.5))
+    if args.json:
+        found = {
+            "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
+            "sequences": setting.sequences, "steps": setting.steps, "machine": machine(),
+            "rows": rows, "bars": bars(rows),
+        }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

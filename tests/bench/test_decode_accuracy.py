@@ -1,0 +1,67 @@
+"""Right answers of decode through the engine: what is compared, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bench.decode_accuracy import ask, bars, measure, right, show
+from bench.decode_cache import Setting
+from bench.tasks.suffixes import retold
+from ckv_jax.config import EngineConfig
+from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.engine import Engine
+
+SETTING = Setting(documents=1, sequences=3, steps=16, tokens=512, budgets=(1 / 16, 1.0))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder, config = reference_folder(), EngineConfig(system="ckv")
+    store = tmp_path_factory.mktemp("store")
+    with Engine.from_pretrained(folder, store=store, config=config) as made:
+        yield made
+
+
+def test_every_token_is_given_and_the_likeliest_next_one_compared(engine: Engine) -> None:
+    page = demo_ledger(3, 512, asked=LEARNED)
+    told = retold(page, 3, 16)
+    texts = ask(engine, page.tokens, told, 1.0)
+    for row, text in zip(told.tokens, texts, strict=True):
+        assert text.token_ids[:-1].tolist() == row[1:].tolist()
+        assert len(text.completion().logprobs) == 16
+        assert text.token_ids[-1] == text.completion().logprobs[-1].top[0][0]
+    found = right(texts, told)
+    assert found.shape == ((told.wanted >= 0).sum(),) and found.mean() > 0.8
+    wrong = np.where(told.wanted >= 0, 1, -1)
+    assert not right(texts, type(told)(tokens=told.tokens, wanted=wrong)).any()
+
+
+def test_rows_of_a_run(engine: Engine) -> None:
+    rows = list(measure(engine, ("ckv",), SETTING))
+    assert len(rows) == 2 * 2
+    for row in rows:
+        assert row["ci95"][0] <= row["accuracy"] <= row["ci95"][1]
+        if row["budget"] == 1.0:
+            assert row["accuracy"] > 0.8
+        else:
+            assert 0 < row["attention_mass"] < 1 and 0 < row["device_hits"] <= 1
+    assert "ckv" in show(rows) and "100.00%" in show(rows)
+
+
+def test_bars_count_what_is_lost() -> None:
+    def row(system: str, budget: float, accuracy: float) -> dict[str, object]:
+        return {"trace": "t", "system": system, "budget": budget, "answers": 100,
+                "accuracy": accuracy}  # fmt: skip
+
+    rows = [row("ckv", 1.0, 0.99), row("ckv", 0.05, 0.97), row("kvdrive", 1.0, 0.99),
+            row("kvdrive", 1 / 64, 0.5), row("quest", 1 / 64, 0.45)]  # fmt: skip
+    found = {bar["claim"]: bar for bar in bars(rows)}
+    assert found["ckv: answers lost"]["value"] == pytest.approx(0.02)
+    assert not found["ckv: answers lost"]["met"]
+    assert found["kvdrive: answers lost"]["value"] == pytest.approx(0.49)
+    assert found["kvdrive against quest"]["met"]
+    worse = bars([*rows[:3], row("kvdrive", 1 / 64, 0.3), rows[4]])
+    assert not {bar["claim"]: bar for bar in worse}["kvdrive against quest"]["met"]
