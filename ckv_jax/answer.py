@@ -19,12 +19,11 @@ def answer_json(
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
     periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
     of 1 is exact up to that. `chunks.selected` of `chunks.total` took part in attention,
-    `period_chunks` of them in each period;
-    `ssd_bytes_unused` is the part of `bytes.ssd` that was read ahead and not used;
-    `recomputed_chunks` could not be read and were computed again. A generation also has its number
-    of tokens, the time from its first token to its last, tokens a second in between, why it ended,
-    and where what its tokens chose came from (`Trace.decode`). Raises the outcome's error, if it
-    has one.
+    `period_chunks` of them in each period; `ssd_bytes_unused` is the part of `bytes.ssd` that was
+    read ahead and not used; `recomputed_chunks` could not be read and were computed again. A
+    generation also has its number of tokens, the time from its first token to its last, tokens a
+    second in between, why it ended, and where what its tokens chose came from (`Trace.decode`).
+    Raises the outcome's error, if it has one.
     """
     outcome.raise_for_error()
     trace, budget = outcome.trace, outcome.request.budget
