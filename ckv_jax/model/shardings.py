@@ -9,6 +9,7 @@ so attention needs nothing from another device. What is stored knows nothing of 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,8 @@ class Shardings:
     ) -> Callable[..., Any]:
         """`function` for each device's part of its arguments, to be jitted; itself for one device.
 
-        `takes`: a spec for each positional argument; `gives`: of what it returns, a tree of specs.
-        Arguments by name are static. `out_first`: the order of kernels among the arguments.
+        `takes`: specs of the first positional arguments, those after them are `WHOLE`; `gives`: of
+        what it returns, a tree of specs. Arguments by name are static. `out_first`: the order of kernels among the arguments.
         """
         if self.mesh is None:
             return function
@@ -139,7 +140,8 @@ class Shardings:
 
         @functools.wraps(function)
         def parts(*args: Any, **static: Any) -> Any:
-            specs = tuple(specs_of(spec, arg) for spec, arg in zip(takes, args, strict=True))
+            every = itertools.chain(takes, itertools.repeat(WHOLE))
+            specs = tuple(specs_of(spec, arg) for arg, spec in zip(args, every, strict=False))
             return jax.shard_map(
                 functools.partial(function, **static), mesh=self.mesh, in_specs=specs,
                 out_specs=gives, check_vma=False,

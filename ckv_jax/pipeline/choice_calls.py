@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Int32
 
 from ckv_jax.cache.window import Choice, Keep, Moves, advance
@@ -40,7 +39,7 @@ class ChoiceCalls:
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
         anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
-        takes: list[P | str] = [BY_NAME, *[WHOLE] * 3, BY_NAME, *[WHOLE] * 6]
+        takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
             static=("score", "keep", "n", "chunk_tokens"),

@@ -70,7 +70,7 @@ class Layers:
         self._select = jit(
             split(
                 _select_of(layer_of, self.target, self.shardings),
-                (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME, WHOLE, WHOLE, WHOLE),
+                (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
             static=("n", "window", "chunk_tokens", "score"),
