@@ -123,7 +123,8 @@ class Shardings:
         """`function` for each device's part of its arguments, to be jitted; itself for one device.
 
         `takes`: specs of the first positional arguments, those after them are `WHOLE`; `gives`: of
-        what it returns, a tree of specs. Arguments by name are static. `out_first`: the order of kernels among the arguments.
+        what it returns, a tree of specs. Arguments by name are static. `out_first`: the order of
+        kernels among the arguments.
         """
         if self.mesh is None:
             return function
