@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         out_first: bool,
         target: Target,
-        shardings: Shardings,
+        shardings: Shardings = ONE_DEVICE,
     ) -> None:
         self.config = config
         self.out_first = out_first
@@ -127,7 +127,7 @@ class Mlp(nnx.Module):
         rngs: nnx.Rngs,
         out_first: bool,
         target: Target,
-        shardings: Shardings,
+        shardings: Shardings = ONE_DEVICE,
     ) -> None:
         self.out_first = out_first
         self.target = target
@@ -162,7 +162,7 @@ class Layer(nnx.Module):
         rngs: nnx.Rngs,
         out_first: bool,
         target: Target,
-        shardings: Shardings,
+        shardings: Shardings = ONE_DEVICE,
     ) -> None:
         self.input_norm = RMSNorm(config.hidden_size, config, dtype=dtype)
         self.attention = Attention(

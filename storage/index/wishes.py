@@ -61,7 +61,7 @@ class Wish:
             found = json.loads(data)
             later = {f.name: found.get(f.name, "") for f in fields(cls) if f.type == "str"}
             return cls(**{f.name: found[f.name] for f in fields(cls) if f.type != "str"} | later)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return cls(pinned=True)
 
 

@@ -77,7 +77,7 @@ class LocalFiles:
             if not ours:
                 marker.write(self.root)
             if any([self._make_folder(self.root / name) for name in _FOLDERS]):
-                sync_folder(self.root)  # else a crash may take what is published in them
+                sync_folder(self.root.resolve())  # else a crash may take what is published in them
         except FileExistsError as e:
             raise StoreError(f"{e.filename}: is a file, expected a folder") from e
         except OSError as e:
@@ -100,7 +100,7 @@ class LocalFiles:
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for made in missing:
-            sync_folder(made.parent)
+            sync_folder(made.parent.resolve())
 
     @staticmethod
     def _make_folder(path: Path) -> bool:

@@ -15,7 +15,8 @@ from ckv_jax.stored_kv import read_kv
 
 @pytest.mark.parametrize("score_layers", [1, 3, 4])
 def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layers: int) -> None:
-    with small_engine(tmp_path, system="ckv", overrides={"score_layers": score_layers}) as engine:
+    chooses = {"score_layers": score_layers, "decode": None}
+    with small_engine(tmp_path, system="ckv", overrides=chooses) as engine:
         prefix = engine.ingest(tokens(200))
         engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
         keys = read_kv(engine.store, prefix)[:, 0]
