@@ -213,6 +213,8 @@ class Choices:
                 raise
         for which, member, near in self._missed:
             window = member.choosers[0].window
+            if not window.held:
+                continue  # its packs come through the pool, which has no room to spare
             for group in self._plan.groups(period):
                 device, host = window.lookup(group, near)
                 absent = near[(device < 0) & (host < 0)]
