@@ -209,7 +209,6 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"suffix": 5},
         {"budget": "0.5"},
         {"budget": True},
         {"deadline_s": "soon"},
@@ -220,6 +219,13 @@ def test_calls_refuse_what_no_single_request_is_to_blame_for(
 def test_requests_name_the_field_that_is_wrong(changes: dict[str, Any]) -> None:
     (name,) = changes
     with pytest.raises(ValueError, match=f"got {name}="):
+        Request(**({"prefix": "00ff", "suffix": [1]} | changes))
+
+
+@pytest.mark.parametrize("changes", [{"suffix": 5}, {"prefix": None}])
+def test_requests_of_a_wrong_type_are_type_errors(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(TypeError, match=f"got {name}="):
         Request(**({"prefix": "00ff", "suffix": [1]} | changes))
 
 

@@ -50,7 +50,7 @@ def test_a_short_line_takes_the_defaults(tmp_path: Path) -> None:
         ({"question": [True]}, "question"),
         ({}, "question"),
         ({"question": "q", "budget": 0}, "(0, 1]"),
-        ({"question": "q", "budget": "half"}, "a number"),
+        ({"question": "q", "budget": "half"}, "expected a share of the prefix"),
         ({"question": "q", "budget": float("nan")}, "(0, 1]"),
         ({"question": "q", "temperature": -1}, "temperature"),
         ({"question": "q", "temperature": "hot"}, "temperature"),
