@@ -30,6 +30,7 @@ import jax
 import pytest
 
 if TYPE_CHECKING:
+    from command_line import Here
     from engine_sharp import Sharp
 
 if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
@@ -64,6 +65,14 @@ def room_for_programs() -> Iterator[None]:
     if mappings.held() > mappings.allowed() // 4:
         compiled_layers.cache_clear()
         gc.collect()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """here(*args) is a run of `ckv` in this process: its exit code, stdout and stderr."""
+    from command_line import in_this_process
+
+    return in_this_process(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from command_line import Here
 
-from ckv_jax.cli import main
 from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
 from ckv_jax.storage.config import StoreConfig
@@ -53,26 +52,6 @@ def ckv(*args: object, cache: Path, code: int = 0) -> subprocess.CompletedProces
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
         assert done.stderr.startswith("ckv: ")
     return done
-
-
-Here = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """here(*args) is a run in this process: its exit code, stdout and stderr."""
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["ckv", *map(str, args)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        code = exit_.value.code
-        return code if isinstance(code, int) else int(code is not None), *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Here
 
-from ckv_jax.cli import main
 from ckv_jax.model.convert import convert
 from tests.model.hf_checkpoints import LLAMA3, write_checkpoint
 from tests.model.small import write_tokenizer
-
-Inspect = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["ckv", "inspect", *map(str, args)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        code = exit_.value.code
-        return code if isinstance(code, int) else int(code is not None), *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +24,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("form", ["hf", "orbax"])
-def test_a_checkpoint_of_either_format(form: str, llama: Path, inspect: Inspect) -> None:
-    code, out, _ = inspect(llama / form, "--json", "--dtype", "float16")
+def test_a_checkpoint_of_either_format(form: str, llama: Path, here: Here) -> None:
+    code, out, _ = here("inspect", llama / form, "--json", "--dtype", "float16")
     found = json.loads(out)
     parameters = int((llama / "parameters").read_text())
     assert code == 0
@@ -60,16 +40,14 @@ def test_a_checkpoint_of_either_format(form: str, llama: Path, inspect: Inspect)
     assert found["generation_ignored"] == {}
 
 
-def test_people_read_the_same(llama: Path, inspect: Inspect) -> None:
-    code, out, _ = inspect(llama / "hf")
+def test_people_read_the_same(llama: Path, here: Here) -> None:
+    code, out, _ = here("inspect", llama / "hf")
     assert code == 0
     for fact in ("Llama (llama)", "192 B a token", "stretched from 32 by 8 (llama3)", "H200"):
         assert fact in out
 
 
-def test_a_model_too_large_for_a_device_is_told(
-    llama: Path, tmp_path: Path, inspect: Inspect
-) -> None:
+def test_a_model_too_large_for_a_device_is_told(llama: Path, tmp_path: Path, here: Here) -> None:
     values = json.loads((llama / "orbax" / "config.json").read_text())
     values |= {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     values |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
@@ -77,7 +55,7 @@ def test_a_model_too_large_for_a_device_is_told(
     (tmp_path / "config.json").write_text(json.dumps(values))
     settings = {"repetition_penalty": 1.05, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    code, out, err = inspect(tmp_path)
+    code, out, err = here("inspect", tmp_path)
     assert code == 0 and "too small" in out and "none" in out
     assert "not built here: repetition_penalty 1.05" in err
 
@@ -92,7 +70,7 @@ def test_a_model_too_large_for_a_device_is_told(
     ],
 )
 def test_what_is_no_model_is_one_clear_line(
-    config: dict | None, says: str, llama: Path, tmp_path: Path, inspect: Inspect
+    config: dict | None, says: str, llama: Path, tmp_path: Path, here: Here
 ) -> None:
     (tmp_path / "README.txt").write_text("no model")
     if config is not None:
@@ -100,13 +78,13 @@ def test_what_is_no_model_is_one_clear_line(
             config = json.loads((llama / "hf" / "config.json").read_text()) | config
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "model.safetensors").symlink_to(llama / "hf" / "model.safetensors")
-    code, out, err = inspect(tmp_path)
+    code, out, err = here("inspect", tmp_path)
     assert (code, out) == (1, "")
     assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
     assert says in err
 
 
-def test_a_checkpoint_has_no_prefixes(llama: Path, inspect: Inspect) -> None:
-    code, _, err = inspect(llama / "hf", "3f9a")
+def test_a_checkpoint_has_no_prefixes(llama: Path, here: Here) -> None:
+    code, _, err = here("inspect", llama / "hf", "3f9a")
     assert code == 1 and "is a checkpoint" in err
-    assert inspect(llama / "hf", "--dtype", "int3")[0] == 1
+    assert here("inspect", llama / "hf", "--dtype", "int3")[0] == 1
