@@ -249,6 +249,22 @@ def test_bad_input_is_one_clear_line(
     assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
 
 
+def test_a_name_on_the_hub_is_told_how_to_come(
+    home: Path, prefix: dict, tmp_path: Path, here: Here
+) -> None:
+    name = "Qwen/Qwen2.5-0.5B-Instruct"
+    store = ("--store", home / "kv")
+    for args in (
+        ("ingest", name, home / "text.txt", *store),
+        ("ask", name, "why?", *store),
+        ("convert", name, tmp_path / "orbax"),
+    ):
+        code, out, err = here(*args)
+        assert (code, out) == (1, "")
+        (line,) = err.strip().splitlines()
+        assert f"hf download {name} --local-dir Qwen2.5-0.5B-Instruct" in line
+
+
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["prune", "--max-bytes", "0"]])
 def test_looking_after_no_store_makes_none(tmp_path: Path, here: Here, command: list[str]) -> None:
     empty = tmp_path / "empty"

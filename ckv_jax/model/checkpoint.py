@@ -15,6 +15,7 @@ __all__ = [
     "SINGLE",
     "Shapes",
     "check_fit",
+    "hub_hint",
     "is_orbax",
     "locate",
     "stored_dtype",

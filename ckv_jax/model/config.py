@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
+from ckv_jax.model.checkpoint import CONFIG, hub_hint
 from ckv_jax.model.families import FAMILIES, Family
 from ckv_jax.model.families.refused import family_of
 from ckv_jax.model.rope_scaling import RopeScaling, scaling_from_hf, scaling_to_hf
@@ -155,9 +156,9 @@ def _read(
     if isinstance(source, Mapping):
         return source, {}
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise CheckpointError(f"not a checkpoint: there is no {path}")
+        raise CheckpointError(f"not a checkpoint: there is no {path}{hub_hint(path)}")
     return _read_json(path), read_generation_config(path.parent)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.checkpoint import stored_dtype
+from ckv_jax.model.checkpoint import hub_hint, stored_dtype
 from ckv_jax.model.orbax_store import save_orbax
 from ckv_jax.model.tokenizer import tokenizer_files
 from ckv_jax.model.weights import load_pretrained, save_pretrained
@@ -35,7 +35,7 @@ def convert(source: str | Path, target: str | Path, *, to: Format) -> None:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"got {target}, which is there already, expected a new folder")
     if not source.is_dir():
-        raise CheckpointError(f"there is no folder {source}")
+        raise CheckpointError(f"there is no folder {source}{hub_hint(source)}")
     beside = tokenizer_files(source)
     if (source / _GENERATION).is_file():
         beside.append(source / _GENERATION)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ckv_jax.errors import CheckpointError
+from ckv_jax.model.checkpoint import hub_hint
 from ckv_jax.model.detokenizer import Detokenizer
 from ckv_jax.validate import check_text
 
@@ -132,7 +133,7 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
     """The files that decide how text becomes ids, sorted; `CheckpointError` if there are none."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}")
+        raise CheckpointError(f"there is no folder {folder}{hub_hint(folder)}")
     if (folder / _WHOLE).is_file():
         core: tuple[str, ...] = (_WHOLE,)
     elif all((folder / name).is_file() for name in _PARTS):

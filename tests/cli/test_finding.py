@@ -99,10 +99,8 @@ def test_neighbouring_chunks_are_one_line() -> None:
     assert ranges(damages) == ["a, 5 chunks: 3 to 5, 7, 9: crc", "b, chunk 1: short"]
 
 
-def test_what_looks_like_a_name_on_the_hub_is_told_how_to_come() -> None:
-    assert "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct" in hub_hint(
-        Path("Qwen/Qwen2.5-0.5B-Instruct")
-    )
+def test_only_two_words_look_like_a_name_on_the_hub() -> None:
+    assert "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B" in hub_hint(Path("Qwen/Qwen3-8B"))
     assert hub_hint(Path("/no/such")) == hub_hint(Path("model")) == hub_hint(Path("a/b/c")) == ""
 
 

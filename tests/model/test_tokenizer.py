@@ -137,6 +137,8 @@ def test_without_a_chat_template(tmp_path: Path) -> None:
 def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no folder"):
         load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+        load_tokenizer("Qwen/Qwen3-8B")
     with pytest.raises(CheckpointError, match="tokenizer missing"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
