@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from command_line import Here
 
 from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.storage import ChunkStore, Wish
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.trace import STAGES
 
@@ -143,6 +145,23 @@ def test_ingesting_again_stores_nothing_new(
     again = json.loads(out)
     assert again["prefix"] == prefix["prefix"]
     assert again["store_bytes"] == prefix["store_bytes"]
+
+
+def test_ingesting_again_keeps_what_was_wished(home: Path, tmp_path: Path, here: Here) -> None:
+    ingest = ("ingest", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv")
+
+    def wish() -> Wish:
+        with ChunkStore.open(tmp_path / "kv", readonly=True) as store:
+            (found,) = store.wishes().values()
+        return found
+
+    assert here(*ingest, "--retain", "7d", "--priority", 3, "--name", "lamps")[0] == 0
+    first = wish()
+    assert (first.retain_s, first.priority, first.name) == (7 * 86400, 3, "lamps")
+    assert here(*ingest)[0] == 0
+    assert wish() == first
+    assert here(*ingest, "--retain", "1h", "--priority", 0)[0] == 0
+    assert wish() == replace(first, retain_s=3600, priority=0)
 
 
 def test_a_converted_checkpoint_answers_the_same(

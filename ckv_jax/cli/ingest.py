@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,13 +54,18 @@ def ingest(
             "--retain",
             metavar="TIME",
             help="Let it expire when it has not been used for so long: 12h, 7d. Expired prefixes "
-            "are evicted first, and `ckv prune --expired` removes them.",
+            "are evicted first, and `ckv prune --expired` removes them. Without it, what was said "
+            "of the same text before holds.",
         ),
     ] = None,
     priority: Annotated[
-        int,
-        typer.Option("--priority", metavar="N", help="What has less is evicted first; 0 without."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--priority",
+            metavar="N",
+            help="What has less is evicted first. Without it: what was said before, or 0.",
+        ),
+    ] = None,
     name: Annotated[
         str,
         typer.Option(
@@ -85,13 +90,17 @@ def ingest(
         io_concurrency=io_concurrency,
     )
     text = read_text(text_file)
-    wish = Wish(
-        retain_s=None if retain is None else parse_seconds(retain),
-        priority=priority,
-        name=name,
-        source="stdin" if text_file == "-" else Path(text_file).name[-MOST_LETTERS:],
-        begins="" if salt else first_words(text),
-    )
+    said: dict[str, Any] = {
+        "source": "stdin" if text_file == "-" else Path(text_file).name[-MOST_LETTERS:],
+        "begins": "" if salt else first_words(text),
+    }
+    if retain is not None:
+        said["retain_s"] = parse_seconds(retain)
+    if priority is not None:
+        said["priority"] = priority
+    if name:
+        said["name"] = name
+    Wish(**said)  # refuses what cannot be before anything is loaded
     with terminal.status("loading JAX and the model"):
         from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
@@ -118,9 +127,7 @@ def ingest(
             raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
         before = engine.store.wishes().get(prefix.id, Wish())
-        engine.store.set_wish(
-            prefix.id, replace(wish, pinned=before.pinned, name=wish.name or before.name)
-        )
+        engine.store.set_wish(prefix.id, replace(before, **said))
         stored = engine.store.usage()
     if json:
         terminal.json(
@@ -149,8 +156,8 @@ def ingest(
         ("--tensor-parallel", str(tensor_parallel), "1"),
     ):
         command += [option, value] if value != default else []
-    said = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)
-    terminal.say(f"try     {said}", wrap=False)
+    line = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)
+    terminal.say(f"try     {line}", wrap=False)
 
 
 def read_text(source: str) -> str:
