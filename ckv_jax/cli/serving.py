@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.manifest import is_id
 from ckv_jax.storage.store import ChunkStore
 
 __all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes", "parse_budget"]
@@ -23,10 +25,13 @@ __all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes", "parse_budget"]
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     """The stored prefix of this name, or whose id is or begins with it; None: the only one there
-    is.
+    is. A whole id comes before a name.
 
     Raises `PrefixNotFound` with close ids, `ValueError` for a name that several have.
     """
+    if name is not None and is_id(name):
+        with contextlib.suppress(PrefixNotFound):
+            return store.prefix(name, salt=salt)  # without a look at everybody's names
     known = store.wishes()
     if name is None:
         stored = [prefix.id for prefix in store.prefixes(salt=salt)]

@@ -41,6 +41,14 @@ def test_a_name_finds_its_prefix(engine: Engine, stored: list[Prefix]) -> None:
     assert find_prefix(engine.store, stored[3].id[:16], salt="") == stored[3]
 
 
+def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) -> None:
+    digest = "0123456789abcdef" * 2  # of the length of an id, and none
+    for prefix, name in ((stored[4], stored[5].id), (stored[6], digest)):
+        engine.store.set_wish(prefix.id, Wish(name=name))
+    assert find_prefix(engine.store, stored[5].id, salt="") == stored[5]
+    assert find_prefix(engine.store, digest, salt="") == stored[6]
+
+
 def test_a_name_of_several_says_which(engine: Engine, stored: list[Prefix]) -> None:
     with pytest.raises(ValueError, match="2 prefixes are called 'twins'; say which") as error:
         find_prefix(engine.store, "twins", salt="")
