@@ -117,7 +117,7 @@ class Behind:
             except (CkvError, OSError, ValueError) as error:
                 self.failed += 1
                 _log.warning("not stored", extra={"fields": {"why": type(error).__name__}})
-            except Exception:
+            except Exception:  # a bug in storing one turn must not end the thread for all others
                 self.failed += 1
                 _log.exception("unforeseen, while storing a turn")
             finally:
