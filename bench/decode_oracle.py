@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.digests import compress
 from bench.grouping import balanced, by_position, kmeans
-from bench.tasks.dense import Params, head_logits, layer_of, prefix_kv, split
+from bench.tasks.dense import Params, head_logits, layer_of, split, stored_kv
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
@@ -89,10 +89,9 @@ class DecodeOracle:
         params = split(model)
         self.params: Params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
         self.page = page
-        keys, values = prefix_kv(self.params, self.config, jnp.asarray(page.tokens))
-        self.keys, self.values = (
-            x.astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values)
-        )  # [L, T, K, D]
+        self.keys, self.values = stored_kv(  # [L, T, K, D]
+            self.params, self.config, jnp.asarray(page.tokens)
+        )
         self._units: dict[tuple[Any, ...], _Units] = {}
         self._indexes: dict[str, jax.Array] = {"keys": self.keys}
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.decode_oracle import attend_seen
-from bench.tasks.dense import Params, head_logits, layer_of, prefix_kv, split
+from bench.tasks.dense import Params, head_logits, layer_of, split, stored_kv
 from bench.tasks.suffixes import Told
 from ckv_jax.kernels_pallas.score.api import Int4Keys, MeanKeys, Probe, score
 from ckv_jax.kernels_pallas.target import Target
@@ -95,10 +95,9 @@ class Tracer:
         self.params: Params = jax.tree.map(
             lambda leaf: jnp.asarray(leaf, jnp.float32), split(model)
         )
-        keys, values = prefix_kv(self.params, self.config, jnp.asarray(tokens))
-        self.keys, self.values = (
-            x.astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values)
-        )  # [L, T, K, D]
+        self.keys, self.values = stored_kv(  # [L, T, K, D]
+            self.params, self.config, jnp.asarray(tokens)
+        )
         self._probes: dict[str, Probe] = {}
 
     def record(self, choosing: Choosing, told: Told, budget: float) -> Trace:

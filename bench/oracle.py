@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.digests import compress
-from bench.tasks.dense import Params, head_logits, layer_of, prefix_kv, split
+from bench.tasks.dense import Params, head_logits, layer_of, split, stored_kv
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
@@ -74,8 +74,9 @@ class Oracle:
         params = split(model)
         self.params: Params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
         self.page = page
-        keys, values = prefix_kv(self.params, self.config, jnp.asarray(page.tokens))
-        self.keys, self.values = (_round(x) for x in (keys, values))  # [L, T, K, D]
+        self.keys, self.values = stored_kv(  # [L, T, K, D]
+            self.params, self.config, jnp.asarray(page.tokens)
+        )
         self._probes: dict[str, jax.Array] = {"keys": self.keys}
 
     def probe(self, kind: str) -> jax.Array:
@@ -123,10 +124,6 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
     mask = np.zeros(scores.shape, bool)
     np.put_along_axis(mask, order, True, axis=-1)
     return mask
-
-
-def _round(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 @partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch"))

@@ -23,8 +23,8 @@ __all__ = [
     "head_logits",
     "join",
     "layer_of",
-    "prefix_kv",
     "split",
+    "stored_kv",
     "text_logits",
 ]
 
@@ -96,15 +96,17 @@ def answer_logits(
 
 
 @partial(jax.jit, static_argnums=1)
-def prefix_kv(
+def stored_kv(
     params: Params, config: ModelConfig, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys (rotated) and values of one prefix `[T]`, all layers: two of float32 [L, T, K, D]."""
+    """Keys (rotated) and values of one prefix `[T]`, all layers: two of float32 [L, T, K, D], each
+    number as a store gives it back, rounded to bfloat16."""
     positions = jnp.arange(len(tokens))[None, :]
     _, (keys, values) = _run(
         params, config, tokens[None], positions, prefix=len(tokens), suffix=1, keep=True
     )
-    return keys[:, 0], values[:, 0]
+    keys, values = (x[:, 0].astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values))
+    return keys, values
 
 
 def layer_of(config: ModelConfig, state: Any) -> Layer:
