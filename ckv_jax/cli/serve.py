@@ -17,6 +17,7 @@ from ckv_jax.cli.options import (
     MaxBytes,
     Store,
     System,
+    TensorParallel,
 )
 from ckv_jax.cli.output import Terminal
 from ckv_jax.cli.store_tools import parse_size, store_config
@@ -61,6 +62,7 @@ def serve(
     ] = 0.25,
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
+    tensor_parallel: TensorParallel = 1,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -166,6 +168,7 @@ def serve(
                 config=EngineConfig(
                     system=system,
                     dtype=dtype,
+                    tensor_parallel=tensor_parallel,
                     budget=budget,
                     device_cache_bytes=caches["device"],
                     host_cache_bytes=caches["host"],

@@ -44,5 +44,7 @@ def test_files_that_are_not_what_they_should_be(
     assert "no address to serve at" in told
     told = start(here, checkpoint, *usual, "--budget", 0)
     assert "budget" in told
+    told = start(here, checkpoint, *usual, "--tensor-parallel", 1000)
+    assert "got tensor_parallel=1000, expected 1 to" in told
     told = start(here, checkpoint, *usual, "--system", "as-lru")
     assert "first tokens only" in told
