@@ -8,7 +8,7 @@ with what the next period will probably need. The only host syncs are the select
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,102 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ckv_jax.buckets import batch_bucket, choice_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.buckets import choice_bucket, suffix_bucket
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Resident, Residents
-from ckv_jax.selection.base import Selection, Share
+from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.trace import Trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One prefix of a batch, and the batch rows that ask about it."""
-
-    resident: Resident
-    probes: Probes
-    rows: np.ndarray
-    """int32 [b], padded to a bucket; where a row comes twice, the later one is padding."""
-    lengths: np.ndarray
-    """int32 [b]: suffix tokens of each; 0 for padding."""
-    limits: np.ndarray
-    """int32 [b]: chunks (or tokens) that each may select; 0 for padding."""
-    share: Share
-    """Of each: how much attention is enough, see `Budget`."""
-
-    @property
-    def real(self) -> np.ndarray:
-        """The batch rows of `rows` that are no padding."""
-        return self.rows[self.lengths > 0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Suffixes, padded to buckets, over the prefixes of `members`."""
-
-    tokens: np.ndarray
-    """int32 [B, S]."""
-    lengths: np.ndarray
-    """int32 [B]: tokens of each suffix; 0 for rows that are padding."""
-    limits: np.ndarray
-    """int32 [B]: chunks (or tokens) each row may select."""
-    start: np.ndarray
-    """int32 [B]: position of each row's first suffix token."""
-    members: tuple[Member, ...]
-
-    @classmethod
-    def of(
-        cls,
-        suffixes: Sequence[np.ndarray],
-        limits: Sequence[int],
-        prefixes: Sequence[tuple[Resident, Probes]],
-        which: Sequence[int],
-        share: Share | None = None,
-    ) -> Batch:
-        """Pads `suffixes` (int32 [s] each, s >= 1) to a batch and length bucket.
-
-        Row i asks about `prefixes[which[i]]`. `share`: of each suffix, default: its limit counts.
-        """
-        count = len(suffixes)
-        rows = batch_bucket(count)
-        tokens = np.zeros((rows, suffix_bucket(max(map(len, suffixes)))), np.int32)
-        lengths, most, start = (np.zeros(rows, np.int32) for _ in range(3))
-        for row, suffix in enumerate(suffixes):
-            tokens[row, : len(suffix)] = suffix
-        lengths[:count] = [len(suffix) for suffix in suffixes]
-        most[:count] = limits
-        start[:count] = [prefixes[i][0].prefix.num_tokens for i in which]
-        mass, least = np.ones(rows, np.float32), np.ones(rows, np.int32)
-        if share is not None:
-            mass[:count], least[:count] = share
-        members = []
-        for index, (resident, probes) in enumerate(prefixes):
-            mine = np.array([row for row in range(count) if which[row] == index], np.int32)
-            if len(prefixes) == 1:
-                padded, real = np.arange(rows, dtype=np.int32), lengths > 0
-            else:
-                padded = np.full(batch_bucket(len(mine)), mine[0], np.int32)
-                padded[: len(mine)] = mine
-                real = np.arange(len(padded)) < len(mine)
-            members.append(
-                Member(
-                    resident=resident,
-                    probes=probes,
-                    rows=padded,
-                    lengths=np.where(real, lengths[padded], 0).astype(np.int32),
-                    limits=np.where(real, most[padded], 0).astype(np.int32),
-                    share=Share(mass[padded], least[padded]),
-                )
-            )
-        return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +83,7 @@ class Executor:
         for period in range(self._plan.periods):
             picks, found = self._select(batch, hidden, period, trace)
             unions = [np.unique(ids[ids >= 0]) for ids in found]
-            chosen = _by_row(batch, found)
+            chosen = batch.by_row(found)
             fits = sum(map(len, unions)) * len(self._plan.groups(period)) <= room
             with trace.span("submit", lane="host", period=period):
                 guesses = self._ask(batch, packs, hidden, period, unions, fits, trace)
@@ -189,7 +107,7 @@ class Executor:
         self.ahead.pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
         trace.add("compute", "compute", began, time.perf_counter_ns(), period=self._plan.periods)
-        attention_mass = np.stack([_masses(batch, picks) for picks in masses])
+        attention_mass = np.stack([batch.masses(picks) for picks in masses])
         held = attention_mass[:, batch.lengths > 0]
         trace.period_attention_mass.extend(held.mean(axis=1).tolist())
         return FirstToken(
@@ -211,7 +129,7 @@ class Executor:
         ready = time.perf_counter_ns()
         trace.add("compute", "compute", began, ready, period=period - 1)
         found = [
-            _trimmed(np.asarray(pick.ids), member)
+            member.trimmed(np.asarray(pick.ids))
             for member, pick in zip(batch.members, picks, strict=True)
         ]
         selected = time.perf_counter_ns()
@@ -321,7 +239,7 @@ class Executor:
         self, batch: Batch, packs: Packs, step: Step, chosen: np.ndarray,
         unions: list[np.ndarray], hidden: Array, hold: bool, *, asked: bool,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        lengths = _valid(batch, chosen)
+        lengths = batch.valid(chosen)
         try:
             if not asked or self._system.prefetch == "none":
                 for which, union in enumerate(unions):
@@ -335,7 +253,7 @@ class Executor:
                     tables[place, member.real] = slot_of[chosen[member.real]]
         except PoolExhausted:
             return self._pieces.run(
-                batch.start, packs, step, chosen, lengths, self._owners(batch), hidden
+                batch.start, packs, step, chosen, lengths, batch.owners(), hidden
             )
         hidden, kv = self._layers.run(
             step.layers, hidden, batch.start, self._memory.pool.pages, tables, lengths
@@ -345,12 +263,6 @@ class Executor:
                 for group in step.groups:
                     packs.done(which, group, hidden)
         return hidden, kv
-
-    def _owners(self, batch: Batch) -> np.ndarray:
-        owners = np.full(len(batch.lengths), -1, np.int32)
-        for which, member in enumerate(batch.members):
-            owners[member.real] = which
-        return owners
 
     def _book(
         self, batch: Batch, period: int, picks: list[Selection], unions: list[np.ndarray],
@@ -370,35 +282,3 @@ def _latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array
     """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
     at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
     return hidden[rows[:, None], at]
-
-
-def _trimmed(ids: np.ndarray, member: Member) -> np.ndarray:
-    """Chosen ids [b, n], as many columns as some row may have, or has where attention decides."""
-    most = int(member.limits.max())
-    if (member.share.mass < 1).any():
-        most = int((ids >= 0).sum(axis=1).max())
-    return ids[:, : chunk_bucket(most)]
-
-
-def _by_row(batch: Batch, found: list[np.ndarray]) -> np.ndarray:
-    """Chosen ids int32 [B, N] of all rows, from those of each member's rows."""
-    chosen = np.full((len(batch.lengths), max(ids.shape[1] for ids in found)), -1, np.int32)
-    for member, ids in zip(batch.members, found, strict=True):
-        chosen[member.real, : ids.shape[1]] = ids[member.lengths > 0]
-    return chosen
-
-
-def _valid(batch: Batch, chosen: np.ndarray) -> np.ndarray:
-    """Valid tokens int32 [B, N] of each chosen chunk, 0 where there is none."""
-    lengths = np.zeros(chosen.shape, np.int32)
-    for member in batch.members:
-        ids = chosen[member.real]
-        lengths[member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
-    return lengths
-
-
-def _masses(batch: Batch, picks: list[Selection]) -> np.ndarray:
-    mass = np.zeros(len(batch.lengths), np.float32)
-    for member, pick in zip(batch.members, picks, strict=True):
-        mass[member.real] = np.asarray(pick.mass)[member.lengths > 0]
-    return mass

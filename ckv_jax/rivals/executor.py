@@ -16,7 +16,8 @@ import numpy as np
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.executor import Batch, FirstToken
+from ckv_jax.pipeline.batch import Batch
+from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.reads.packs import Packs
 from ckv_jax.rivals.layers import RivalLayers

@@ -13,7 +13,7 @@ from ckv_jax.buckets import bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.executor import Batch
+from ckv_jax.pipeline.batch import Batch
 from ckv_jax.reads.packs import Packs
 from ckv_jax.rivals.layers import Choice, Qkv, RivalLayers
 from ckv_jax.selection.impress import similarity_threshold

@@ -1,0 +1,132 @@
+"""The suffixes of one re-prefill, padded to buckets, and the prefixes they ask about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.residents import Resident
+from ckv_jax.selection.base import Selection, Share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One prefix of a batch, and the batch rows that ask about it."""
+
+    resident: Resident
+    probes: Probes
+    rows: np.ndarray
+    """int32 [b], padded to a bucket; where a row comes twice, the later one is padding."""
+    lengths: np.ndarray
+    """int32 [b]: suffix tokens of each; 0 for padding."""
+    limits: np.ndarray
+    """int32 [b]: chunks (or tokens) that each may select; 0 for padding."""
+    share: Share
+    """Of each: how much attention is enough, see `Budget`."""
+
+    @property
+    def real(self) -> np.ndarray:
+        """The batch rows of `rows` that are no padding."""
+        return self.rows[self.lengths > 0]
+
+    def trimmed(self, ids: np.ndarray) -> np.ndarray:
+        """Chosen ids int32 [b, n], as many columns as some row may have, or has where attention
+        decides."""
+        most = int(self.limits.max())
+        if (self.share.mass < 1).any():
+            most = int((ids >= 0).sum(axis=1).max())
+        return ids[:, : chunk_bucket(most)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Suffixes, padded to buckets, over the prefixes of `members`."""
+
+    tokens: np.ndarray
+    """int32 [B, S]."""
+    lengths: np.ndarray
+    """int32 [B]: tokens of each suffix; 0 for rows that are padding."""
+    limits: np.ndarray
+    """int32 [B]: chunks (or tokens) each row may select."""
+    start: np.ndarray
+    """int32 [B]: position of each row's first suffix token."""
+    members: tuple[Member, ...]
+
+    @classmethod
+    def of(
+        cls,
+        suffixes: Sequence[np.ndarray],
+        limits: Sequence[int],
+        prefixes: Sequence[tuple[Resident, Probes]],
+        which: Sequence[int],
+        share: Share | None = None,
+    ) -> Batch:
+        """Pads `suffixes` (int32 [s] each, s >= 1) to a batch and length bucket.
+
+        Row i asks about `prefixes[which[i]]`. `share`: of each suffix, default: its limit counts.
+        """
+        count = len(suffixes)
+        rows = batch_bucket(count)
+        tokens = np.zeros((rows, suffix_bucket(max(map(len, suffixes)))), np.int32)
+        lengths, most, start = (np.zeros(rows, np.int32) for _ in range(3))
+        for row, suffix in enumerate(suffixes):
+            tokens[row, : len(suffix)] = suffix
+        lengths[:count] = [len(suffix) for suffix in suffixes]
+        most[:count] = limits
+        start[:count] = [prefixes[i][0].prefix.num_tokens for i in which]
+        mass, least = np.ones(rows, np.float32), np.ones(rows, np.int32)
+        if share is not None:
+            mass[:count], least[:count] = share
+        members = []
+        for index, (resident, probes) in enumerate(prefixes):
+            mine = np.array([row for row in range(count) if which[row] == index], np.int32)
+            if len(prefixes) == 1:
+                padded, real = np.arange(rows, dtype=np.int32), lengths > 0
+            else:
+                padded = np.full(batch_bucket(len(mine)), mine[0], np.int32)
+                padded[: len(mine)] = mine
+                real = np.arange(len(padded)) < len(mine)
+            members.append(
+                Member(
+                    resident=resident,
+                    probes=probes,
+                    rows=padded,
+                    lengths=np.where(real, lengths[padded], 0).astype(np.int32),
+                    limits=np.where(real, most[padded], 0).astype(np.int32),
+                    share=Share(mass[padded], least[padded]),
+                )
+            )
+        return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
+
+    def by_row(self, found: Sequence[np.ndarray]) -> np.ndarray:
+        """Chosen ids int32 [B, N] of all rows, from those of each member's rows, [b, n]."""
+        chosen = np.full((len(self.lengths), max(ids.shape[1] for ids in found)), -1, np.int32)
+        for member, ids in zip(self.members, found, strict=True):
+            chosen[member.real, : ids.shape[1]] = ids[member.lengths > 0]
+        return chosen
+
+    def valid(self, chosen: np.ndarray) -> np.ndarray:
+        """Valid tokens int32 [B, N] of each chosen chunk, 0 where there is none."""
+        lengths = np.zeros(chosen.shape, np.int32)
+        for member in self.members:
+            ids = chosen[member.real]
+            lengths[member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
+        return lengths
+
+    def masses(self, picks: Sequence[Selection]) -> np.ndarray:
+        """Share of attention float32 [B] that each row's selection covers, from each member's."""
+        mass = np.zeros(len(self.lengths), np.float32)
+        for member, pick in zip(self.members, picks, strict=True):
+            mass[member.real] = np.asarray(pick.mass)[member.lengths > 0]
+        return mass
+
+    def owners(self) -> np.ndarray:
+        """Which member each row asks about, int32 [B]; -1 for padding."""
+        owners = np.full(len(self.lengths), -1, np.int32)
+        for which, member in enumerate(self.members):
+            owners[member.real] = which
+        return owners
