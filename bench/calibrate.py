@@ -29,9 +29,10 @@ from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.memory.pages import slot_shape
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.read_ahead import READ
-from ckv_jax.reads.packs import Packs, Source
+from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.residents import Residents
+from ckv_jax.reads.source import Source
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 

@@ -27,9 +27,10 @@ from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.window import Window
-from ckv_jax.reads.packs import Packs, Source
+from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.source import Source
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.select import Select

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import numpy as np
 from jax import Array
@@ -18,25 +17,9 @@ from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.read_job import PackReader, ReadJob, State
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.read_job import ReadJob, State
+from ckv_jax.reads.source import Source
 from ckv_jax.trace import Trace
-
-
-class Replacement(Protocol):
-    """KV that the store could not give, computed again."""
-
-    def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """Packs [n, *pack_shape]. Raises `RecoveryNeeded` while they are still to be computed."""
-        ...
-
-
-class Source(NamedTuple):
-    """Where one prefix's packs come from."""
-
-    prefix: Resident
-    reader: PackReader
-    recovered: Replacement
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
-from ckv_jax.reads.packs import Source
 from ckv_jax.reads.probes import ProbeReads, Probes
 from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.source import Source
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore

@@ -25,10 +25,11 @@ from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
 from ckv_jax.pipeline.window import Window
-from ckv_jax.reads.packs import Packs, Source
+from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Residents
+from ckv_jax.reads.source import Source
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.selection.base import Share
