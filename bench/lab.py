@@ -17,6 +17,7 @@ from bench.structured import structured_model
 from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
+from ckv_jax.fitting import layout_of
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
@@ -176,13 +177,7 @@ class Lab:
             engine.warmup(prefix, max_suffix=longest, budgets=budgets)
 
     def _layout(self, system: str | SystemConfig) -> Layout:
-        config = system_of(system)
-        return config.layout(
-            num_layers=self.config.num_layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.setting.dtype,
-        )
+        return layout_of(system_of(system), self.config, self.setting.dtype)
 
 
 def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthetic | FewShot]:

@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 
 from ckv_jax import compilation_cache
-from ckv_jax.config import EngineConfig, SystemConfig, check_budget
+from ckv_jax.config import EngineConfig, check_budget
+from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
@@ -39,7 +40,6 @@ from ckv_jax.serving.worker import Worker
 from ckv_jax.stats import EngineStats, stats_of
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_of
@@ -86,13 +86,13 @@ class Engine:
         self.fingerprint = fingerprint
         self.model_config = layers.config
         self.system = system_of(config.system)
-        self.layout = _layout(self.system, layers.config, config)
+        self.layout = layout_of(self.system, layers.config, config.dtype)
         if config.tensor_parallel != layers.shardings.size:
             raise ValueError(
                 f"got tensor_parallel={config.tensor_parallel}, expected "
                 f"{layers.shardings.size}, the devices that the model is split over"
             )
-        _shardings(self.system, layers.config, config)
+        check_split(self.system, config.tensor_parallel)
         self._placement = Placement(
             model=layers.config,
             tokenizer=tokenizer,
@@ -151,8 +151,9 @@ class Engine:
         if config.compilation_cache:
             compilation_cache.enable()
         found = ModelConfig.from_hf(path)
-        _layout(system, found, config)  # refuses before anything is loaded
-        shardings = _shardings(system, found, config)
+        layout_of(system, found, config.dtype)  # refuses before anything is loaded
+        check_split(system, config.tensor_parallel)
+        shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
         model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
         tokenizer = load_tokenizer(path)
@@ -393,22 +394,3 @@ class Engine:
     def periods(self) -> int:
         """Selections that one request makes."""
         return self._worker.plan.periods
-
-
-def _layout(system: SystemConfig, model: ModelConfig, config: EngineConfig) -> Layout:
-    return system.layout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=config.dtype,
-    )
-
-
-def _shardings(system: SystemConfig, model: ModelConfig, config: EngineConfig) -> Shardings:
-    """The devices of `config`; `ValueError` for too many, or for a system that one head decides."""
-    if config.tensor_parallel > 1 and system.probe == "heads":
-        raise ValueError(
-            f"got tensor_parallel={config.tensor_parallel} with system {system.name!r}, expected 1:"
-            " its first heads decide what is read, and they are on one device"
-        )
-    return Shardings.over(model, config.tensor_parallel)

@@ -1,0 +1,26 @@
+"""Whether a system suits a model and its devices, and how the model's KV then lies."""
+
+from __future__ import annotations
+
+from ckv_jax.config import SystemConfig
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.storage.layout import Layout
+
+
+def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
+    """How `system` stores KV of `model`; `ValueError` for one that does not suit the model."""
+    return system.layout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def check_split(system: SystemConfig, devices: int) -> None:
+    """`ValueError` for a model over several `devices` under a system that one head decides."""
+    if devices > 1 and system.probe == "heads":
+        raise ValueError(
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1:"
+            " its first heads decide what is read, and they are on one device"
+        )
