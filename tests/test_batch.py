@@ -107,8 +107,9 @@ def test_a_large_budget_does_not_make_the_next_request_read_more(served: Served)
     small, large = served.request((0, 4, 0, 0.1)), served.request((0, 4, 0, 1.0))
     with cold(served.engine, prefetch="inter") as engine:
         ssd_bytes(engine, [large]), ssd_bytes(engine, [large])  # alike, so that the next speculates
-        after_large = ssd_bytes(engine, [small])
-        assert ssd_bytes(engine, [small]) == after_large < ssd_bytes(engine, [large]) / 2
+        after_large = [ssd_bytes(engine, [small]) for _ in range(2)]
+        # Not equal: how much is read ahead for the second period depends on what reading takes.
+        assert max(after_large) < ssd_bytes(engine, [large]) / 2
 
 
 def cold(engine: Engine, prefetch: Prefetch = "intra") -> Engine:
