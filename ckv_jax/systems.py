@@ -124,7 +124,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 speculate_always=False,
                 score_window=4,
                 score_layers=3,
-                decode=Select(score_layers=3),
+                decode=Select(score_layers=3, queries=4),
                 policy="frequency-attention",
             ),
             *DECODE_SYSTEMS.values(),

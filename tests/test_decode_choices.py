@@ -1,4 +1,4 @@
-"""Every token chooses anew: what it attends to depends on nothing but its own queries."""
+"""Every token chooses anew: what it attends to depends on nothing but the text's own queries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from engine_sharp import POOL_BYTES, Sharp
-from engine_support import tokens
+from engine_support import TIGHT, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -103,6 +103,26 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
         assert stats.pinned_packs == stats.running == 0
 
 
+def test_alone_a_text_attends_to_what_it_does_beside_others(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    """Products of more rows round otherwise, from the suffix on; another choice is far more."""
+    for request, mine in zip(asked(prefixes), plain, strict=True):
+        (alone,) = told(engine, [request])
+        assert scale_error(mine, alone) < TIGHT
+
+
+def test_four_tokens_choose_other_chunks_than_one(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    one = dataclasses.replace(
+        engine.config, system=changed(engine, decode=Select(score_layers=3, queries=1))
+    )
+    with engine.variant(one) as other:
+        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+            assert scale_error(mine, theirs) > 100 * TIGHT
+
+
 def test_few_slots_narrow_windows_and_then_let_texts_stream(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
@@ -149,6 +169,8 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         changed(engine, keep="oldest")
     with pytest.raises(ValueError, match="every=0"):
         Select(every=0)
+    with pytest.raises(ValueError, match="queries"):
+        Select(queries=65)
 
 
 def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:
@@ -227,11 +249,12 @@ def test_near_misses_are_read_before_they_are_chosen(
         assert other._worker.memory.free_slots == other._worker.memory.tiers.slots
 
 
+@pytest.mark.parametrize("queries", [1, 4])
 def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
-    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int
 ) -> None:
     """The first period of a token chooses by itself, the second is told what the first one saw."""
-    system = changed(engine, decode=Select(score_layers=3, guessed=True))
+    system = changed(engine, decode=Select(score_layers=3, queries=queries, guessed=True))
     told_by = []
     for window, failing in ((2.0, 0.0), (1.0, 0.1)):
         values = dataclasses.replace(

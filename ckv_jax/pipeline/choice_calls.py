@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from ckv_jax.cache.window import Choice, Keep, Moves, advance
 from ckv_jax.cache.window import Window as WindowArrays
@@ -31,6 +31,8 @@ class Chosen(NamedTuple):
     """int32 [b, <= n]: what nearly was chosen, best first, -1 elsewhere."""
     moves: Moves
     window: WindowArrays
+    own: Float32[Array, "b M"]
+    """What the tokens themselves give every chunk."""
 
 
 class ChoiceCalls:
@@ -57,6 +59,7 @@ class ChoiceCalls:
         near: Int32[np.ndarray, " b"],
         window: WindowArrays,
         step: int,
+        before: Float32[np.ndarray, "b M"],
         *,
         score: ChunkScore,
         keep: Keep,
@@ -66,7 +69,8 @@ class ChoiceCalls:
 
         `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
         stays. `near[i]` <= n: how many of the best are chosen or near misses. `probes`: one a
-        layer, whose scores are summed; `window`: [b, W], W >= n.
+        layer, whose scores are summed; `window`: [b, W], W >= n; `before`: scores of earlier
+        tokens, which count as well.
         """
         shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
         slots = window.chunk.shape[1]
@@ -74,7 +78,7 @@ class ChoiceCalls:
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
-            limits, near, window, np.int32(step), score=score, keep=keep, n=n,
+            limits, near, window, np.int32(step), before, score=score, keep=keep, n=n,
             chunk_tokens=resident.prefix.layout.chunk_tokens,
         )  # fmt: skip
         return found
@@ -90,7 +94,7 @@ def _choose_of(
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, near: Array,
-        window: WindowArrays, step: Array, *, score: ChunkScore, keep: Keep, n: int,
+        window: WindowArrays, step: Array, before: Array, *, score: ChunkScore, keep: Keep, n: int,
         chunk_tokens: int,
     ) -> Chosen:  # fmt: skip
         one = jnp.ones(rows.shape, jnp.int32)
@@ -101,10 +105,12 @@ def _choose_of(
                 q, probe, num_tokens=num_tokens, q_lengths=one, chunk_tokens=chunk_tokens,
                 target=target,
             )  # [b, M]  # fmt: skip
-        scores = shardings.sum(scores)
+        own = shardings.sum(scores)
+        scores = own + before
         selection = choose(scores, n, limits, count=num_chunks)
         after, moves = advance(window, Choice(selection.ids, scores), step, keep)
-        return Chosen(selection, _near_misses(scores, n, limits, near, num_chunks), moves, after)
+        missed = _near_misses(scores, n, limits, near, num_chunks)
+        return Chosen(selection, missed, moves, after, own)
 
     return choose_anew
 

@@ -1,6 +1,6 @@
 """What the rows of a decode batch attend to, chosen anew token by token (KVDrive §5, §6.1).
 
-Before each period the newest token's queries score every row's prefix, one call a prefix, which
+Before each period the newest tokens' queries score every row's prefix, one call a prefix, which
 also finds what of the choice its window lacks and what makes room for it. While later calls still
 score, the packs that the earlier ones lack are read; the period's layers then run once for the
 whole batch. Windows and the order of all this change when bytes arrive, never what is attended.
@@ -25,56 +25,14 @@ from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
+from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
-from ckv_jax.selection.select import Select
 from ckv_jax.trace import TokenTrace, Trace
-
-
-class Chooser:
-    """One row's part: how much it chooses, and by what."""
-
-    def __init__(
-        self,
-        *,
-        select: Select,
-        limit: int,
-        first: int,
-        probes: Probes,
-        window: Window,
-        source: Source,
-    ) -> None:
-        """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
-        was generated; `source`: where the packs of its prefix come from."""
-        self.limit = limit
-        self.probes = probes
-        self.window = window
-        self.source = source
-        self.told = TokenTrace()
-        """Of the token under way."""
-        self.masses: dict[int, float] = {}
-        """Of the latest choice of each period."""
-        self._every = select.every
-        self._first = first
-
-    @property
-    def slots(self) -> int:
-        """Device slots of a window that holds one choice."""
-        return self.limit * self.window.resident.prefix.layout.groups
-
-    def resize(self, times: float) -> None:
-        """Makes its window so many times as wide as one choice."""
-        self.window.resize(min(self.window.resident.num_chunks, int(self.limit * times)))
-
-    def due(self, length: int) -> bool:
-        """Whether the token that comes at row `length` of the buffers chooses anew."""
-        return (length - self._first + 1) % self._every == 0
 
 
 @dataclass(slots=True)
@@ -189,7 +147,7 @@ class Choices:
                 self._demand_all(period, asked)
             selected = time.perf_counter_ns()
             for one in asked:  # while packs are read
-                self._record(one.member, period, one.chosen, one.limits > 0)
+                self._record(one, period, lengths)
             for one in asked:
                 self._collect(one.which, period, one.moving)
                 if self._keeps:
@@ -252,7 +210,7 @@ class Choices:
                 if chooser.due(int(lengths[member.rows[row]])):
                     limits[row] = chooser.limit
             if limits.any():
-                chosen = self._ask(member, period, hidden, starts, limits)
+                chosen = self._ask(member, period, hidden, starts, lengths, limits)
                 asked.append(_Asked(which, member, chosen, limits, []))
         return asked
 
@@ -293,13 +251,17 @@ class Choices:
         )
 
     def _ask(
-        self, member: _Member, period: int, hidden: Array, starts: np.ndarray, limits: np.ndarray
-    ) -> Chosen:
+        self, member: _Member, period: int, hidden: Array, starts: np.ndarray,
+        lengths: np.ndarray, limits: np.ndarray,
+    ) -> Chosen:  # fmt: skip
         layers = self._plan.scoring_layers(period, self._select.score_layers)
+        before = np.zeros((len(member.rows), member.resident.probe_chunks), np.float32)
+        for row, chooser in enumerate(member.choosers):
+            before[row] = chooser.before(period, int(lengths[member.rows[row]]))
         return self._calls.choose(
             layers, hidden, member.rows, starts[member.rows],
             member.choosers[0].probes.get(layers, period), member.resident, limits,
-            member.near, member.windows[period], self._step, score=self._score,
+            member.near, member.windows[period], self._step, before, score=self._score,
             keep=self._keep, n=member.n,
         )  # fmt: skip
 
@@ -361,10 +323,14 @@ class Choices:
             self._packs = self._open_packs(sources, self._trace)
         return self._packs
 
-    def _record(self, member: _Member, period: int, chosen: Chosen, chose: np.ndarray) -> None:
-        selection: Selection = jax.tree.map(np.asarray, chosen.selection)
+    def _record(self, one: _Asked, period: int, lengths: np.ndarray) -> None:
+        member, chose = one.member, one.limits > 0
+        selection: Selection = jax.tree.map(np.asarray, one.chosen.selection)
+        own = np.asarray(one.chosen.own)
         for row in np.flatnonzero(chose).tolist():
-            member.choosers[row].masses[period] = float(selection.mass[row])
+            chooser = member.choosers[row]
+            chooser.masses[period] = float(selection.mass[row])
+            chooser.remember(period, int(lengths[member.rows[row]]), own[row].copy())
         selection = jax.tree.map(lambda part: part[chose], selection)
         self._residents.record(member.resident, self._plan.groups(period), selection)
         member.resident.last_selection[period] = _union(np.asarray(selection.ids))

@@ -18,7 +18,8 @@ from ckv_jax.model.sampling import (
     sample,
     stack_params,
 )
-from ckv_jax.pipeline.choices import Choices, Chooser
+from ckv_jax.pipeline.choices import Choices
+from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded

@@ -16,7 +16,8 @@ from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.choice_calls import ChoiceCalls
-from ckv_jax.pipeline.choices import Choices, Chooser
+from ckv_jax.pipeline.choices import Choices
+from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.kv_rows import KvRows

@@ -31,6 +31,8 @@ class Chosen:
     ids: dict[int, np.ndarray] = field(default_factory=dict)
     mass: list[float] = field(default_factory=list)
     own: list[LayerKv] = field(default_factory=list)
+    asking: dict[int, list[tuple[np.ndarray, int]]] = field(default_factory=dict)
+    """Hidden states and positions of the tokens that chose, by period."""
 
 
 class Oracle:
@@ -76,13 +78,17 @@ class Oracle:
                 hidden = self._layer(row, period, layer, hidden, positions)
         return row, self.model.logits(hidden[-1])
 
-    def next(self, row: Chosen, token: int, anew: bool) -> np.ndarray:
-        """Logits after one more token; with `anew` its own queries choose."""
+    def next(self, row: Chosen, token: int, queries: int) -> np.ndarray:
+        """Logits after one more token; it and those that chose before it, `queries` in all, choose
+        anew; 0: nothing does."""
         at = np.array([self.start + len(row.own[0][0])])
         hidden = self.model.embed(np.array([token]))
         for period, (layers, _) in PERIODS.items():
-            if anew:
-                self.choose(row, period, hidden, at)
+            if queries:
+                asking = row.asking.setdefault(period, [])
+                asking.append((hidden[0], int(at[0])))
+                states, places = zip(*asking[-queries:], strict=True)
+                self.choose(row, period, np.stack(states), np.array(places))
             for layer in layers:
                 new = self.model.kv(layer, hidden, at)
                 row.own[layer] = tuple(
@@ -155,9 +161,9 @@ def test_rows_of_a_padded_batch_select_what_they_would_alone(
         assert scale_error(result.logits, logits) < TIGHT
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_what_is_chosen_anew_is_chosen_by_the_token_itself(
-    made: tuple[Engine, Prefix, Oracle], every: int
+@pytest.mark.parametrize(("every", "queries"), [(1, 1), (3, 1), (1, 4), (2, 3)])
+def test_what_is_chosen_anew_is_chosen_by_the_tokens_themselves(
+    made: tuple[Engine, Prefix, Oracle], every: int, queries: int
 ) -> None:
     """The text tells: its likeliest token is another one where other chunks are attended to."""
     engine, prefix, oracle = made
@@ -167,14 +173,15 @@ def test_what_is_chosen_anew_is_chosen_by_the_token_itself(
         row, logits = oracle.first(suffix, 0.2)
         text = [int(logits.argmax())]
         for step in range(1, length):
-            logits = oracle.next(row, text[-1], anew=period > 0 and step % period == 0)
+            anew = period > 0 and step % period == 0
+            logits = oracle.next(row, text[-1], queries if anew else 0)
             best = np.sort(logits)
             assert best[-1] - best[-2] > 2 * TIGHT * np.abs(logits).max(), "a tie"
             text.append(int(logits.argmax()))
         texts[period] = text
     request = Request(prefix=prefix, suffix=suffix, budget=0.2)
     for period, text in texts.items():
-        decode = Select(score_layers=3, every=period) if period else None
+        decode = Select(score_layers=3, every=period, queries=queries) if period else None
         system = dataclasses.replace(engine.system, decode=decode)
         with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
             (got,) = other.generate(request, SamplingParams(max_tokens=length)).results()
