@@ -48,18 +48,18 @@ def serve(
         ),
     ] = None,
     budget: Annotated[
-        float,
+        str,
         typer.Option(
             "--budget",
             metavar="SHARE",
             help="Share of a stored text that takes part in answers where a request says nothing; "
-            "1: all of it, exact.",
+            "1: all of it, exact. mass:0.95: what holds 95% of the question's attention.",
         ),
-    ] = 1.0,
+    ] = "1",
     sparse_budget: Annotated[
-        float,
+        str,
         typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse."),
-    ] = 0.25,
+    ] = "0.25",
     system: System = "ckv",
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
@@ -124,6 +124,7 @@ def serve(
     """
     terminal = Terminal(as_json=True)
     try:
+        from ckv_jax.cli.serving import parse_budget
         from ckv_jax.server.config import ServerConfig
         from ckv_jax.server.run import bind, run
         from ckv_jax.server.tenants import Tenants
@@ -133,8 +134,8 @@ def serve(
         ) from error
     config = ServerConfig(
         model=name or checkpoint.resolve().name,
-        budget=budget,
-        sparse_budget=sparse_budget,
+        budget=parse_budget(budget),
+        sparse_budget=parse_budget(sparse_budget),
         max_tokens=max_tokens,
         max_requests=max_requests,
         store_tokens=store_tokens,
@@ -169,7 +170,7 @@ def serve(
                     system=system,
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
-                    budget=budget,
+                    budget=config.budget,
                     device_cache_bytes=caches["device"],
                     host_cache_bytes=caches["host"],
                 ),

@@ -41,7 +41,8 @@ class Asked:
     """Texts for each prompt."""
     sampling: list[SamplingParams]
     """One for each text, prompt by prompt."""
-    budget: float
+    budget: float | str
+    """As `Request.budget`."""
     retain_s: float | None
     told_usage: bool
     request_s: float
@@ -167,9 +168,9 @@ class Asking:
             request_s=self._config.request_s,
         )
 
-    def _budget(self, body: Sampled) -> float:
-        if body.ckv.budget is not None:
-            return body.ckv.budget
+    def _budget(self, body: Sampled) -> float | str:
+        if (asked := body.ckv.asked) is not None:
+            return asked
         sparse = body.model.endswith(SPARSE)
         return self._config.sparse_budget if sparse else self._config.budget
 

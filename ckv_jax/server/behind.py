@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ckv_jax.budget import Budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation
@@ -62,13 +63,13 @@ class Behind:
                 self.skipped[why] += 1
         return keep
 
-    def _why_not(self, prompt: Prompt, new_tokens: int, budget: float) -> str | None:
+    def _why_not(self, prompt: Prompt, new_tokens: int, budget: float | str) -> str | None:
         """Why a turn is passed over; None: it is to be stored."""
         stored = prompt.prefix.num_tokens
         most = len(prompt.tokens) + new_tokens - stored
         if len(prompt.tokens) < self._config.store_tokens or most < self._config.turn_tokens:
             return "short"
-        if stored and budget < 1:
+        if stored and not Budget.of(budget).exact:
             return "approximate"
         if self._waiting_bytes >= self._config.behind_bytes:
             return "busy"

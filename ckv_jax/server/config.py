@@ -17,10 +17,10 @@ class ServerConfig:
 
     model: str
     """The name that clients know the model by; with `SPARSE` behind it, its sparse preset."""
-    budget: float = 1.0
-    """Share of a stored prefix that takes part in an answer, where a request says nothing: all of
-    it, so that answers are exact."""
-    sparse_budget: float = 0.25
+    budget: float | str = 1.0
+    """What of a stored prefix takes part in an answer, where a request says nothing (see
+    `Request.budget`): all of it, so that answers are exact."""
+    sparse_budget: float | str = 0.25
     """The same of the alias."""
     max_tokens: int = 1024
     """New tokens of a chat's answer where a request names no number and the context has room."""

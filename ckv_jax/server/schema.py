@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ckv_jax.config import check_budget
 from ckv_jax.model.sampling import MOST_LOGPROBS
 
 _MOST_STOPS = 16
@@ -26,10 +28,38 @@ class Strict(BaseModel):
 class CkvOptions(Strict):
     """What only this server has, under one name in the body."""
 
-    budget: Share | None = None
-    """Share of the stored prefix that takes part in the answer; 1: exact."""
+    budget: float | Annotated[str, Field(max_length=100)] | None = None
+    """What of the stored prefix takes part in the answer: a share of it, 1: exact; or
+    "mass:SHARE" or "mass:SHARE:LEAST-MOST", see `Request.budget`."""
+    mass: Share | None = None
+    """Share of the question's attention that has to be covered; a share as `budget` beside it is
+    the most of the prefix that may be read for that."""
     retain_s: Seconds | None = None
     """Seconds after its last use for which what is stored of this prompt is wanted."""
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _a_budget(cls, value: Any) -> Any:
+        return None if value is None else check_budget(value)
+
+    @model_validator(mode="after")
+    def _one_mass(self) -> CkvOptions:
+        if self.mass is not None and isinstance(self.budget, str):
+            raise ValueError("expected one of mass and a budget that is a text, not both")
+        return self
+
+    @property
+    def asked(self) -> float | str | None:
+        """Both as one, as `Request.budget`; None: nothing was said."""
+        if self.mass is None:
+            return self.budget
+        mass = f"mass:{_plain(self.mass)}"
+        return mass if self.budget is None else f"{mass}:0-{_plain(float(self.budget))}"
+
+
+def _plain(share: float) -> str:
+    """A number without an exponent."""
+    return np.format_float_positional(share, trim="0")
 
 
 class StreamOptions(Strict):

@@ -156,6 +156,19 @@ def test_turns_are_stored_behind_their_answers(fresh: Engine) -> None:
         sparse = post(url, "chat/completions", WAY | {"messages": history, "model": "tiny:sparse"})
         assert sparse.json()["ckv"]["budget"] == 0.25
         assert sparse.json()["ckv"]["attention_covered"] < 1
+        longer = WAY | {"messages": history, "max_tokens": 32}
+        passed_over = metric(url, "ckv_not_stored_total", reason="approximate")
+        for asked, understood in (
+            ({"mass": 0.5}, "mass:0.5"),
+            ({"mass": 0.5, "budget": 0.75}, "mass:0.5:0-0.75"),
+            ({"budget": "mass:0.5"}, "mass:0.5"),
+        ):
+            told = post(url, "chat/completions", longer | {"ckv": asked}).json()
+            assert told["ckv"]["budget"] == understood
+            assert 0.5 <= told["ckv"]["attention_covered"] < 1
+        assert metric(url, "ckv_not_stored_total", reason="approximate") == passed_over + 3
+        all_of_it = WAY | {"messages": history, "ckv": {"budget": "mass:1"}}
+        assert post(url, "chat/completions", all_of_it).json()["choices"] == third.json()["choices"]
         short = post(url, "chat/completions", chat("Hello", ckv={"retain_s": 60}))
         assert cached(short) == 0
         assert metric(url, "ckv_not_stored_total", reason="short") >= 1

@@ -159,7 +159,13 @@ def test_an_event_loop_of_clients(served: Served, answer: openai.types.chat.Chat
         ({"messages": []}, openai.BadRequestError, "invalid_value"),
         ({"temperature": 3}, openai.BadRequestError, "invalid_value"),
         ({"extra_body": {"surprise": 1}}, openai.BadRequestError, "unknown_parameter"),
-        ({"extra_body": {"ckv": {"budget": 0}}}, openai.BadRequestError, "invalid_value"),
+        *(
+            ({"extra_body": {"ckv": options}}, openai.BadRequestError, "invalid_value")
+            for options in (
+                {"budget": 0}, {"budget": True}, {"budget": []}, {"budget": "mass:2"},
+                {"mass": 0}, {"mass": "much"}, {"mass": 0.9, "budget": "mass:0.9"},
+            )
+        ),
         ({"extra_body": {"ckv": {"salt": "b"}}}, openai.BadRequestError, "unknown_parameter"),
     ],
 )
