@@ -15,6 +15,7 @@ from server.serving import KEYS, Served
 
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.storage.store import ChunkStore
 
 CONTEXT = 8192
 
@@ -73,3 +74,13 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     store = tmp_path_factory.mktemp("kv")
     with Engine.from_pretrained(checkpoint, store=store, config=config) as engine:
         yield engine
+
+
+@pytest.fixture
+def fresh(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
+    """The same engine over a store of its own."""
+    with (
+        ChunkStore.open(tmp_path / "kv") as store,
+        engine.variant(engine.config, store=store) as variant,
+    ):
+        yield variant

@@ -7,7 +7,6 @@ import dataclasses
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +15,8 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from server.serving import MODEL, in_thread, metric, post, wait_for
+from server.applications import TEXT, WAY, cached, chat, serving
+from server.serving import metric, post, wait_for
 
 from ckv_jax import Engine
 from ckv_jax.server.app import create_app
@@ -27,51 +27,11 @@ from ckv_jax.server.tenants import Tenants
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.store import ChunkStore
 
-TEXT = "The keeper of the lamp walks up the stairs and counts them one by one. " * 6
-WAY = {"model": MODEL, "max_tokens": 8, "temperature": 1.0, "seed": 5}
-
-
-@contextmanager
-def serving(
-    engine: Engine,
-    tenants: Tenants | None = None,
-    tracing: TracerProvider | None = None,
-    **config: object,
-) -> Iterator[str]:
-    """The URL of an application of its own over the shared engine."""
-    values = {"store_tokens": 128, "turn_tokens": 16, "guard_disk": False} | config
-    made = ServerConfig(model=MODEL, **values)
-    app = create_app(engine, made, tenants, tracing=tracing)
-    try:
-        with in_thread(app) as url:
-            yield url
-    finally:
-        app.state.service.close()
-
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
     with serving(engine) as url:
         yield url
-
-
-@pytest.fixture
-def fresh(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """The same engine over a store of its own."""
-    with (
-        ChunkStore.open(tmp_path / "kv") as store,
-        engine.variant(engine.config, store=store) as variant,
-    ):
-        yield variant
-
-
-def chat(text: str, **more: object) -> dict:
-    return WAY | {"messages": [{"role": "user", "content": text}]} | more
-
-
-def cached(answer: httpx.Response) -> int:
-    assert answer.status_code == 200, answer.text
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 # -- limits ----------------------------------------------------------------------------------------

@@ -162,8 +162,13 @@ def test_an_event_loop_of_clients(served: Served, answer: openai.types.chat.Chat
         *(
             ({"extra_body": {"ckv": options}}, openai.BadRequestError, "invalid_value")
             for options in (
-                {"budget": 0}, {"budget": True}, {"budget": []}, {"budget": "mass:2"},
-                {"mass": 0}, {"mass": "much"}, {"mass": 0.9, "budget": "mass:0.9"},
+                {"budget": 0},
+                {"budget": True},
+                {"budget": []},
+                {"budget": "mass:2"},
+                {"mass": 0},
+                {"mass": "much"},
+                {"mass": 0.9, "budget": "mass:0.9"},
             )
         ),
         ({"extra_body": {"ckv": {"salt": "b"}}}, openai.BadRequestError, "unknown_parameter"),

@@ -1,0 +1,129 @@
+"""The HTTP server under load: first tokens, gaps, tokens a second, and what it adds to the engine.
+
+    python -m bench.server --quick --json OUT
+
+`clients` clients in a process of their own ask over HTTP, each as soon as it has its last answer,
+about `documents` stored documents in turn: token ids, streamed, at budget 1. `http` is what they
+see; `engine` is the same load by as many tasks of the Python API in the server's process. Both are
+warmed first, and take turns. Time to first token is from sending a request to its first event with
+text; a gap is the time between two events. Random weights in bfloat16, documents of random KV.
+
+`overhead_ms` is measured without load: the same request over HTTP and by the Python API in turn,
+p50 of the time to the first token of either, the difference.
+
+The rows `plain disk`, `slow disk` and `damaged disk` are the same load over HTTP on the reference
+checkpoint, with nothing kept in memory (see `bench.server.disks`): `wrong` counts the answers whose
+first token is not that of a dense prefill.
+
+Bars: no error and nothing wrong anywhere, chunks computed again on the damaged disk; overhead_ms at
+most 5; tokens/s over HTTP at least 0.9 times those of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import statistics
+import tempfile
+from pathlib import Path
+
+from bench.common import Json, finish, result_file, table
+from bench.random_engine import random_engine, random_prefix, random_tokens
+from bench.server.asking import Clients, by_engine, serving
+from bench.server.bars import bars
+from bench.server.disks import over_disks
+from bench.server.load import FULL, QUICK, Load, Prompts, Seen
+from ckv_jax import Engine
+from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.model.config import PUBLISHED
+from ckv_jax.model.tokenizer import load_tokenizer
+
+COLUMNS = (
+    "way", "answers", "errors", "wrong", "tokens_s", "p50_ttft_ms", "p99_ttft_ms", "p50_gap_ms",
+    "p99_gap_ms",
+)  # fmt: skip
+
+
+def overhead(engine: Engine, clients: Clients, url: str, prompts: Prompts, load: Load) -> Json:
+    """p50 of the time to first token of single requests, over HTTP and by the Python API."""
+    http, api = Seen(), Seen()
+    one = dataclasses.replace(load, clients=1, new_tokens=2)
+    for _ in range(load.alone):
+        http.extend(clients.ask(url, prompts, one, 0.0))
+        api.extend(asyncio.run(by_engine(engine, prompts, one, 0.0)))
+    served, asked = (1e3 * statistics.median(seen.ttft) for seen in (http, api))
+    return {"http_ttft_ms": served, "engine_ttft_ms": asked, "overhead_ms": served - asked}
+
+
+def beside_the_engine(load: Load, clients: Clients, folder: Path) -> tuple[list[Json], Json]:
+    """Rows of both ways under load, and the overhead without."""
+    # Both loads and the client's own pace share the pool: it holds all documents.
+    with random_engine(
+        load.model, folder / "kv", seed=load.seed, budget=1.0, max_batch=load.clients,
+        device_cache_bytes=2 * 2**30, admit_bytes=4 * 2**30,
+    ) as engine:  # fmt: skip
+        (folder / "tokenizer").mkdir(parents=True)
+        save_tokenizer(folder / "tokenizer", 512)
+        engine.tokenizer = load_tokenizer(folder / "tokenizer")  # tokens' names are all it is for
+        documents = [
+            random_prefix(engine, random_tokens(engine, load.document_tokens, seed=i), seed=i)
+            for i in range(load.documents)
+        ]
+        engine.warmup(
+            documents[0], max_batch=load.clients, max_suffix=load.question_tokens,
+            max_tokens=load.new_tokens,
+        )  # fmt: skip
+        prompts = Prompts([d.tokens.tolist() for d in documents], load, load.model.vocab_size)
+        http, api = Seen(), Seen()
+        with serving(engine, load) as url:
+            for turn in range(2):  # every batch size that the load can have is met
+                asyncio.run(by_engine(engine, prompts, load, load.seconds / 4))
+                print(f"warmed, turn {turn}", flush=True)
+            clients.ask(url, prompts, load, load.seconds / 8)
+            for _ in range(load.turns):
+                http.extend(clients.ask(url, prompts, load, load.seconds / load.turns))
+                api.extend(asyncio.run(by_engine(engine, prompts, load, load.seconds / load.turns)))
+            alone = overhead(engine, clients, url, prompts, load)
+    return [http.row("http"), api.row("engine")], alone
+
+
+def run(load: Load, folder: Path) -> Json:
+    """All rows, the overhead, and what the bars say."""
+    clients = Clients()
+    try:
+        rows, alone = beside_the_engine(load, clients, folder / "beside")
+        rows += over_disks(load, clients, folder / "disks")
+    finally:
+        clients.close()
+    return {"rows": rows, **alone, "bars": bars(rows, alone["overhead_ms"])}
+
+
+def main() -> None:
+    """The command."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--quick", action="store_true", help="a small model, fewer seconds")
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
+    p.add_argument("--model", choices=PUBLISHED, help="published shape (default 0.5B)")
+    for name in ("documents", "document-tokens", "new-tokens", "clients", "turns", "alone", "seed"):
+        p.add_argument(f"--{name}", type=int)
+    p.add_argument("--seconds", type=float)
+    args = p.parse_args()
+    base = QUICK if args.quick else FULL
+    said = {name: getattr(args, name, None) for name in Load.__slots__}
+    said["model"] = PUBLISHED[args.model] if args.model else None
+    load = dataclasses.replace(base, **{k: v for k, v in said.items() if v is not None})
+    with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
+        result = run(load, Path(folder))
+    print(table([[row[name] for name in COLUMNS] for row in result["rows"]], COLUMNS))
+    for name, one in result["bars"].items():
+        met = "met" if one["met"] else "missed"
+        print(f"{name.replace('_', ' ')}: {one['got']:.2f} (bar {one['bar']}: {met})")
+    finish(args, load, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The status page in a real browser."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from server.applications import TEXT, chat, serving
+from server.serving import metric, post, wait_for
+
+from ckv_jax import Engine
+from ckv_jax.server.tenants import Tenant, Tenants
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+def browse(url: str, profile: Path, *wanted: str) -> str:
+    """What a browser with a new profile prints after it has been at `url` for a while."""
+    done = subprocess.run(
+        [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", f"--user-data-dir={profile}", "--window-size=1000,900",
+            "--virtual-time-budget=2500", *wanted, url,
+        ],
+        capture_output=True, text=True, timeout=90, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def table(page: str, name: str) -> list[list[str]]:
+    """The cells of one table, row by row."""
+    (body,) = re.findall(rf'<table id="{name}">(.*?)</table>', page, re.DOTALL)
+    rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+    return [[html.unescape(c) for c in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", r)] for r in rows]
+
+
+def test_the_page_shows_what_the_server_tells(fresh: Engine, tmp_path: Path) -> None:
+    with serving(fresh) as url:
+        empty = browse(url, tmp_path / "profile", "--dump-dom")
+        assert table(empty, "ttft")[1][0] == "no answer yet"
+        assert table(empty, "prefixes")[1][0] == "nothing is stored yet"
+        prefix = post(url, "prefixes", {"text": TEXT, "pinned": True, "retain_s": 5000}).json()
+        answer = post(url, "chat/completions", chat(TEXT)).json()
+        wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
+        page = browse(url, tmp_path / "profile", "--dump-dom")
+        picture = tmp_path / "page.png"
+        browse(url, tmp_path / "profile", f"--screenshot={picture}")
+    stages = {cells[0]: float(cells[1].replace(",", "")) for cells in table(page, "ttft")[1:]}
+    total = stages.pop("all")
+    assert stages["compute"] > 0
+    assert total == pytest.approx(sum(stages.values()), abs=0.1 * len(stages))
+    assert total == pytest.approx(answer["ckv"]["ttft_ms"] + answer["ckv"]["queued_ms"], rel=0.2)
+    prefixes = {cells[0]: cells[1:] for cells in table(page, "prefixes")[1:]}
+    assert prefixes[prefix["id"][:12]] == [str(prefix["tokens"]), "yes", "5,000"]
+    assert len(prefixes) == 2
+    assert [cells[0] for cells in table(page, "tiers")] == ["tier", "device", "host", "SSD"]
+    assert ["read errors", "0"] in table(page, "engine")
+    pixels = matplotlib.image.imread(picture)
+    assert pixels.shape[:2] == (900, 1000)
+    assert np.ptp(pixels[..., :3], axis=2).max() > 0.3  # the bar's colours
+
+
+def test_the_page_says_that_it_needs_a_key(engine: Engine, tmp_path: Path) -> None:
+    with serving(engine, Tenants({"alice-key-1": Tenant(name="alice")})) as url:
+        page = browse(url, tmp_path / "profile", "--dump-dom")
+    assert "no API key, or one that is not known" in page
+    assert not table(page, "prefixes")
