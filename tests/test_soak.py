@@ -1,4 +1,4 @@
-"""Thousands of requests of every kind, given up and late ones too: nothing is left behind."""
+"""Many hundreds of requests of every kind, given up and late ones too: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine_tiny import tiny_engine
 from ckv_jax import Engine, Request, SamplingParams, Sequence
 from ckv_jax.storage.prefix import Prefix
 
-REQUESTS = 3_000
+REQUESTS = 2_000
 WARM = 1_000
 """Requests until every shape is compiled and every cache is full."""
-GROWTH = 4 * 2**20
+GROWTH = 2 * 2**20
 """Bytes that may be allocated and not freed after those: 2 KiB a request."""
 
 

@@ -110,9 +110,9 @@ def test_the_next_choice_of_every_chunk() -> None:
 
 
 def test_nobody_beats_who_knows_the_future() -> None:
-    for seed in range(5):
+    for seed in range(3):
         trace = drawn(seed)
-        for width in (3, 6, 9):
+        for width in (3, 6):
             found = {keep: missed(trace, np.full(3, width), keep).sum((0, 1)) for keep in KEEPS}
             for keep in KEEPS:
                 assert (found["belady"] <= found[keep]).all()
