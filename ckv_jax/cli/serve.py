@@ -75,6 +75,15 @@ def serve(
             "--max-requests", metavar="N", help="Answers under way at once; more get status 429."
         ),
     ] = 64,
+    warm_up: Annotated[
+        int,
+        typer.Option(
+            "--warm-up",
+            metavar="TOKENS",
+            help="Compile what prompts of about so many tokens need before /ready says yes; "
+            "0: when they come.",
+        ),
+    ] = 0,
     store_tokens: Annotated[
         int,
         typer.Option(
@@ -138,6 +147,7 @@ def serve(
         sparse_budget=parse_budget(sparse_budget),
         max_tokens=max_tokens,
         max_requests=max_requests,
+        warm_tokens=warm_up,
         store_tokens=store_tokens,
         guard_disk=guard_disk,
         request_s=request_time,

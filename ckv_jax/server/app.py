@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ckv_jax.engine import Engine
 from ckv_jax.server import log
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.errors import draining, install_error_handlers
+from ckv_jax.server.errors import ApiError, draining, install_error_handlers
 from ckv_jax.server.json_answer import JsonAnswer
 from ckv_jax.server.limits import BodyLimit
 from ckv_jax.server.metrics import CONTENT_TYPE
@@ -54,9 +54,12 @@ def create_app(
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether requests are taken: not while the server is stopping."""
+        """Whether it is time to send requests: not while the server warms up or is stopping."""
         if service.gate.closed:
             raise draining()
+        if service.warming:
+            message = "the server is warming up; what comes now waits for it"
+            raise ApiError(503, message, code="warming_up", retry_s=5)
         return JsonAnswer({"status": "ok"})
 
     @app.get("/metrics")

@@ -28,6 +28,9 @@ class ServerConfig:
     """Texts computed or waiting at once; who comes then is told to come again (429)."""
     max_choices: int = 16
     """Texts that one request may ask for."""
+    warm_tokens: int = 0
+    """What prompts of about so many tokens need is compiled before the server says that it is
+    ready; 0: everything is compiled when it is first needed."""
     store_tokens: int = 1024
     """Prompts of at least so many tokens are stored, with their answers."""
     turn_tokens: int = 64
@@ -58,6 +61,7 @@ class ServerConfig:
             "behind_bytes", "max_body_bytes",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
+        check_whole("warm_tokens", self.warm_tokens, least=0)
         for name in ("prune_s", "body_s", "request_s", "send_s", "drain_s"):
             check_number(name, getattr(self, name))
             if not 0 < getattr(self, name) <= 86_400:

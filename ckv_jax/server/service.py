@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 from fastapi import Request
@@ -11,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ckv_jax.engine import Engine
-from ckv_jax.server import log
+from ckv_jax.server import log, warm
 from ckv_jax.server.answering import Answering
 from ckv_jax.server.asked import Asking
 from ckv_jax.server.behind import Behind
@@ -47,6 +48,7 @@ class Service:
                 f"got system {engine.system.name!r}, which gives first tokens only; expected ckv "
                 "or contiguous-kv"
             )
+        warm.check(engine, config.warm_tokens)
         self.engine = engine
         self.config = config
         self.tenants = tenants
@@ -59,6 +61,16 @@ class Service:
         self._spans = Spans(tracing)
         self._answering = Answering(engine, self.behind)
         self._tokenizer = engine.tokenizer
+        self._cold = threading.Thread(
+            target=warm.warm_up, args=(engine, config), name="ckv-warm-up", daemon=True
+        )
+        if config.warm_tokens:
+            self._cold.start()
+
+    @property
+    def warming(self) -> bool:
+        """Whether what first requests need is still being compiled."""
+        return self._cold.is_alive()
 
     def tenant(self, http: Request) -> Tenant:
         """Whose request this is; the log says so, too. Raises `ApiError` 401."""

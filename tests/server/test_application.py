@@ -19,6 +19,7 @@ from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import metric, post, wait_for
 
 from ckv_jax import Engine
+from ckv_jax.server import warm
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
@@ -320,8 +321,34 @@ def test_spans_nest_and_sum_to_the_time_to_first_token(engine: Engine) -> None:
         assert stages
 
 
+def test_who_is_ready_has_compiled(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound, least in (("_BATCH", 1), ("_QUESTION", 16), ("_ANSWER", 16)):
+        monkeypatch.setattr(warm, bound, least)  # fewer programs, no other way
+    with serving(fresh, warm_tokens=256) as url:
+        early = httpx.get(f"{url}/ready")
+        assert early.status_code == 503
+        assert early.json()["error"]["code"] == "warming_up"
+        assert httpx.get(f"{url}/health").status_code == 200
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
+        assert fresh.store.prefixes() == [] and fresh.store.usage() == 0
+        programs = fresh.stats().programs
+        asked = WAY | {"prompt": [7] * 290}
+        assert cached(post(url, "completions", asked)) == 0
+        wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
+        assert cached(post(url, "completions", asked)) == 288
+        assert fresh.stats().programs == programs
+    with pytest.raises(ValueError, match="warm_tokens=8192"):
+        create_app(fresh, ServerConfig(model="a", warm_tokens=8192))
+
+
 def test_settings_that_mean_nothing_are_refused(engine: Engine) -> None:
-    for bad in ({"budget": 0}, {"max_requests": 0}, {"send_s": 0}, {"model": "a:sparse"}):
+    for bad in (
+        {"budget": 0},
+        {"max_requests": 0},
+        {"send_s": 0},
+        {"warm_tokens": -1},
+        {"model": "a:sparse"},
+    ):
         with pytest.raises(ValueError, match="got"):
             ServerConfig(**({"model": "a"} | bad))
     with (

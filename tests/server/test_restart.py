@@ -36,8 +36,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("restarted") / "kv"
 
 
-@pytest.fixture
-def server(checkpoint: Path, store: Path) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def first(checkpoint: Path, store: Path) -> Iterator[Served]:
+    server = Served(checkpoint, store, *SETTINGS)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def second(checkpoint: Path, store: Path, first: Served) -> Iterator[Served]:
+    """Another one over the store of the first, which is dead."""
+    first.kill()
     server = Served(checkpoint, store, *SETTINGS)
     yield server
     server.kill()
@@ -50,65 +59,60 @@ def texts() -> dict[str, str]:
 
 
 def test_the_second_question_reads_what_the_first_computed(
-    server: Served, texts: dict[str, str]
+    first: Served, texts: dict[str, str]
 ) -> None:
-    first = ask(server.url, "Which lamp?")
-    assert cached(first) == 0
-    wait_for(lambda: metric(server.url, "ckv_stored_turns_total") == 1)
-    whole = first.usage.prompt_tokens // 16 * 16
-    assert first.usage.prompt_tokens > 4096
-    again = ask(server.url, "Which lamp?")
+    lamp = ask(first.url, "Which lamp?")
+    assert cached(lamp) == 0
+    wait_for(lambda: metric(first.url, "ckv_stored_turns_total") == 1)
+    whole = lamp.usage.prompt_tokens // 16 * 16
+    assert lamp.usage.prompt_tokens > 4096
+    again = ask(first.url, "Which lamp?")
     assert cached(again) >= whole - 16
-    assert again.choices[0].message.content == first.choices[0].message.content
-    other = ask(server.url, "How many doors are there?")
+    assert again.choices[0].message.content == lamp.choices[0].message.content
+    other = ask(first.url, "How many doors are there?")
     assert cached(other) >= whole - 32
     assert other.model_extra["ckv"]["ssd_bytes"] > 0
-    assert other.choices[0].message.content != first.choices[0].message.content
-    texts["lamp"] = first.choices[0].message.content
+    assert other.choices[0].message.content != lamp.choices[0].message.content
+    texts["lamp"] = lamp.choices[0].message.content
     texts["doors"] = other.choices[0].message.content
 
 
-def test_a_killed_server_has_lost_nothing(server: Served, texts: dict[str, str]) -> None:
-    answer = ask(server.url, "Which lamp?")
+def test_a_killed_server_has_lost_nothing(second: Served, texts: dict[str, str]) -> None:
+    answer = ask(second.url, "Which lamp?")
     assert cached(answer) > 4000
     assert answer.choices[0].message.content == texts["lamp"]
 
 
 def test_damage_is_computed_again_and_put_right(
-    checkpoint: Path, store: Path, texts: dict[str, str]
+    second: Served, store: Path, texts: dict[str, str]
 ) -> None:
     packs = list(store.glob("segments/*/*/packs/c.*"))
     assert packs
     for pack in packs:
         damage(pack)
-    server = Served(checkpoint, store, *SETTINGS)
-    try:
-        answer = ask(server.url, "How many doors are there?")
-        assert answer.choices[0].message.content == texts["doors"]
-        assert answer.model_extra["ckv"]["chunks_recomputed"] > 0
-        assert metric(server.url, "ckv_recomputed_chunks_total") > 0
-        wait_for(lambda: cached(ask(server.url, "How many doors are there?")) > 4000)
-        mended = ask(server.url, "How many doors are there?")
-        assert mended.choices[0].message.content == texts["doors"]
-        assert mended.model_extra["ckv"]["chunks_recomputed"] == 0
-        drains(server)
-    finally:
-        server.kill()
+    answer = ask(second.url, "How many doors are there?")
+    assert answer.choices[0].message.content == texts["doors"]
+    assert answer.model_extra["ckv"]["chunks_recomputed"] > 0
+    assert metric(second.url, "ckv_recomputed_chunks_total") > 0
+    wait_for(lambda: cached(ask(second.url, "How many doors are there?")) > 4000)
+    mended = ask(second.url, "How many doors are there?")
+    assert mended.choices[0].message.content == texts["doors"]
+    assert mended.model_extra["ckv"]["chunks_recomputed"] == 0
 
 
-def drains(server: Served) -> None:
+def test_told_to_stop_it_ends_what_it_began(second: Served) -> None:
     """Told to stop, it refuses who comes, answers who is inside, and ends well."""
     body = WAY | {"messages": [{"role": "user", "content": "Count."}], "stream": True}
-    body |= {"max_tokens": 400}
+    body |= {"max_tokens": 200}
     with (
-        httpx.Client(base_url=server.url, timeout=60) as other,
-        httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer,
+        httpx.Client(base_url=second.url, timeout=60) as other,
+        httpx.stream("POST", f"{second.url}/v1/chat/completions", json=body, timeout=60) as answer,
     ):
         lines = answer.iter_lines()
         next(lines)
         assert other.get("/ready").status_code == 200
-        server.process.terminate()
-        wait_for(lambda: server.lines("draining"))
+        second.process.terminate()
+        wait_for(lambda: second.lines("draining"))
         late = other.post("/v1/chat/completions", json=body)
         assert late.status_code == other.get("/ready").status_code == 503
         assert late.json()["error"]["code"] == "draining"
@@ -116,7 +120,7 @@ def drains(server: Served) -> None:
         assert other.get("/health").status_code == 200
         assert [line for line in lines if line][-1] == "data: [DONE]"
     began = time.monotonic()
-    assert server.stop() == 0
+    assert second.stop() == 0
     assert time.monotonic() - began < 30
 
 
