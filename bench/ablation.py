@@ -10,10 +10,9 @@ beside which the rest is due to aligned chunks. Also reading ahead within period
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
-from bench.common import OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
+from bench.figures import save
 from bench.lab import Lab
 from bench.turns import warm_run
 from ckv_jax.config import SystemConfig
@@ -53,18 +52,6 @@ def rows_of(lab: Lab) -> list[Json]:
     return rows
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Speedup over IMPRESS by variant."""
-    budgets = list(dict.fromkeys(row["budget"] for row in rows))
-    axes = figure.subplots(1, len(budgets), squeeze=False)[0]
-    for axis, budget in zip(axes, budgets, strict=True):
-        mine = [row for row in rows if row["budget"] == budget]
-        names = [f"{row['system']}\n{row['variant']}" for row in mine]
-        axis.bar(names, [row["speedup_over_impress"] for row in mine])
-        axis.tick_params(axis="x", rotation=75)
-        axis.set(title=f"budget {budget:.0%}", ylabel="speedup over IMPRESS")
-
-
 def main() -> None:
     """The command."""
     args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
@@ -79,8 +66,8 @@ def main() -> None:
     header = ["system", "variant", "budget", "mean ms", "p95 ms", "speedup", "device", "host",
               "covered", "waste"]  # fmt: skip
     print(table(cells, header))
-    finish(args, setting, {"rows": rows})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(11, 5))
+    result = finish(args, setting, {"rows": rows})
+    save("ablation", result, args.plot)
 
 
 if __name__ == "__main__":

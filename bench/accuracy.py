@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.accuracy_plot import plot_accuracy, plot_coverage
-from bench.common import budget_share, existing_path, result_file
+from bench.common import budget_share, existing_path, machine, result_file
 from bench.digests import KINDS, bytes_per_token
+from bench.figures import save
 from bench.oracle import Answers, Oracle, Rule
 from bench.selection_study import coverage, interval, quick_rules, rules, study, tally, traces
 from bench.tasks.suffixes import lengthened
@@ -211,6 +211,7 @@ def main() -> None:
         pages = [lengthened(page, args.suffix_tokens) for page in pages]
     report: dict[str, Any] = {
         "checkpoint": folder.name,
+        "machine": machine(),
         "tokens": args.tokens,
         "suffix_tokens": args.suffix_tokens,
         "documents": count,
@@ -231,9 +232,9 @@ def main() -> None:
     if not args.skip_study:
         report["study"] = study(model, quick_rules() if args.quick else rules(), pages)
     if args.plot:
-        plot_accuracy(report["rows"], args.plot)
+        save("accuracy", report, args.plot)
         beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
-        plot_coverage(report["coverage"], beside, budget=0.25)
+        save("accuracy_coverage", report, beside)
     if args.traces:
         named = {name: rule_of(SYSTEMS[name], 0.05) for name in ("contiguous-kv", "ckv")}
         traces(model, named, pages, args.traces)

@@ -21,11 +21,11 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from bench.common import Json, Setting, finish, parser, save_plot, setting_of, summary, table
+from bench.common import Json, Setting, finish, parser, setting_of, summary, table
+from bench.figures import save
 from bench.lab import Lab
 from bench.structured import TOPICS
 from ckv_jax import Engine, Request, Result
@@ -194,23 +194,6 @@ def show(rows: Sequence[Json]) -> str:
     return table(cells, header)
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Requests a second by batch size, one line a system and load."""
-    axis = figure.subplots()
-    for key in dict.fromkeys((row["system"], row["load"]) for row in rows):
-        mine = [row for row in rows if (row["system"], row["load"]) == key]
-        axis.plot(
-            [row["batch"] for row in mine],
-            [row["requests_s"] for row in mine],
-            "o-",
-            label=", ".join(key),
-        )
-    axis.set(xlabel="requests at once", ylabel="requests/s", xscale="log", yscale="log")
-    axis.set_xticks(sorted({row["batch"] for row in rows}))
-    axis.get_xaxis().set_major_formatter("{x:.0f}")
-    axis.legend()
-
-
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
@@ -227,8 +210,8 @@ def main() -> None:
     held = bars(rows)
     for system, found in held.items():
         print(verdict(system, found))
-    finish(args, setting, {"rows": rows, "bars": held})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(6, 4))
+    result = finish(args, setting, {"rows": rows, "bars": held})
+    save("batch", result, args.plot)
 
 
 if __name__ == "__main__":

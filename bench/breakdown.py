@@ -10,10 +10,9 @@ time to first token. Cold requests, systems by turns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
-from bench.common import Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import Json, Setting, finish, parser, setting_of, table
+from bench.figures import save
 from bench.lab import Lab
 from bench.turns import take_turns
 from ckv_jax.systems import system_named
@@ -47,19 +46,6 @@ def rows_of(lab: Lab) -> list[Json]:
     return rows
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Stacked shares, one bar a system and budget."""
-    axis = figure.subplots()
-    names = [f"{row['system']}\n{row['budget']:.0%}" for row in rows]
-    bottom = [0.0] * len(rows)
-    for part in PARTS:
-        values = [row["share"][part] for row in rows]
-        axis.bar(names, values, bottom=bottom, label=part)
-        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    axis.set(ylabel="share of TTFT", ylim=(0, 1))
-    axis.legend(ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, 1.12))
-
-
 def main() -> None:
     """The command."""
     args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
@@ -75,8 +61,8 @@ def main() -> None:
         for r in rows
     ]
     print(table(cells, header))
-    finish(args, setting, {"rows": rows})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(9, 4.5))
+    result = finish(args, setting, {"rows": rows})
+    save("breakdown", result, args.plot)
 
 
 if __name__ == "__main__":

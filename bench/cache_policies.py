@@ -24,7 +24,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,8 @@ from scipy import stats
 
 from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
 from bench.common import Setting as LabSetting
-from bench.common import budget_share, existing_path, result_file, table
+from bench.common import budget_share, existing_path, machine, result_file, table
+from bench.figures import save
 from ckv_jax.cache import POLICIES, Tiers
 
 __all__ = ["Selections", "Setting", "main", "recorded", "replay", "synthetic", "workload"]
@@ -193,29 +193,6 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Stacked bars, device below host, one panel for each set of selections."""
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(row["selections"] for row in rows))
-    figure = Figure(figsize=(max(6, 4 * len(names)), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for panel, name in zip(panels, names, strict=True):
-        mine = [row for row in rows if row["selections"] == name]
-        labels = [row["policy"] for row in mine]
-        device = [row["hit_rate"]["device"] for row in mine]
-        host = [row["hit_rate"]["host"] for row in mine]
-        panel.bar(labels, device, label="device", color="#1f6f8b")
-        panel.bar(labels, host, bottom=device, label="host", color="#99a8b2")
-        panel.set_title(name)
-        ticks = range(len(labels))
-        panel.set_xticks(ticks, labels, rotation=30, ha="right", rotation_mode="anchor")
-    panels[0].set_ylabel("hit rate")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,7 +202,7 @@ def main() -> None:
     source.add_argument("--traces", type=existing_path, help="recorded selections (npz)")
     source.add_argument("--structured", action="store_true", help="ask the structured model")
     parser.add_argument("--quick", action="store_true", help="smaller prefixes with --structured")
-    parser.add_argument("--plot", type=result_file, help="write a bar chart here (PNG)")
+    parser.add_argument("--plot", type=result_file, help="draw the differences here (PNG)")
     parser.add_argument("--requests", type=int, default=900, help="of each draw")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--device", type=float, default=0.15, help="share of the packs")
@@ -253,10 +230,9 @@ def main() -> None:
     ]  # fmt: skip
     print(table(cells, ["selections", "policy", *TIERS, "bookkeeping ms"]))
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    report = {"settings": asdict(setting) | {"seed": SEED}, "rows": rows}
+    report = {"settings": asdict(setting) | {"seed": SEED}, "machine": machine(), "rows": rows}
     args.json.write_text(json.dumps(report, indent=1) + "\n")
-    if args.plot:
-        plot(rows, args.plot)
+    save("cache_policies", report, args.plot)
 
 
 if __name__ == "__main__":

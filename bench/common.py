@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,12 +24,6 @@ from ckv_jax.systems import SYSTEMS
 
 RIVALS = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
 OURS = ("contiguous-kv", "ckv")
-
-COLORS = {
-    "contiguous-kv": "#1f6f8b", "ckv": "#d1603d", "impress": "#7a8c3a", "as-h2o-lfu": "#8d7b9e",
-    "as-h2o-lru": "#b49fc4", "as-lru": "#9a8c7c", "recompute": "#b8bdc2",
-}  # fmt: skip
-"""One color a system, in every figure."""
 
 SHAPES: dict[str, ModelConfig] = {
     **PUBLISHED,
@@ -221,22 +215,6 @@ def finish(args: argparse.Namespace, setting: Described, body: Json) -> Json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {args.json}")
     return result
-
-
-def save_plot(path: Path | None, draw: Callable[[Any], None], *, size: tuple[float, float]) -> None:
-    """Draws on a matplotlib figure and writes it as PNG; nothing without a path."""
-    if path is None:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import SHAPES, Json, budget_share, finish, result_file, save_plot, table
+from bench.common import SHAPES, Json, budget_share, finish, result_file, table
 from bench.disk import Disk
+from bench.figures import save
 from bench.long_kv import stored, walking_tokens
 from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
@@ -209,20 +210,6 @@ class Bench:
         return times, engine.stats().reads - before, texts
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Tokens a second and what a token waits for, by system."""
-    most = max(row["sequences"] for row in rows)
-    shown = [row for row in rows if row["sequences"] == most and row["place"] == "ssd"]
-    names = [row["system"] for row in shown]
-    left, right = figure.subplots(1, 2)
-    left.bar(names, [row["tokens_s"] for row in shown], color="#1f6f8b")
-    left.set(ylabel=f"tokens/s, {most} sequences")
-    right.bar(names, [row["exposed_share"] or 0 for row in shown], color="#d1603d")
-    right.set(ylabel="share of a token spent waiting", ylim=(0, 1))
-    for axis in (left, right):
-        axis.tick_params(axis="x", rotation=60)
-
-
 def main() -> None:
     """The command."""
     p = argparse.ArgumentParser(
@@ -254,8 +241,8 @@ def main() -> None:
                     rows += bench.rows(name, place, disk)
                     print(table([[row[c] for c in COLUMNS] for row in rows[-1:]], COLUMNS))
     print(table([["" if row[c] is None else row[c] for c in COLUMNS] for row in rows], COLUMNS))
-    finish(args, setting, {"rows": rows})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(10, 4))
+    result = finish(args, setting, {"rows": rows})
+    save("decode", result, args.plot)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from bench.common import Json, budget_share, machine, result_file, save_plot, table
+from bench.common import Json, budget_share, machine, result_file, table
 from bench.decode_cache import Setting, sequences_of
+from bench.figures import save
 from bench.selection_study import interval
 from bench.tasks.suffixes import Told
 from ckv_jax.config import EngineConfig
@@ -34,10 +34,6 @@ from ckv_jax.systems import SYSTEMS
 
 NAMES = ("ckv", "kvdrive", "quest", "shadowkv", "pqcache")
 BUDGETS = (1 / 64, 0.05, 0.25, 1.0)
-STYLES = {
-    "ckv": "#d1603d", "kvdrive": "#1f6f8b", "quest": "#7a8c3a", "shadowkv": "#8d7b9e",
-    "pqcache": "#9a8c7c",
-}  # fmt: skip
 BARS = {("ckv", 1 / 64): 0.03, ("ckv", 0.05): 0.01, ("kvdrive", 1 / 64): 0.041}
 """Share of answers that may be lost against budget 1."""
 
@@ -137,29 +133,6 @@ def show(rows: Sequence[Json]) -> str:
     return table(lines, ("right, %", "system", *(f"{budget:.2%}" for budget in budgets)))
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Accuracy against budget, a panel for each kind of sequence."""
-    names = list(dict.fromkeys(row["trace"] for row in rows))
-    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for axis, name in zip(axes, names, strict=True):
-        for system in dict.fromkeys(row["system"] for row in rows):
-            mine = [r for r in rows if (r["trace"], r["system"]) == (name, system)]
-            mine.sort(key=lambda row: row["budget"])
-            at = np.array([row["budget"] for row in mine])
-            value = np.array([row["accuracy"] for row in mine])
-            low, high = np.array([row["ci95"] for row in mine]).T
-            error = np.maximum(0, (value - low, high - value))
-            axis.errorbar(
-                at, value, yerr=error, marker="o", ms=4, capsize=2, label=system,
-                color=STYLES.get(system),
-            )  # fmt: skip
-        axis.set(xscale="log", title=name, xlabel="budget, share of the prefix", ylim=(0, 1.02))
-        axis.set_xticks(at, [f"{x:.3g}%" for x in 100 * at])
-        axis.minorticks_off()
-    axes[0].set_ylabel("right answers")
-    axes[0].legend()
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -186,14 +159,13 @@ def main() -> None:
               "met" if bar["met"] else "MISSED"] for bar in bars(rows)]  # fmt: skip
     if lines:
         print(table(lines, ("claim", "budget", "value", "bar", "")))
-    if args.plot:
-        save_plot(args.plot, lambda figure: draw(figure, rows), size=(11, 4.5))
+    found = {
+        "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
+        "sequences": setting.sequences, "steps": setting.steps, "machine": machine(),
+        "rows": rows, "bars": bars(rows),
+    }  # fmt: skip
+    save("decode_accuracy", found, args.plot)
     if args.json:
-        found = {
-            "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
-            "sequences": setting.sequences, "steps": setting.steps, "machine": machine(),
-            "rows": rows, "bars": bars(rows),
-        }  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -32,8 +32,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from bench.common import Json, machine, result_file, save_plot, table
+from bench.common import Json, machine, result_file, table
 from bench.decode_traces import CHOOSING, CHUNK, STEADY, Choosing, Trace, Tracer
+from bench.figures import save
 from bench.tasks.suffixes import Told, lengthened, retold, told
 from ckv_jax.cache.replay import misses_by_width, replay
 from ckv_jax.cache.widths import TIMES, spread
@@ -280,32 +281,6 @@ def show(result: Mapping[str, Any]) -> str:
     return head + "\n\n" + table(told_bars, columns)
 
 
-def draw(figure: Any, parts: Sequence[Json]) -> None:
-    """Hits against the window, a panel for each chooser and budget; dashed: questions, answers."""
-    budgets = sorted({part["budget"] for part in parts})
-    choosers = list(dict.fromkeys(part["choosing"] for part in parts))
-    names = list(dict.fromkeys(part["trace"] for part in parts))
-    axes = figure.subplots(len(choosers), len(budgets), sharex=True, sharey=True, squeeze=False)
-    colors = dict(zip(KEEPS, ("#9a8c7c", "#b8bdc2", "#7a8c3a", "#d1603d", "#1f6f8b"), strict=True))
-    for part in parts:
-        axis = axes[choosers.index(part["choosing"])][budgets.index(part["budget"])]
-        dashed = names.index(part["trace"])
-        for keep in KEEPS:
-            mine = [(0, 0.0)] + [(row["times"], row["hits"]) for row in part["rows"]
-                                 if row["keep"] in (keep, "any")]  # fmt: skip
-            axis.plot(*zip(*mine, strict=True), "--" if dashed else "-", marker="o", ms=3,
-                      color=colors[keep], label=None if dashed else keep)  # fmt: skip
-        axis.axhline(BARS["hits"], color="0.8", lw=1, zorder=0)
-        axis.set_title(f"{part['choosing']}, {part['budget']:.2%}", fontsize=8)
-    for axis in axes[-1]:
-        axis.set(xlabel="window, times one choice", xticks=(0, *WINDOWS), ylim=(0, 1.02))
-    for row in axes:
-        row[0].set_ylabel("hits after 16 steps")
-    handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=len(KEEPS),
-                  title=f"solid: {names[0]}; dashed: {names[-1]}")  # fmt: skip
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -323,8 +298,7 @@ def main() -> None:
     folder: Path = reference_folder()
     result = run(load_pretrained(folder, dtype="float32"), setting)
     print(show(result))
-    if args.plot:
-        save_plot(args.plot, lambda figure: draw(figure, result["parts"]), size=(12, 10))
+    save("decode_cache", result, args.plot)
     about = {
         "checkpoint": folder.name, "documents": setting.documents,
         "sequences": setting.sequences, "steps": setting.steps, "first_steps": FIRST,

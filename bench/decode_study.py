@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, budget_share, existing_path, result_file, save_plot, table
+from bench.common import Json, budget_share, existing_path, machine, result_file, table
 from bench.decode_oracle import DecodeOracle, DecodeRule
 from bench.digests import bytes_per_token
+from bench.figures import save
 from bench.selection_study import interval
 from ckv_jax.data.ledger import FAMILIES
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
@@ -143,32 +144,6 @@ def show(rows: Sequence[Json]) -> str:
                  ("right, %", *(f"{budget:.2%}" for budget in budgets)))  # fmt: skip
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Accuracy against budget: heads each, pooled, and pooled over four layers."""
-    import matplotlib
-
-    rows = [row for row in rows if row["task"] == "all"]
-    [full] = [row["accuracy"] for row in rows if row["name"] == "everything"]
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, part in zip(axes, ("each head", "heads pooled", "period 4"), strict=True):
-        names = [n for n in dict.fromkeys(row["name"] for row in rows) if n.endswith(part)]
-        for number, name in enumerate(names):
-            mine = sorted((r["budget"], r["accuracy"]) for r in rows if r["name"] == name)
-            label = name.replace(f", {part}", "").replace(", heads pooled", "")
-            color, style = (
-                matplotlib.colormaps["tab10"](number % 10),
-                "o-" if number < 10 else "s--",
-            )
-            axis.plot(*np.array(mine).T, style, ms=3, color=color, label=label)
-        axis.axhline(full, color="0.6", ls=":")
-        axis.set(xscale="log", title=part, xlabel="budget, share of the prefix", ylim=(0, 1.02))
-        ticks = sorted({row["budget"] for row in rows if row["name"] != "everything"})
-        axis.set_xticks(ticks, [f"{tick:.1%}" for tick in ticks], minor=False)
-        axis.minorticks_off()
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-    axes[0].set_ylabel("right answers (dotted: everything attended)")
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -189,11 +164,10 @@ def main() -> None:
     model = load_pretrained(folder, dtype="float32")
     rows = study(model, rules(), budgets, pages)
     print(show(rows))
-    if args.plot:
-        save_plot(args.plot, lambda figure: draw(figure, rows), size=(13, 6))
+    found = {"checkpoint": folder.name, "tokens": args.tokens, "documents": count,
+             "machine": machine(), "rows": rows}  # fmt: skip
+    save("decode_study", found, args.plot)
     if args.json:
-        found = {"checkpoint": folder.name, "tokens": args.tokens, "documents": count,
-                 "rows": rows}  # fmt: skip
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,10 +9,9 @@ values); `with_probe` adds the keys read to choose them, `with_waste` what was s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
-from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
+from bench.figures import save
 from bench.lab import Lab
 from bench.turns import take_turns
 from ckv_jax.systems import system_named
@@ -50,24 +49,6 @@ def rows_of(lab: Lab) -> list[Json]:
     return rows
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Share of IMPRESS's tokens by budget."""
-    axis = figure.subplots()
-    for name in dict.fromkeys(row["system"] for row in rows):
-        mine = [row for row in rows if row["system"] == name]
-        budgets = [row["budget"] for row in mine]
-        axis.plot(
-            budgets,
-            [r["share_of_impress"]["critical"] for r in mine],
-            "o-",
-            color=COLORS[name],
-            label=name,
-        )
-    axis.axhspan(min(PAPER.values()), max(PAPER.values()), alpha=0.2, label="paper, Table 2")
-    axis.set(xlabel="budget", ylabel="tokens loaded / IMPRESS's", ylim=(0, 1.05))
-    axis.legend()
-
-
 def main() -> None:
     """The command."""
     args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
@@ -80,8 +61,8 @@ def main() -> None:
     for row in rows:
         cells.append([row["system"], row["budget"], *row["share_of_impress"].values()])
     print(table(cells, ["system", "budget", "critical", "with probe", "with waste"]))
-    finish(args, setting, {"rows": rows, "paper": PAPER})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(6, 4))
+    result = finish(args, setting, {"rows": rows, "paper": PAPER})
+    save("io_reduction", result, args.plot)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ missing still cost whole chunks: the paper's extreme values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from bench.common import (
-    COLORS,
     Json,
     Setting,
     finish,
     parser,
-    save_plot,
     setting_of,
     summary,
     table,
 )
+from bench.figures import save
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
 from ckv_jax.systems import system_named
@@ -54,23 +50,6 @@ def row_of(part: Taken) -> Json:
     }
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Share of requests by amplification, cold and warm."""
-    kinds = list(dict.fromkeys((row["budget"], row["variant"]) for row in rows))
-    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
-    labels = [f"{low}-{high}" for low, high in zip(EDGES, (*EDGES[1:], "∞"), strict=True)]
-    for axis, (budget, variant) in zip(axes, kinds, strict=True):
-        for row in rows:
-            if (row["budget"], row["variant"]) == (budget, variant):
-                axis.plot(
-                    labels, row["histogram"]["share"], "o-", color=COLORS[row["system"]],
-                    label=row["system"],
-                )  # fmt: skip
-        axis.set(title=f"budget {budget:.0%}, {variant}", xlabel="read amplification")
-    axes[0].set_ylabel("share of requests")
-    axes[0].legend()
-
-
 def main() -> None:
     """The command."""
     args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
@@ -92,8 +71,8 @@ def main() -> None:
         )
     header = ["system", "variant", "budget", "mean", "p50", "p95", "max", "with waste"]
     print(table(cells, header))
-    finish(args, setting, {"rows": rows})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(10, 4.5))
+    result = finish(args, setting, {"rows": rows})
+    save("read_amplification", result, args.plot)
 
 
 if __name__ == "__main__":

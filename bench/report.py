@@ -1,18 +1,18 @@
-"""Runs the benchmarks and writes one HTML page with tables, plots, machine, versions and commands.
+"""Runs the benchmarks and writes one HTML page with figures, what they show, machines and commands.
 
     python -m bench.report --quick --out bench/results/cpu-quick
     python -m bench.report --out bench/results/cpu --only ttft ablation
+    python -m bench.report --out bench/results --redraw
 
 Each script runs in a process of its own, one after the other; its JSON and PNG land beside the
-page. A script that fails is shown with its error and does not stop the rest. Pages can be written
-again from earlier results with --no-run.
+page. A script that fails is shown with its error and does not stop the rest. `--redraw` measures
+nothing: it draws every figure again from the JSON in the folder, and writes the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import datetime
 import html
 import json
 import subprocess
@@ -22,43 +22,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, machine, result_folder
+from bench.common import Json, result_folder
+from bench.figures import FIGURES, Figure, draw_again, result_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """One benchmark and what it reproduces."""
+    """One benchmark that the page runs."""
 
     module: str
-    title: str
     more: tuple[str, ...] = ()
     """Arguments of its own."""
 
 
 SCRIPTS = (
-    Script(module="ttft", title="Time to first token (ContiguousKV Figures 10 and 11)"),
-    Script(module="read_amplification", title="Read amplification (Figure 4)"),
-    Script(module="breakdown", title="Where the time goes (Figures 5 and 13)"),
-    Script(module="similarity", title="Similarity of selections (Figure 7)"),
-    Script(module="ablation", title="Ablation (Figure 12)"),
-    Script(module="io_reduction", title="Tokens loaded from SSD (Table 2)"),
-    Script(module="sensitivity", title="Sensitivity (Figures 14 to 16)"),
-    Script(module="accuracy", title="Accuracy (Figure 9)"),
-    Script(
-        module="cache_policies",
-        title="Cache policies over selections of the structured model",
-        more=("--structured",),
-    ),
-    Script(module="batch", title="Many requests at once"),
-    Script(module="simulate", title="Simulated at paper scale (predictions, not measurements)"),
+    Script(module="ttft"),
+    Script(module="read_amplification"),
+    Script(module="breakdown"),
+    Script(module="similarity"),
+    Script(module="ablation"),
+    Script(module="io_reduction"),
+    Script(module="sensitivity"),
+    Script(module="accuracy"),
+    Script(module="cache_policies", more=("--structured",)),
+    Script(module="batch"),
+    Script(module="simulate"),
 )
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
-pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; font-size: 12px }
-img { max-width: 100% } table { border-collapse: collapse }
-td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: right }
-.failed { color: #b00 }
+body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2.5rem auto;
+       padding: 0 1.2rem }
+h1 { margin-bottom: .2rem } h2 { margin: 3.5rem 0 .4rem; border-top: 1px solid #ddd;
+       padding-top: 1.4rem }
+nav ol { columns: 2; column-gap: 2.5rem } nav li { margin: .15rem 0 } a { color: #0072b2 }
+figure { margin: 1rem 0 } figcaption { color: #555; font-size: 14px; margin-top: .4rem }
+img { max-width: 100%; border: 1px solid #eee } .shows { font-weight: 600 }
+.machine { color: #555; font-size: 13px } code { font-size: 13px; overflow-wrap: anywhere }
+details { margin: .6rem 0 } summary { cursor: pointer; color: #555; font-size: 14px }
+pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 12px; line-height: 1.35 }
+table { border-collapse: collapse; font-size: 14px } .failed { color: #a00 }
+td, th { border: 1px solid #ddd; padding: .2rem .6rem; text-align: right }
+@media (max-width: 45rem) { nav ol { columns: 1 } }
 """
 
 
@@ -83,37 +87,76 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
     print(f"  {record['seconds']} s, exit status {done.returncode}", flush=True)
 
 
-def page(folder: Path, scripts: Sequence[Script]) -> str:
-    """The HTML page of whatever is in `folder`."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+def page(folder: Path) -> str:
+    """The HTML page of whatever is in `folder`: a section for each figure or failed run."""
+    sections = {
+        name: text
+        for name, figure in FIGURES.items()
+        if (text := _section(name, figure, folder)) is not None
+    }
+    contents = "".join(
+        f"<li><a href='#{name}'>{html.escape(FIGURES[name].title)}</a></li>" for name in sections
+    )
     parts = [
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>ckv benchmarks</title>",
-        f"<style>{STYLE}</style><h1>ckv benchmarks</h1><p>{now}</p>",
-        _machine_table(machine()),
+        "<!doctype html><html lang='en'><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width'><title>ckv benchmarks</title>",
+        f"<style>{STYLE}</style><h1>ckv benchmarks</h1>",
+        "<p>Machines differ between sections: compare within one, not between two.</p>",
+        f"<nav><ol>{contents}</ol></nav>",
+        *sections.values(),
     ]
-    for script in scripts:
-        path = folder / f"{script.module}.run.json"
-        if path.is_file():
-            parts.append(_section(script, folder, json.loads(path.read_text(encoding="utf-8"))))
     return "\n".join(parts) + "\n"
 
 
-def _section(script: Script, folder: Path, record: Json) -> str:
-    parts = [
-        f"<h2 id='{script.module}'>{html.escape(script.title)}</h2>",
-        f"<p><code>{html.escape(record['command'])}</code>, {record['seconds']} s</p>",
-    ]
-    result = folder / f"{script.module}.json"
-    if script.module == "ttft" and result.is_file():
-        parts.append(_speedups(json.loads(result.read_text(encoding="utf-8"))["speedup"]))
-    image = folder / f"{script.module}.png"
-    if image.is_file():
+def _section(name: str, figure: Figure, folder: Path) -> str | None:
+    result, ran = result_of(name, folder), _record(folder / f"{name}.run.json")
+    failed = ran is not None and bool(ran["status"])
+    image = folder / f"{name}.png"
+    if not failed and (result is None or not image.is_file()):
+        return None
+    parts = [f"<section id='{name}'><h2>{html.escape(figure.title)}</h2>"]
+    if failed and ran is not None:
+        parts.append(f"<pre class='failed'>{html.escape(ran['error'])}</pre>")
+    elif result is not None:
         data = base64.b64encode(image.read_bytes()).decode()
-        parts.append(f"<img alt='{script.module}' src='data:image/png;base64,{data}'>")
-    parts.append(f"<pre>{html.escape(record['output'])}</pre>")
-    if record["status"]:
-        parts.append(f"<pre class='failed'>{html.escape(record['error'])}</pre>")
-    return "\n".join(parts)
+        parts += [
+            f"<p class='shows'>{html.escape(figure.conclude(result))}</p>",
+            f"<figure><img alt='{html.escape(figure.title)}' src='data:image/png;base64,{data}'>",
+            f"<figcaption>{_code(figure.caption)}</figcaption></figure>",
+            f"<p class='machine'>{html.escape(_machine(result.get('machine')))}</p>",
+        ]
+        if name == "ttft":
+            parts.append(_speedups(result["speedup"]))
+    if ran is not None:
+        said = f"<code>{html.escape(ran['command'])}</code>, {ran['seconds']} s"
+        parts.append(f"<details><summary>{said}</summary>")
+        parts.append(f"<pre>{html.escape(ran['output'])}</pre></details>")
+    elif result is not None and "command" in result:
+        parts.append(f"<p class='machine'><code>{html.escape(result['command'])}</code></p>")
+    return "\n".join([*parts, "</section>"])
+
+
+def _record(path: Path) -> Json | None:
+    found: Json | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return found
+
+
+def _code(text: str) -> str:
+    """Text with what stands between backquotes as code."""
+    pieces = html.escape(text).split("`")
+    return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))
+
+
+def _machine(found: Json | None) -> str:
+    """The machine of one result in one line."""
+    if found is None:
+        return "This result did not record its machine."
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    return (
+        f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, {found['device']}; "
+        f"Python {found['python']}, {packages}; load {found['load_average']:.1f}, commit "
+        f"{found['commit']}"
+    )
 
 
 def _speedups(found: Json) -> str:
@@ -124,18 +167,11 @@ def _speedups(found: Json) -> str:
         for budget, row in by_budget.items():
             cells = "".join(f"<td>{row[r]:.2f}×</td>" if r in row else "<td></td>" for r in rivals)
             rows.append(f"<tr><td>{ours}</td><td>{float(budget):.0%}</td>{cells}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f"<details><summary>mean TTFT of each rival over ours</summary>{table}</details>"
 
 
-def _machine_table(found: Json) -> str:
-    rows = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in found.items()
-    )
-    return f"<table>{rows}</table>"
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,14 +182,17 @@ def main() -> None:
         "--out", type=result_folder, required=True, help="folder for page, JSON and plots"
     )
     p.add_argument("--only", nargs="+", choices=names, help="run only these")
-    p.add_argument("--no-run", action="store_true", help="write the page from what is there")
-    args = p.parse_args()
+    p.add_argument("--redraw", action="store_true", help="run nothing: draw the JSON that is there")
+    args = p.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
-    for script in SCRIPTS:
-        if not args.no_run and (not args.only or script.module in args.only):
-            run(script, args.out, quick=args.quick)
+    if args.redraw:
+        draw_again(args.out)
+    else:
+        for script in SCRIPTS:
+            if not args.only or script.module in args.only:
+                run(script, args.out, quick=args.quick)
     path = args.out / "report.html"
-    path.write_text(page(args.out, SCRIPTS), encoding="utf-8")
+    path.write_text(page(args.out), encoding="utf-8")
     print(f"wrote {path}")
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
-from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
+from bench.figures import save
 from bench.lab import Lab
 from bench.turns import take_turns
 from ckv_jax.config import SystemConfig
@@ -90,24 +90,6 @@ def _forget_programs() -> None:
     gc.collect()
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """One panel a parameter."""
-    names = list(dict.fromkeys(row["parameter"] for row in rows))
-    budget = rows[0]["budget"]
-    axes = figure.subplots(1, len(names), squeeze=False)[0]
-    for axis, name in zip(axes, names, strict=True):
-        mine = [row for row in rows if row["parameter"] == name and row["budget"] == budget]
-        for system in dict.fromkeys(row["system"] for row in mine):
-            points = [r for r in mine if r["system"] == system]
-            xs, ys = [r["value"] for r in points], [r["ttft_ms"]["mean"] for r in points]
-            axis.plot(xs, ys, "o-", color=COLORS[system], label=system)
-        values = sorted({row["value"] for row in mine})
-        axis.set(xlabel=name, ylabel="TTFT, ms", xscale="log", ylim=(0, None))
-        axis.set_xticks(values, labels=[str(value) for value in values])
-        axis.minorticks_off()
-        axis.legend()
-
-
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
@@ -130,8 +112,8 @@ def main() -> None:
     ]  # fmt: skip
     header = ["parameter", "value", "system", "budget", "mean ms", "p95 ms", "SSD MB", "mass"]
     print(table(cells, header))
-    finish(args, setting, {"rows": rows})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(14, 4))
+    result = finish(args, setting, {"rows": rows})
+    save("sensitivity", result, args.plot)
 
 
 if __name__ == "__main__":

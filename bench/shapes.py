@@ -32,7 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, finish, result_file, save_plot, table
+from bench.common import Json, finish, result_file, table
+from bench.figures import save
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.pipeline import mappings
@@ -179,13 +180,6 @@ def restart(folder: Path) -> Json:
     return {"starts": found, "ratio": ratio, "bar": SLOWER, "met": ratio <= SLOWER}
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Programs and mappings over requests."""
-    for axis, name in zip(figure.subplots(1, 2), ("programs", "mappings"), strict=True):
-        axis.plot([row["requests"] for row in rows], [row[name] for row in rows], color="#d1603d")
-        axis.set(xlabel="requests", ylabel=name, ylim=(0, None))
-
-
 def _log_uniform(rng: np.random.Generator, least: int, most: int) -> int:
     return int(np.exp(rng.uniform(np.log(least), np.log(most + 1))))
 
@@ -225,8 +219,8 @@ def main() -> None:
         f"{again['ratio']:.2f} times the warm {ready['warm_ms']:.1f} ms "
         f"(bar {SLOWER}: {'met' if again['met'] else 'missed'})"
     )
-    finish(args, traffic, {"rows": rows, "levelled": level, "restart": again})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(9, 3.6))
+    result = finish(args, traffic, {"rows": rows, "levelled": level, "restart": again})
+    save("shapes", result, args.plot)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import Json, Setting, finish, parser, setting_of, table
+from bench.figures import save
 from bench.lab import Lab
 from bench.scatter import loaded, scatter
 from ckv_jax.systems import SYSTEMS
@@ -110,22 +111,6 @@ def beside(rows: Sequence[Json]) -> list[list[Any]]:
     return sorted(lines, key=lambda line: list(found).index(line[0]))
 
 
-def draw(figure: Any, rows: list[Json]) -> None:
-    """The layers' matrix of the smallest budget, and coverage by period length."""
-    left, right = figure.subplots(1, 2)
-    image = left.imshow(rows[0]["layers"], vmin=0, vmax=1, origin="lower")
-    title = f"chunks in common, budget {rows[0]['budget']:.0%}"
-    left.set(title=title, xlabel="layer", ylabel="layer")
-    figure.colorbar(image, ax=left)
-    for row in rows:
-        values = [row["coverage"][str(period)] for period in PERIODS]
-        right.plot(PERIODS, values, "o-", label=f"{row['budget']:.0%}")
-    right.axhspan(0.52, 0.64, alpha=0.2, label="paper, periods of 8")
-    right.set(title="coverage between periods", xlabel="layers a period", ylim=(0, 1))
-    right.set_xticks(PERIODS)
-    right.legend(title="budget", loc="lower left")
-
-
 def main() -> None:
     """The command."""
     args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
@@ -151,8 +136,8 @@ def main() -> None:
         print(table([[r["budget"], *r[part].values()] for r in rows], ["budget", *rows[0][part]]))
     lines = beside(rows)
     print(table(lines, ["statistic", "budget", "ours", "published", "to", "source"]))
-    finish(args, setting, {"rows": rows, "published": PUBLISHED, "beside": lines})
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(10, 4.5))
+    result = finish(args, setting, {"rows": rows, "published": PUBLISHED, "beside": lines})
+    save("similarity", result, args.plot)
 
 
 if __name__ == "__main__":

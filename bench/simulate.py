@@ -17,11 +17,11 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench import costs
 from bench.calibrate import Calls, Reads, calls_of, script_of, timed, with_engine
-from bench.common import COLORS, OURS, Json, Setting, finish, parser, save_plot, setting_of, table
+from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
+from bench.figures import save
 from bench.floor import record
 from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
@@ -141,41 +141,6 @@ def predict(rows: Sequence[Json], preset: str, suffix: int) -> list[Json]:
     return found
 
 
-def draw(figure: Any, rows: Sequence[Json], predictions: Sequence[Json]) -> None:
-    """Simulated over measured, and predictions for 7B at the smallest budget."""
-    left, right = figure.subplots(1, 2)
-    for row in rows:
-        label = f"{row['system']}, {row['budget']:.0%}"
-        marker = "o" if row["budget"] == rows[0]["budget"] else "s"
-        point = (row["measured_ms"], row["simulated_ms"])
-        left.loglog(*point, marker, color=COLORS[row["system"]], label=label)
-    low, high = (f(row["measured_ms"] for row in rows) for f in (min, max))
-    ends = [low / 1.3, high * 1.3]
-    left.plot(ends, ends, "k-", lw=0.5)
-    left.fill_between(
-        ends, [x * (1 - GOAL) for x in ends], [x * (1 + GOAL) for x in ends], color="k", alpha=0.1
-    )
-    left.set(xlabel="measured, ms", ylabel="simulated, ms", title=f"this machine, ±{GOAL:.0%}")
-    for axis in (left.xaxis, left.yaxis):
-        axis.set_major_formatter("{x:.0f}")
-        axis.set_minor_formatter("{x:.0f}")
-    left.tick_params(which="both", labelsize=7)
-    left.legend(fontsize=7)
-    budget = min(row["budget"] for row in rows)
-    for name in dict.fromkeys(row["system"] for row in predictions):
-        mine = [
-            row
-            for row in predictions
-            if row["system"] == name and row["model"] == "7B" and row["budget"] in (budget, 1.0)
-        ]
-        xs, ys = [row["prefix_tokens"] for row in mine], [row["ttft_ms"] for row in mine]
-        right.loglog(xs, ys, "o-", color=COLORS[name], label=name)
-    right.set(xlabel="prefix tokens", ylabel="TTFT, ms (predicted)", title=f"7B, {budget:.0%}")
-    right.set_xticks(PREFIXES, labels=[f"{n // 1024}k" for n in PREFIXES])
-    right.minorticks_off()
-    right.legend()
-
-
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
@@ -199,8 +164,8 @@ def main() -> None:
     names = ["model", "prefix_tokens", "system", "budget", "ttft_ms"]
     print(table([[row[name] for name in names] for row in predictions], names))
     body = {"validation": rows, "largest_error": worst, "goal": GOAL, "predictions": predictions}
-    finish(args, setting, body)
-    save_plot(args.plot, lambda figure: draw(figure, rows, predictions), size=(10, 4.5))
+    result = finish(args, setting, body)
+    save("simulate", result, args.plot)
 
 
 if __name__ == "__main__":

@@ -21,21 +21,19 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from bench.common import (
-    COLORS,
     OURS,
     RIVALS,
     Json,
     Setting,
     finish,
     parser,
-    save_plot,
     setting_of,
     table,
 )
 from bench.disk import Disk
+from bench.figures import save
 from bench.floor import compute_floor_ms
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
@@ -146,29 +144,6 @@ def speedups(rows: Sequence[Json], variant: str = "default") -> Json:
     }
 
 
-def draw(figure: Any, rows: Sequence[Json]) -> None:
-    """Mean and P95 by system, one panel a budget."""
-    rows = [row for row in rows if row["variant"] == "default"]
-    budgets = sorted({row["budget"] for row in rows})
-    axes = figure.subplots(1, len(budgets), squeeze=False, sharey=True)[0]
-    for axis, budget in zip(axes, budgets, strict=True):
-        mine = [row for row in rows if row["budget"] == budget]
-        names = [row["system"] for row in mine]
-        means = [row["ttft_ms"]["mean"] for row in mine]
-        bars = axis.bar(names, means, color=[COLORS[name] for name in names])
-        axis.bar_label(
-            bars, [f"{mean:.0f}" for mean in means], padding=-13, fontsize=8, color="white"
-        )
-        axis.plot(names, [row["ttft_ms"]["p95"] for row in mine], "k_", ms=14)
-        axis.set(
-            title=f"budget {budget:.0%}",
-            yscale="log",
-            ylim=(10, 2 * max(row["ttft_ms"]["p95"] for row in rows)),
-        )
-        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
-    axes[0].set_ylabel("TTFT, ms: mean, and P95 as a line")
-
-
 def show(rows: Sequence[Json]) -> str:
     """The rows as a table."""
     header = ("system", "variant", "budget", "mean", "p50", "p95", "compute", "I/O", "ratio",
@@ -212,8 +187,8 @@ def main() -> None:
         "fio_gb_per_s": bandwidth,
         "prefill_s": prefill,
     }
-    finish(args, setting, body)
-    save_plot(args.plot, lambda figure: draw(figure, rows), size=(9, 5))
+    result = finish(args, setting, body)
+    save("ttft", result, args.plot)
 
 
 if __name__ == "__main__":

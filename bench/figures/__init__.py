@@ -1,0 +1,168 @@
+"""Every figure as a function of a result's JSON, so that it can be drawn again without measuring.
+
+`FIGURES` names them. A benchmark draws its own with `save`; `python -m bench.report --redraw` draws
+all of those whose JSON lies in a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.figures import (
+    accuracy,
+    batch,
+    breakdown,
+    caches,
+    decode,
+    pieces,
+    programs,
+    read,
+    similarity,
+    simulate,
+    times,
+)  # fmt: skip
+from bench.figures.style import RC
+
+__all__ = ["FIGURES", "Figure", "draw_again", "save"]
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One picture: what it is drawn from, and what is said beside it."""
+
+    title: str
+    draw: Callable[[Any, Json], None]
+    """On an empty matplotlib figure, from a result."""
+    size: tuple[float, float]
+    """Inches."""
+    caption: str
+    """How to read it."""
+    conclude: Callable[[Json], str]
+    """What it shows, with the result's own numbers."""
+    source: str | None = None
+    """The result's name where it is not the figure's."""
+    beside: tuple[str, ...] = ()
+    """Other results that it shows as well, if they are there: keys of the result when drawn."""
+
+
+FIGURES: dict[str, Figure] = {
+    "ttft": Figure(
+        title="Time to first token (ContiguousKV Figures 10 and 11)",
+        draw=times.draw, size=(11, 5.6), caption=times.CAPTION, conclude=times.conclude,
+    ),
+    "accuracy": Figure(
+        title="Accuracy (Figure 9)", draw=accuracy.draw, size=(11.5, 4.6),
+        caption=accuracy.CAPTION, conclude=accuracy.conclude, beside=("ttft",),
+    ),
+    "accuracy_coverage": Figure(
+        title="What an earlier layer knows of a later one's choice", source="accuracy",
+        draw=accuracy.draw_coverage, size=(11, 3.3), caption=accuracy.COVERAGE_CAPTION,
+        conclude=accuracy.conclude_coverage,
+    ),
+    "breakdown": Figure(
+        title="Where the time goes (Figures 5 and 13)", draw=breakdown.draw, size=(9.5, 3.8),
+        caption=breakdown.CAPTION, conclude=breakdown.conclude,
+    ),
+    "read_amplification": Figure(
+        title="Read amplification (Figure 4)", draw=read.draw_amplification, size=(9.5, 4.0),
+        caption=read.AMPLIFICATION_CAPTION, conclude=read.conclude_amplification,
+    ),
+    "io_reduction": Figure(
+        title="Tokens loaded from SSD (Table 2)", draw=read.draw_loaded, size=(9.5, 3.6),
+        caption=read.LOADED_CAPTION, conclude=read.conclude_loaded,
+    ),
+    "sensitivity": Figure(
+        title="Sensitivity (Figures 14 to 16)", draw=pieces.draw_sensitivity, size=(12, 6.2),
+        caption=pieces.SENSITIVITY_CAPTION, conclude=pieces.conclude_sensitivity,
+    ),
+    "ablation": Figure(
+        title="Ablation (Figure 12)", draw=pieces.draw_ablation, size=(9, 3.6),
+        caption=pieces.ABLATION_CAPTION, conclude=pieces.conclude_ablation,
+    ),
+    "similarity": Figure(
+        title="Similarity of selections (Figure 7)", draw=similarity.draw, size=(10.5, 4.4),
+        caption=similarity.CAPTION, conclude=similarity.conclude,
+    ),
+    "cache_policies": Figure(
+        title="Cache policies over selections of the structured model", draw=caches.draw_policies,
+        size=(10, 3.8), caption=caches.POLICIES_CAPTION, conclude=caches.conclude_policies,
+    ),
+    "cache_policies_traces": Figure(
+        title="Cache policies over selections of a trained checkpoint", draw=caches.draw_policies,
+        size=(10, 3.8), caption=caches.POLICIES_CAPTION, conclude=caches.conclude_policies,
+    ),
+    "batch": Figure(
+        title="Many requests at once", draw=batch.draw, size=(10, 4.2),
+        caption=batch.CAPTION, conclude=batch.conclude,
+    ),
+    "simulate": Figure(
+        title="Simulated at paper scale (predictions, not measurements)", draw=simulate.draw,
+        size=(11.5, 4.8), caption=simulate.CAPTION, conclude=simulate.conclude,
+    ),
+    "shapes": Figure(
+        title="Programs and mappings", draw=programs.draw, size=(9, 3.4),
+        caption=programs.CAPTION, conclude=programs.conclude,
+    ),
+    "decode": Figure(
+        title="Decode: tokens per second", draw=decode.draw_speed, size=(9.5, 3.6),
+        caption=decode.SPEED_CAPTION, conclude=decode.conclude_speed,
+    ),
+    "decode_accuracy": Figure(
+        title="Decode: right answers by budget", draw=decode.draw_accuracy, size=(11, 4.2),
+        caption=decode.ACCURACY_CAPTION, conclude=decode.conclude_accuracy,
+    ),
+    "decode_study": Figure(
+        title="Decode: what chooses well", draw=decode.draw_study, size=(13.5, 5.2),
+        caption=decode.STUDY_CAPTION, conclude=decode.conclude_study,
+    ),
+    "decode_cache": Figure(
+        title="Decode: what a window keeps", draw=caches.draw_windows, size=(10.5, 12),
+        caption=caches.WINDOWS_CAPTION, conclude=caches.conclude_windows,
+    ),
+}  # fmt: skip
+"""By the name of the PNG."""
+
+
+def save(name: str, result: Json, path: Path | None) -> None:
+    """Draws the figure `name` from `result` and writes it as PNG; nothing without a path."""
+    if path is None:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure as Canvas
+
+    drawn = FIGURES[name]
+    with matplotlib.rc_context(RC):
+        canvas = Canvas(figsize=drawn.size, layout="constrained")
+        drawn.draw(canvas, result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path)
+    print(f"wrote {path}")
+
+
+def result_of(name: str, folder: Path) -> Json | None:
+    """The JSON that a figure is drawn from, with those beside it; None where there is none."""
+    drawn = FIGURES[name]
+    path = folder / f"{drawn.source or name}.json"
+    if not path.is_file():
+        return None
+    found: Json = json.loads(path.read_text(encoding="utf-8"))
+    for other in drawn.beside:
+        if (folder / f"{other}.json").is_file():
+            found[other] = json.loads((folder / f"{other}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def draw_again(folder: Path) -> None:
+    """Draws every figure whose JSON lies in `folder` beside it."""
+    for name in FIGURES:
+        result = result_of(name, folder)
+        if result is not None:
+            save(name, result, folder / f"{name}.png")

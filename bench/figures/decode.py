@@ -1,0 +1,130 @@
+"""Decode: tokens per second, right answers by budget, and what chooses well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.figures.style import COLORS, FAINT, MARKS, line, percent, systems_of
+
+SPEED_CAPTION = (
+    "Tokens per second of all sequences together, and the share of a token's time that waits for "
+    "reads, each system on SSD with the most sequences that were run."
+)
+ACCURACY_CAPTION = (
+    "Right answers as texts are decoded token by token, against budget (logarithmic), with 95% "
+    "intervals. Systems are set apart a little so that none hides another; 100% is everything."
+)
+STUDY_CAPTION = (
+    "Right answers in per cent by rule and budget, by masks over the dense KV; the darker, the "
+    "fewer. A panel for each way in which heads and layers choose."
+)
+_PANELS = ("each head", "heads pooled", "period 4")
+
+
+def draw_speed(figure: Any, result: dict[str, Any]) -> None:
+    """Tokens per second and the share that waits, by system."""
+    rows = result["rows"]
+    most = max(row["sequences"] for row in rows)
+    shown = [row for row in rows if row["sequences"] == most and row["place"] == "ssd"]
+    names = [row["system"] for row in shown]
+    colors = [COLORS.get(name, FAINT) for name in names]
+    left, right = figure.subplots(1, 2, sharey=True)
+    speeds = left.barh(names, [row["tokens_s"] for row in shown], color=colors)
+    left.bar_label(speeds, fmt="%.1f", padding=3)
+    left.set(xlabel="tokens per second", title=f"{most} sequences")
+    waits = right.barh(names, [100 * (row["exposed_share"] or 0) for row in shown], color=colors)
+    right.bar_label(waits, fmt="%.0f%%", padding=3)
+    right.set(xlabel="share of a token's time that waits for reads, %", xlim=(0, 110))
+    for axis in (left, right):
+        axis.grid(visible=False, axis="y")
+
+
+def conclude_speed(result: dict[str, Any]) -> str:
+    """The fastest with most sequences."""
+    most = max(row["sequences"] for row in result["rows"])
+    best = max((row for row in result["rows"] if row["sequences"] == most),
+               key=lambda row: float(row["tokens_s"]))  # fmt: skip
+    return (
+        f"With {most} sequences {best['system']} is fastest, {best['tokens_s']:.1f} tokens per "
+        f"second from {best['place']}."
+    )
+
+
+def draw_accuracy(figure: Any, result: dict[str, Any]) -> None:
+    """A panel for each kind of text, a line for each system."""
+    rows = result["rows"]
+    texts = list(dict.fromkeys(row["trace"] for row in rows))
+    budgets = sorted({row["budget"] for row in rows})
+    panels = figure.subplots(1, len(texts), sharey=True, squeeze=False)[0]
+    systems = systems_of(rows)
+    for panel, text in zip(panels, texts, strict=True):
+        panel.set(xlim=(-0.3, len(budgets) - 0.6), ylim=(0, 103), title=text, xlabel="budget")
+        panel.set_xticks(range(len(budgets)), [percent(budget) for budget in budgets])
+        for order, system in enumerate(systems):
+            mine = [row for row in rows if (row["trace"], row["system"]) == (text, system)]
+            mine.sort(key=lambda row: float(row["budget"]))
+            shift = 0.045 * (order - (len(systems) - 1) / 2)
+            at = [budgets.index(row["budget"]) + shift for row in mine]
+            right = [100 * row["accuracy"] for row in mine]
+            low = [max(0.0, y - 100 * row["ci95"][0]) for y, row in zip(right, mine, strict=True)]
+            high = [max(0.0, 100 * row["ci95"][1] - y) for y, row in zip(right, mine, strict=True)]
+            line(panel, at, right, system, yerr=(low, high), elinewidth=0.7, label=system,
+                 ms=5 if MARKS[system] != "o" else 6)  # fmt: skip
+    panels[0].set_ylabel("right answers, %")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center",
+                  ncols=len(systems))  # fmt: skip
+
+
+def conclude_accuracy(result: dict[str, Any]) -> str:
+    """Right answers at the smallest budget, the last kind of text."""
+    rows = result["rows"]
+    text, budget = rows[-1]["trace"], min(row["budget"] for row in rows)
+    parts = [
+        f"{row['system']} {100 * row['accuracy']:.0f}"
+        for row in rows
+        if row["trace"] == text and row["budget"] == budget
+    ]
+    return f"Right at {percent(budget)} over {text}, per cent: {', '.join(parts)}."
+
+
+def draw_study(figure: Any, result: dict[str, Any]) -> None:
+    """A table of colours and numbers for each way in which heads and layers choose."""
+    rows = [row for row in result["rows"] if row["task"] == "all"]
+    [full] = [row["accuracy"] for row in rows if row["name"] == "everything"]
+    rows = [row for row in rows if row["name"] != "everything"]
+    budgets = sorted({row["budget"] for row in rows})
+    axes = figure.subplots(1, len(_PANELS))
+    image = None
+    for axis, part in zip(axes, _PANELS, strict=True):
+        others = [one for one in _PANELS if one != part and part in one]
+        names = [
+            name
+            for name in dict.fromkeys(row["name"] for row in rows)
+            if part in name and not name.endswith(tuple(others) or ("\0",))
+            and (part == "period 4" or "period 4" not in name)
+        ]  # fmt: skip
+        found = {(row["name"], row["budget"]): 100 * row["accuracy"] for row in rows}
+        names.sort(key=lambda name: -sum(found[name, budget] for budget in budgets))
+        grid = [[found[name, budget] for budget in budgets] for name in names]
+        image = axis.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+        for y, values in enumerate(grid):
+            for x, value in enumerate(values):
+                axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7.5,
+                          color="black" if value > 55 else "white")  # fmt: skip
+        labels = [name.replace(f", {part}", "").replace(", heads pooled", "") for name in names]
+        axis.set_yticks(range(len(names)), labels, fontsize=7.5)
+        axis.set_xticks(range(len(budgets)), [percent(budget) for budget in budgets])
+        axis.set(title=part, xlabel="budget")
+        axis.grid(visible=False)
+    figure.colorbar(image, ax=axes, label=f"right answers, % (everything: {100 * full:.1f})")
+
+
+def conclude_study(result: dict[str, Any]) -> str:
+    """The best rule of each panel at the smallest budget."""
+    rows = [row for row in result["rows"] if row["task"] == "all" and row["name"] != "everything"]
+    budget = min(row["budget"] for row in rows)
+    best = sorted(
+        (row for row in rows if row["budget"] == budget), key=lambda row: -float(row["accuracy"])
+    )[:3]
+    named = ", ".join(f"{row['name']} ({100 * row['accuracy']:.1f}%)" for row in best)
+    return f"Best at {percent(budget)}: {named}."

@@ -1,0 +1,158 @@
+"""What each part of a system is worth, and what its sizes are worth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.figures.style import COLORS, INK, half_width, line, machine_line, percent, systems_of
+
+ABLATION_CAPTION = (
+    "Mean TTFT with a part taken away, less the mean of the whole system: to the right of zero, "
+    "the part was worth having. Lines are 95% intervals of the difference, from P50, P95 and the "
+    "number of requests, as if times were normal. P: prefetching; AC: the attention-guided cache."
+)
+SENSITIVITY_CAPTION = (
+    "Mean TTFT as one size changes and everything else stays; both axes are logarithmic. Whiskers "
+    "are 95% intervals of the mean, from P50, P95 and the number of requests, as if times were "
+    "normal."
+)
+_NAMES = {
+    "chunk_tokens": "tokens per chunk", "period": "layers per period",
+    "subperiod": "layers per subperiod", "prefix_tokens": "tokens of the prefix",
+}  # fmt: skip
+
+
+def differences(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each variant of ours against the whole: ms more, half of its 95% interval."""
+    rows = result["rows"]
+    found = []
+    for row in rows:
+        if row["variant"] == "full":
+            continue
+        key = (row["system"], row["budget"], "full")
+        [whole] = [r for r in rows if (r["system"], r["budget"], r["variant"]) == key]
+        halves = [half_width(one["ttft_ms"]) for one in (row, whole)]
+        found.append(
+            {
+                "system": row["system"],
+                "budget": row["budget"],
+                "variant": row["variant"],
+                "ms": row["ttft_ms"]["mean"] - whole["ttft_ms"]["mean"],
+                "half": (halves[0] ** 2 + halves[1] ** 2) ** 0.5,
+                "whole_ms": whole["ttft_ms"]["mean"],
+            }
+        )
+    return found
+
+
+def draw_ablation(figure: Any, result: dict[str, Any]) -> None:
+    """A panel for each system and budget, a row for each part taken away."""
+    found = differences(result)
+    kinds = list(dict.fromkeys((one["system"], one["budget"]) for one in found))
+    axes = figure.subplots(1, len(kinds), sharex=True, squeeze=False)[0]
+    for axis, kind in zip(axes, kinds, strict=True):
+        mine = [one for one in found if (one["system"], one["budget"]) == kind]
+        for at, one in enumerate(mine):
+            line(axis, [one["ms"]], [at], one["system"], xerr=[one["half"]], ms=7)
+            axis.annotate(f"{one['ms']:+.1f} ± {one['half']:.1f}", (one["ms"], at), xytext=(0, 8),
+                          textcoords="offset points", ha="center", fontsize=8,
+                          bbox={"fc": "white", "ec": "none", "pad": 0.5})  # fmt: skip
+        axis.axvline(0, color=INK, lw=1)
+        axis.set_yticks(range(len(mine)), [_words(one["variant"]) for one in mine])
+        axis.set_ylim(len(mine) - 0.4, -0.7)
+        axis.grid(visible=False, axis="y")
+        [base] = [r for r in result["rows"] if (r["system"], r["budget"]) == ("impress", kind[1])]
+        axis.set_title(
+            f"{kind[0]} at {percent(kind[1])}: {mine[0]['whole_ms']:.0f} ms as it is\n"
+            f"(impress {base['ttft_ms']['mean']:.0f} ms)",
+            color=COLORS[kind[0]],
+        )
+        axis.set_xlabel("ms more than the whole system")
+    figure.suptitle(f"Caches of 15 and 36%. {machine_line(result['machine'])}", fontsize=10)
+
+
+def _words(variant: str) -> str:
+    return {"intra": "prefetch only\nwithin periods"}.get(variant, variant)
+
+
+def conclude_ablation(result: dict[str, Any]) -> str:
+    """Which parts can be told from nothing."""
+    told = [
+        f"{one['system']} {one['variant']} {one['ms']:+.1f} ± {one['half']:.1f} ms"
+        for one in differences(result)
+        if abs(one["ms"]) > one["half"]
+    ]
+    total = len(differences(result))
+    if not told:
+        return f"None of the {total} differences can be told from nothing."
+    return f"{len(told)} of {total} differences can be told from nothing: {', '.join(told)}."
+
+
+def draw_sensitivity(figure: Any, result: dict[str, Any]) -> None:
+    """A column for each size, a row for each budget."""
+    rows = result["rows"]
+    names = list(dict.fromkeys(row["parameter"] for row in rows))
+    budgets = sorted({row["budget"] for row in rows})
+    axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex="col")
+    for budget, panels in zip(budgets, axes, strict=True):
+        for axis, name in zip(panels, names, strict=True):
+            mine = [row for row in rows if (row["parameter"], row["budget"]) == (name, budget)]
+            for system in systems_of(mine):
+                points = [row for row in mine if row["system"] == system]
+                line(
+                    axis, [row["value"] for row in points],
+                    [row["ttft_ms"]["mean"] for row in points], system, label=system,
+                    yerr=[half_width(row["ttft_ms"]) for row in points],
+                )  # fmt: skip
+            values = sorted({row["value"] for row in mine})
+            axis.set(xscale="log", yscale="log", title=f"budget {percent(budget)}")
+            axis.set_xticks(values, [f"{v // 1000}k" if v >= 1000 else str(v) for v in values])
+            axis.xaxis.set_minor_locator(_none())
+            _round_ticks(axis, [row["ttft_ms"]["mean"] for row in mine])
+        panels[0].set_ylabel("mean TTFT, ms")
+    for axis, name in zip(axes[-1], names, strict=True):
+        axis.set_xlabel(_NAMES.get(name, name))
+    handles = axes[0][-1].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(handles[1]))
+    setting = result["setting"]
+    figure.suptitle(
+        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefix where it does not change, "
+        f"cold. {machine_line(result['machine'])}",
+        fontsize=10,
+    )
+
+
+def _none() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _round_ticks(axis: Any, values: list[float]) -> None:
+    """A handful of round numbers on a logarithmic y axis, which covers `values`."""
+    low, high = min(values) * 0.85, max(values) * 1.2
+    steps = [n * 10**e for e in range(5) for n in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
+    inside = [step for step in steps if low <= step <= high]
+    every = -(-len(inside) // 5)
+    axis.set_ylim(low, high)
+    axis.set_yticks(inside[::every], [f"{step:,.0f}" for step in inside[::every]])
+    axis.yaxis.set_minor_locator(_none())
+
+
+def conclude_sensitivity(result: dict[str, Any]) -> str:
+    """How each system grows from the shortest prefix to the longest."""
+    rows = [row for row in result["rows"] if row["parameter"] == "prefix_tokens"]
+    if not rows:
+        return "No prefix lengths were measured."
+    budget = min(row["budget"] for row in rows)
+    parts = []
+    for name in systems_of(rows):
+        mine = [row for row in rows if (row["system"], row["budget"]) == (name, budget)]
+        mine.sort(key=lambda row: int(row["value"]))
+        first, last = (row["ttft_ms"]["mean"] for row in (mine[0], mine[-1]))
+        parts.append(f"{name} {first:,.0f} to {last:,.0f}")
+    lengths = sorted({row["value"] for row in rows})
+    return (
+        f"Prefixes of {lengths[0]:,} to {lengths[-1]:,} tokens at {percent(budget)}, mean ms: "
+        f"{'; '.join(parts)}."
+    )

@@ -1,0 +1,102 @@
+"""What is read for what is needed: amplification by system, and tokens loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.figures.style import NEEDED, PROBED, SPARE, WASTED, machine_line, percent, stack
+
+AMPLIFICATION_CAPTION = (
+    "Bytes of keys and values read for each byte that takes part in attention, means over requests "
+    "that read anything: needed (always 1), demanded with it because a block is larger than a "
+    "token, and read ahead in vain. The black line reaches to the 95th percentile of the whole."
+)
+LOADED_CAPTION = (
+    "Tokens' worth of keys and values loaded per request: those that take part in attention, those "
+    "that came along in their blocks, the keys read to choose, and what was read ahead in vain."
+)
+
+
+def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
+    """A bar for each system, cold and warm."""
+    rows = sorted(result["rows"], key=lambda row: (row["variant"], -row["with_waste"]["mean"]))
+    axis = figure.subplots()
+    widths = [
+        [
+            1.0,
+            row["read_amplification"]["mean"] - 1,
+            row["with_waste"]["mean"] - row["read_amplification"]["mean"],
+        ]
+        for row in rows
+    ]
+    parts = (("needed", NEEDED), ("came along in its block", SPARE), ("in vain", WASTED))
+    labels = [f"{row['system']}, {row['variant']}, {percent(row['budget'])}" for row in rows]
+    stack(axis, widths, parts, labels)
+    for at, row in enumerate(rows):
+        mean, high = row["with_waste"]["mean"], row["with_waste"]["p95"]
+        axis.plot([mean, max(mean, high)], [at + 0.27, at + 0.27], color="black", lw=1)
+        axis.annotate(f"{mean:.2f} ×, P95 {high:.2f}", (max(mean, high), at), xytext=(5, 0),
+                      textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    axis.set_xlim(0, 1.25 * max(row["with_waste"]["p95"] for row in rows))
+    axis.set_xlabel("bytes read per byte needed")
+    setting = result["setting"]
+    axis.set_title(
+        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefixes. "
+        f"{machine_line(result['machine'])}"
+    )
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+def conclude_amplification(result: dict[str, Any]) -> str:
+    """The whole, mean, of every row."""
+    parts = [
+        f"{row['system']} {row['variant']} {row['with_waste']['mean']:.2f}"
+        for row in result["rows"]
+    ]
+    return f"Bytes read per byte needed, with what was read in vain: {', '.join(parts)}."
+
+
+def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
+    """A bar for each system and budget, and its share of IMPRESS's."""
+    rows = sorted(result["rows"], key=lambda row: float(row["budget"]))
+    axis = figure.subplots()
+    widths = []
+    for row in rows:
+        tokens = row["tokens"]
+        least = min(
+            one["tokens"]["critical"] for one in rows if one["budget"] == row["budget"]
+        )  # whole chunks that all take part: nothing came along
+        probe = tokens["with_probe"] - tokens["critical"]
+        vain = tokens["with_waste"] - tokens["with_probe"]
+        widths.append([least, tokens["critical"] - least, probe, vain])
+    parts = (
+        ("needed", NEEDED), ("came along in its block", SPARE), ("keys to choose by", PROBED),
+        ("in vain", WASTED),
+    )  # fmt: skip
+    stack(axis, widths, parts, [f"{row['system']}, {percent(row['budget'])}" for row in rows])
+    for at, (row, found) in enumerate(zip(rows, widths, strict=True)):
+        told = f"{row['share_of_impress']['with_waste']:.0%} of IMPRESS's"
+        axis.annotate(told, (sum(found), at), xytext=(5, 0), textcoords="offset points",
+                      va="center", fontsize=8)  # fmt: skip
+    axis.set_xlim(0, 1.24 * max(map(sum, widths)))
+    axis.set_xlabel("tokens loaded per request (keys and values of all layers)")
+    setting = result["setting"]
+    axis.set_title(
+        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefix, cold. "
+        f"{machine_line(result['machine'])}"
+    )
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
+
+
+def conclude_loaded(result: dict[str, Any]) -> str:
+    """Critical tokens as a share of IMPRESS's, beside the paper's."""
+    parts = [
+        f"{row['system']} at {percent(row['budget'])}: {row['share_of_impress']['critical']:.1%}"
+        for row in result["rows"]
+        if row["system"] != "impress"
+    ]
+    paper = sorted(result["paper"].values())
+    return (
+        f"Demanded tokens as a share of IMPRESS's: {'; '.join(parts)}. The paper's Table 2: "
+        f"{paper[0]:.1%} to {paper[-1]:.1%}, its budget not given."
+    )

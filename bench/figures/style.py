@@ -1,0 +1,121 @@
+"""One look for every figure: colours, marks, labels beside what they name, intervals.
+
+Colours are of Okabe and Ito's set, which people with any kind of colour blindness can tell apart;
+every system has a mark of its own as well, so that a figure also reads in grey. A unit stands on
+each axis, a budget in each title that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLORS = {
+    "ckv": "#D55E00", "contiguous-kv": "#0072B2", "impress": "#009E73", "as-h2o-lfu": "#CC79A7",
+    "as-h2o-lru": "#56B4E9", "as-lru": "#222222", "recompute": "#8A8A8A",
+    "kvdrive": "#0072B2", "quest": "#009E73", "shadowkv": "#CC79A7", "pqcache": "#E69F00",
+}  # fmt: skip
+MARKS = {
+    "ckv": "o", "contiguous-kv": "s", "impress": "^", "as-h2o-lfu": "D", "as-h2o-lru": "v",
+    "as-lru": "P", "recompute": "X", "kvdrive": "s", "quest": "^", "shadowkv": "D", "pqcache": "P",
+}  # fmt: skip
+"""A colour and a mark for each system, in every figure; rivals in decode take those of prefill."""
+
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555")
+"""For what is not a system, in this order."""
+NEEDED, WASTED, PROBED, SPARE = "#0072B2", "#E69F00", "#56B4E9", "#BBBBBB"
+"""Bytes that took part in attention, were read in vain, were read to choose, came along."""
+INK, FAINT = "#222222", "#8A8A8A"
+
+RC = {
+    "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 8,
+    "xtick.labelsize": 8, "ytick.labelsize": 8, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
+    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#E6E6E6", "grid.linewidth": 0.8, "axes.axisbelow": True, "lines.linewidth": 1.6,
+    "lines.markersize": 5, "legend.frameon": False, "errorbar.capsize": 2.5, "savefig.dpi": 130,
+    "figure.facecolor": "white",
+}  # fmt: skip
+"""What matplotlib is told while a figure is drawn and written."""
+
+
+def percent(share: float) -> str:
+    """`5%`, `1.6%`: a share as it is read."""
+    return f"{100 * share:.3g}%"
+
+
+def half_width(found: Mapping[str, float]) -> float:
+    """Half of the 95% interval of a mean of times, of which P50, P95 and their number are known.
+
+    As if they were normal: their standard deviation is then (P95 - P50) / 1.645. A few slow ones
+    make it too wide rather than too narrow.
+    """
+    return 1.96 * max(0.0, found["p95"] - found["p50"]) / 1.645 / float(found["n"]) ** 0.5
+
+
+def machine_line(found: Mapping[str, Any] | None) -> str:
+    """The machine of a result, in one line; what is not recorded is said so."""
+    if not found:
+        return "machine not recorded"
+    device = str(found["device"])
+    beside = "" if device.startswith("cpu") else f", {device}"
+    return f"{found['cpu']}, {found['cores']} cores{beside}"
+
+
+def line(axis: Any, xs: Sequence[float], ys: Sequence[float], system: str, **more: Any) -> None:
+    """One system's points, joined, in its colour and with its mark."""
+    look = {"color": COLORS[system], "marker": MARKS[system], "mec": "white", "mew": 0.6}
+    axis.errorbar(xs, ys, **look | more)
+
+
+def ends(axis: Any, named: Sequence[tuple[str, float, float, str]], *, gap: float = 11) -> None:
+    """Names beside the last points of lines, `(text, x, y, colour)`, pushed apart where they touch.
+
+    Axes must have their limits and scales by now. `gap` is the least distance in points.
+    """
+    to_pixels = axis.transData.transform
+    per_point = axis.figure.dpi / 72
+    placed: list[tuple[str, float, float, str, float]] = []
+    below = float("-inf")
+    for text, x, y, color in sorted(named, key=lambda one: float(to_pixels((one[1], one[2]))[1])):
+        at = float(to_pixels((x, y))[1]) / per_point
+        below = max(at, below + gap)
+        placed.append((text, x, y, color, below - at))
+    for text, x, y, color, up in placed:
+        axis.annotate(
+            text, (x, y), xytext=(7, up), textcoords="offset points", va="center", color=color,
+            fontsize=8, annotation_clip=False,
+        )  # fmt: skip
+
+
+def stack(
+    axis: Any, rows: Sequence[Sequence[float]], parts: Sequence[tuple[str, str]], labels: list[str]
+) -> None:
+    """Horizontal bars from the top down, a row each: widths `rows[i][j]` of `parts[j]`
+    (name, colour), each with its number where there is room for it."""
+    most = max(sum(row) for row in rows)
+    for index, (name, color) in enumerate(parts):
+        lefts = [sum(row[:index]) for row in rows]
+        widths = [row[index] for row in rows]
+        axis.barh(range(len(rows)), widths, left=lefts, color=color, label=name, height=0.72)
+        for at, (left, width) in enumerate(zip(lefts, widths, strict=True)):
+            if width > 0.032 * most:
+                text = f"{width:,.0f}" if width >= 10 else f"{width:.2g}"
+                axis.text(left + width / 2, at, text, ha="center", va="center", fontsize=7.5,
+                          color=_on(color))  # fmt: skip
+    axis.set_yticks(range(len(rows)), labels)
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.set_xlim(0, 1.16 * most)
+
+
+def _on(color: str) -> str:
+    """Black or white, whichever reads on a colour."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else INK
+
+
+def systems_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The systems of rows, in the order in which figures show them."""
+    there = {row["system"] for row in rows}
+    return [name for name in COLORS if name in there] + sorted(there - COLORS.keys())

@@ -1,0 +1,66 @@
+"""Every figure is drawn from the committed results, and says what they say."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import matplotlib
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from bench.figures import FIGURES, result_of
+from bench.figures.pieces import differences
+from bench.figures.style import COLORS, RC, half_width, machine_line
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+DRAWN = [name for name in FIGURES if result_of(name, RESULTS) is not None]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_committed_result_can_be_drawn_again(name: str) -> None:
+    result = result_of(name, RESULTS)
+    assert result is not None
+    with matplotlib.rc_context(RC):
+        canvas = Figure(figsize=FIGURES[name].size, layout="constrained")
+        FIGURES[name].draw(canvas, result)
+        canvas.draw_without_rendering()
+    labels = [axis.get_xlabel() or axis.get_ylabel() for axis in canvas.axes if axis.get_visible()]
+    assert any(labels), "no axis says what it shows"
+    assert FIGURES[name].conclude(result).endswith(".")
+    assert (RESULTS / f"{name}.png").is_file()
+
+
+def test_every_committed_picture_has_a_figure() -> None:
+    assert {path.stem for path in RESULTS.glob("*.png")} == set(DRAWN)
+
+
+def test_systems_of_one_figure_differ_in_lightness_or_hue() -> None:
+    paper = ("ckv", "contiguous-kv", "impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
+    for one, other in itertools.combinations(paper, 2):
+        apart = sum(
+            abs(a - b) for a, b in zip(*map(to_rgb, (COLORS[one], COLORS[other])), strict=True)
+        )
+        assert apart > 0.4, (one, other)
+
+
+def test_an_interval_comes_from_the_median_and_the_95th_percentile() -> None:
+    assert half_width({"p50": 100.0, "p95": 116.45, "n": 4}) == pytest.approx(1.96 * 10 / 2)
+    assert half_width({"p50": 100.0, "p95": 99.0, "n": 4}) == 0.0
+
+
+def test_differences_are_against_the_whole_of_the_same_system_and_budget() -> None:
+    def row(system: str, variant: str, mean: float) -> dict[str, object]:
+        times = {"mean": mean, "p50": mean, "p95": mean + 1.645, "n": 1}
+        return {"system": system, "variant": variant, "budget": 0.25, "ttft_ms": times}
+
+    rows = [row("ckv", "full", 50.0), row("ckv", "w/o P", 53.0), row("impress", "full", 150.0)]
+    [found] = differences({"rows": rows})
+    assert found["ms"] == pytest.approx(3.0) and found["whole_ms"] == 50.0
+    assert found["half"] == pytest.approx(1.96 * 2**0.5)
+
+
+def test_a_result_without_a_machine_says_so() -> None:
+    assert machine_line(None) == "machine not recorded"
+    assert machine_line({"cpu": "X", "cores": 2, "device": "gpu: H"}) == "X, 2 cores, gpu: H"
