@@ -15,7 +15,7 @@ from jax import Array
 
 from ckv_jax import compilation_cache
 from ckv_jax.config import EngineConfig, check_budget
-from ckv_jax.fitting import check_split, layout_of
+from ckv_jax.fitting import check_processes, check_split, layout_of, system_for
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Ingest, Progress
 from ckv_jax.model.config import ModelConfig
@@ -25,6 +25,7 @@ from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
+from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
@@ -42,7 +43,6 @@ from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import system_of
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
@@ -85,7 +85,7 @@ class Engine:
         self.store = store
         self.fingerprint = fingerprint
         self.model_config = layers.config
-        self.system = system_of(config.system)
+        self.system = system_for(config)
         self.layout = layout_of(self.system, layers.config, config.dtype)
         if config.tensor_parallel != layers.shardings.size:
             raise ValueError(
@@ -93,6 +93,8 @@ class Engine:
                 f"{layers.shardings.size}, the devices that the model is split over"
             )
         check_split(self.system, config.tensor_parallel)
+        self._peers = layers.peers
+        check_processes(config, self._peers.size)
         self._placement = Placement(
             model=layers.config,
             tokenizer=tokenizer,
@@ -128,6 +130,7 @@ class Engine:
         self._prompts = Prompts(self._ingest, self._scheduler)
         self._owns_store = True
         self._closed = False
+        self._peers.on_lost(self._scheduler.abandon)
 
     @classmethod
     def from_pretrained(
@@ -137,30 +140,32 @@ class Engine:
         store: str | os.PathLike[str],
         config: EngineConfig | None = None,
         store_config: StoreConfig | None = None,
+        peers: Peers = ALONE,
     ) -> Self:
         """Loads a checkpoint folder (HF or Orbax) and opens or creates the store at a URL.
 
         `default_sampling` is what the folder's `generation_config.json` says.
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
         `ValueError` for a system that does not exist or does not suit the model. A store is made
-        only when all else is right.
+        only when all else is right. `peers`: what `ckv_jax.processes` made of other processes.
         """
         config = config or EngineConfig()
-        system = system_of(config.system)
+        system = system_for(config)
         path = Path(folder)
         if config.compilation_cache:
             compilation_cache.enable()
         found = ModelConfig.from_hf(path)
         layout_of(system, found, config.dtype)  # refuses before anything is loaded
         check_split(system, config.tensor_parallel)
-        shardings = Shardings.over(found, config.tensor_parallel)
+        shardings = Shardings.over(found, config.tensor_parallel, config.processes)
         sampling = generation_defaults(path).sampling
         model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
         opened = ChunkStore.open(store, config=store_config)
         try:
-            return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)
+            layers = Layers(model, peers)
+            return cls(layers, tokenizer, opened, fingerprint, config, default_sampling=sampling)
         except BaseException:
             opened.close()
             raise
@@ -171,6 +176,7 @@ class Engine:
         It shares the weights and what has been compiled for them, so that systems can be compared
         side by side. It closes no store: its own is closed by whoever opened it. `dtype` must stay.
         """
+        check_processes(config, 1)
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
         layers = self._worker.layers
@@ -193,6 +199,7 @@ class Engine:
         self._closed = True
         self._prompts.close()
         try:
+            self._peers.leave()
             self._worker.close()
         finally:
             if self._owns_store:
@@ -349,6 +356,7 @@ class Engine:
         up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
         texts of up to so many tokens.
         """
+        check_processes(self.config, 1)
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)
         check_whole("max_tokens", max_tokens, least=0)
@@ -363,6 +371,11 @@ class Engine:
             max_tokens=max_tokens,
         )
         self._scheduler.add(Job(steps)).future.result()
+
+    @property
+    def worker(self) -> Worker:
+        """What computes, for a process that follows another one's engine (`ckv_jax.processes`)."""
+        return self._worker
 
     def settle(self) -> None:
         """Returns once nothing is being done in the background (IMPRESS's reordering)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckv_jax.storage.errors import CkvError
+from ckv_jax.storage.errors import CkvError, StoreError
 
 __all__ = [
     "Cancelled",
@@ -11,6 +11,8 @@ __all__ = [
     "ContextOverflow",
     "DeadlineExceeded",
     "EngineClosed",
+    "ProcessFailed",
+    "ProcessLost",
     "UnsupportedModel",
 ]
 
@@ -37,3 +39,11 @@ class DeadlineExceeded(CkvError):
 
 class EngineClosed(CkvError):
     """The engine was closed before the request's turn came."""
+
+
+class ProcessFailed(StoreError):
+    """One of the engine's processes could not do its part, such as read what its devices need."""
+
+
+class ProcessLost(EngineClosed):
+    """Another process of the engine has ended or does not answer; nothing can be computed."""

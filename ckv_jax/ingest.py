@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from ckv_jax.budget import Budget
+from ckv_jax.errors import ProcessFailed
 from ckv_jax.mending import Mending
 from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.request import Completion
@@ -67,7 +68,8 @@ class Ingest:
         """
         longest = partial(self._longest, salt=salt)
         stored = longest(tokens)
-        if stored.num_tokens < len(tokens):
+        alone = self._prefills.layers.peers.alone
+        if stored.num_tokens < len(tokens) and alone:  # several processes compute anew
             stored = self._mending.mend(tokens, longest, progress)
         if stored.num_tokens == len(tokens):
             return stored
@@ -77,7 +79,7 @@ class Ingest:
         if parent is not None and parent.num_tokens:
             try:
                 return self._store_after(parent, tokens, progress, salt=salt)
-            except SegmentDamaged:
+            except (SegmentDamaged, ProcessFailed):
                 pass  # some of what is before cannot be read: all of it is computed again
         return self._store_after(None, tokens, progress, salt=salt)
 

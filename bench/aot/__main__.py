@@ -9,6 +9,8 @@ fails where it copies the whole pool, needs more temporary memory than its arith
 loses a donation, falls to a reference although the device could do better, spills registers, or
 does not fit although the weights do. Nothing runs on a device; XLA's seconds are its own model's.
 Programs are of four layers; `fits` is about the whole model. Kernels also stand by themselves.
+Of a model that is split, bytes are one device's, and a row fails where devices send each other
+anything but two sums a layer and one a selection.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.aot.chips import CHIPS
+from bench.aot.chips import CHIPS, parted
 from bench.aot.compilers import KINDS, installed, trouble
 from bench.aot.kernels import KERNELS
 from bench.aot.processes import compiled_rows
-from bench.aot.programs import PROGRAMS
+from bench.aot.programs import PROGRAMS, SPLIT
 from bench.aot.shapes import MODELS, PREFIX, SUFFIX
 from bench.common import Json, finish, result_file, table
+from ckv_jax.model.shardings import check_divides
 
 COLUMNS = (
     "target", "model", "program", "implementation", "status", "compile_s", "MB", "temp MB",
@@ -59,16 +62,20 @@ class Asked:
 
 def rows_of(target: str, model: str, programs: Sequence[str], row_s: float) -> list[Json]:
     """All rows of one device and model; what cannot be had says why."""
-    why = None
-    if target not in CHIPS:
-        why = f"unknown target, expected one of {', '.join(CHIPS)}"
-    elif model not in MODELS:
-        why = f"unknown model, expected one of {', '.join(MODELS)}"
-    else:
-        why = trouble(CHIPS[target].kind)
+    known, why = False, None
+    try:
+        chip, devices = parted(target)
+        known = model in MODELS
+        if not known:
+            why = f"unknown model, expected one of {', '.join(MODELS)}"
+        else:
+            why = trouble(chip.kind)
+        if known and devices > 1:
+            check_divides(MODELS[model], devices)
+    except ValueError as error:
+        known, why = False, str(error)
     if why is None:
         return compiled_rows(target, model, programs, row_s=row_s)
-    known = target in CHIPS and model in MODELS
     status = "skipped" if known else "failed"
     nothing = {"compiled": False, "why": why, "status": status, "failures": []}
     named = {"target": target, "model": model}
@@ -107,7 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--target", nargs="+", default=list(CHIPS), help=", ".join(CHIPS))
+    p.add_argument(
+        "--target", nargs="+", default=list(CHIPS),
+        help=f"{', '.join(CHIPS)}; v5e:4 and such: a model split over 2, 4 or 8 devices of a TPU",
+    )  # fmt: skip
     p.add_argument("--model", nargs="+", default=list(MODELS), help=", ".join(MODELS))
     every = (*PROGRAMS, *KERNELS)
     p.add_argument(
@@ -131,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:
         parts = {}
         for target, model in itertools.product(asked.targets, asked.models):
-            left = [name for name in asked.programs if (target, model, name) not in done]
+            own = [name for name in asked.programs if ":" not in target or name in SPLIT]
+            left = [name for name in own if (target, model, name) not in done]
             if left:
                 part = pool.submit(rows_of, target, model, left, asked.row_s)
                 parts[part] = f"{target} {model}"

@@ -27,7 +27,9 @@ class Chip:
     link_bandwidth: float
     """Bytes a second from the host, one way, by the standard of its PCI Express bus."""
     topology: str = ""
-    """Of a TPU: the smallest that its compiler knows."""
+    """Of a TPU: the smallest that its compiler knows, of four devices."""
+    eight: str = ""
+    """Of a TPU: one of eight devices."""
     config: str = ""
     """Of a GPU: a `GpuTargetConfigProto` in text form."""
     capability: tuple[int, int] | None = None
@@ -35,13 +37,15 @@ class Chip:
 
 
 def _tpu(
-    name: str, device: str, topology: str, *, gib: float, gb: float, tflops: float, link: float
-) -> Chip:
+    name: str, device: str, topology: str, eight: str, *, gib: float, gb: float, tflops: float,
+    link: float,
+) -> Chip:  # fmt: skip
     return Chip(
         name=name,
         device=device,
         kind="tpu",
         topology=topology,
+        eight=eight,
         memory_bytes=int(gib * GIB),
         memory_bandwidth=gb * 1e9,
         flops=tflops * 1e12,
@@ -116,11 +120,25 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            _tpu("v4", "TPU v4", "v4:2x2x1", gib=15.25, gb=614, tflops=137.5, link=16e9),
-            _tpu("v5e", "TPU v5 lite", "v5e:2x2", gib=15.75, gb=819, tflops=197, link=16e9),
-            _tpu("v5p", "TPU v5", "v5p:2x2x1", gib=95.74, gb=2765, tflops=459, link=32e9),
-            _tpu("v6e", "TPU v6 lite", "v6e:2x2", gib=31.25, gb=1640, tflops=918, link=32e9),
-            _tpu("7x", "TPU7x", "tpu7x:2x2x1", gib=94.75, gb=3690, tflops=1153, link=32e9),
+            _tpu(
+                "v4", "TPU v4", "v4:2x2x1", "v4:2x2x1", gib=15.25, gb=614, tflops=137.5, link=16e9
+            ),
+            _tpu(
+                "v5e", "TPU v5 lite", "v5e:2x2", "v5e:2x4", gib=15.75, gb=819, tflops=197,
+                link=16e9,
+            ),
+            _tpu(
+                "v5p", "TPU v5", "v5p:2x2x1", "v5p:2x2x2", gib=95.74, gb=2765, tflops=459,
+                link=32e9,
+            ),
+            _tpu(
+                "v6e", "TPU v6 lite", "v6e:2x2", "v6e:2x4", gib=31.25, gb=1640, tflops=918,
+                link=32e9,
+            ),
+            _tpu(
+                "7x", "TPU7x", "tpu7x:2x2x1", "tpu7x:2x2x1", gib=94.75, gb=3690, tflops=1153,
+                link=32e9,
+            ),
             _gpu(
                 "A100", "NVIDIA A100-SXM4-80GB", capability=8, cores=108, fpus=64, ghz=1.41,
                 memory=85_100_068_864, l2=40 << 20, shared=164 << 10, bandwidth=2.039e12,
@@ -143,3 +161,23 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     }
 )  # fmt: skip
 """By the name that the command line takes; bandwidths and FLOPs are the published peaks."""
+
+
+MOST_DEVICES = 8
+"""That a model is split over here: a slice of eight is the largest that `Chip` names."""
+
+
+def parted(target: str) -> tuple[Chip, int]:
+    """The chip of a target, and how many of them a model is split over: `v5e`, or `v5e:4`.
+
+    Raises `ValueError` for a target that is none.
+    """
+    name, _, count = target.partition(":")
+    if name not in CHIPS:
+        raise ValueError(f"unknown target, expected one of {', '.join(CHIPS)}")
+    chip = CHIPS[name]
+    if not count:
+        return chip, 1
+    if chip.kind != "tpu" or count not in ("2", "4", "8"):
+        raise ValueError(f"got {target!r}, expected 2, 4 or 8 devices of a TPU, such as v5e:4")
+    return chip, int(count)

@@ -15,6 +15,11 @@ _COPIES = frozenset(
 )
 """Instructions that write all of their operand again. A bitcast costs nothing; a scatter or an
 update of a donated array happens in place."""
+COLLECTIVES = (
+    "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter",
+    "collective-broadcast", "ragged-all-to-all",
+)  # fmt: skip
+"""Instructions by which devices send each other something."""
 KERNELS = ("tpu_custom_call", "mosaic_gpu", "mosaic_gpu_v2")
 """Custom calls that are Pallas kernels."""
 
@@ -29,6 +34,8 @@ class Instruction:
     """Of the first array that it gives."""
     target: str
     """Of a custom call; empty otherwise."""
+    on_chip: bool = False
+    """Whether what it gives lies in the chip's own memory (a TPU's VMEM)."""
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -46,6 +53,7 @@ def instructions(text: str) -> Iterator[Instruction]:
             opcode,
             tuple(int(size) for size in sizes.split(",") if size),
             target.group(1) if target else "",
+            "S(1)" in kind.partition("}")[0],
         )
 
 
@@ -62,6 +70,17 @@ def copies_of(text: str, shapes: Sequence[tuple[int, ...]]) -> list[Instruction]
 def kernels(text: str) -> list[str]:
     """Names of the instructions that run Pallas kernels."""
     return [found.name for found in instructions(text) if found.target in KERNELS]
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How often each collective stands in a program; what starts one and is done with it later
+    counts once."""
+    found: dict[str, int] = {}
+    for one in instructions(text):
+        name = one.opcode.removesuffix("-start")
+        if name in COLLECTIVES:
+            found[name] = found.get(name, 0) + 1
+    return found
 
 
 def optimal_seconds(text: str, said: float | None) -> float | None:

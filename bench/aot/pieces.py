@@ -14,9 +14,9 @@ from bench.aot.shapes import (
     SUFFIX,
     WINDOW_ROWS,
     Sizes,
-    abstract,
     ints,
 )
+from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.pieces import Part, Pieces
 
@@ -28,7 +28,7 @@ def _open(sizes: Sizes) -> Program:
 
 def _part(sizes: Sizes) -> Part:
     q, k = sizes.queries(1, SUFFIX), sizes.rows(1, SUFFIX)
-    out, lse = abstract(q.shape, jnp.float32), abstract(q.shape[:3], jnp.float32)
+    out, lse = (sizes.split(shape, jnp.float32, HEADS) for shape in (q.shape, q.shape[:3]))
     return Part(q, k, k, out, lse)
 
 
@@ -65,7 +65,7 @@ def _insert(sizes: Sizes) -> Program:
 def _close(sizes: Sizes) -> Program:
     own = Pieces(sizes.layers)
     hidden = sizes.hidden(1, SUFFIX)
-    return of(sizes, lambda: own.close(0, hidden, _part(sizes)), kernels=1, tokens=SUFFIX)
+    return of(sizes, lambda: own.close(0, hidden, _part(sizes)), kernels=1, sums=2, tokens=SUFFIX)
 
 
 def _grow(sizes: Sizes) -> Program:

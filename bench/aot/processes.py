@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from bench.aot.chips import CHIPS
+from bench.aot.chips import parted
 from bench.aot.compilers import folder
 from bench.aot.kernels import KERNELS
 from bench.common import Json
@@ -38,7 +38,7 @@ def compiled_rows(target: str, model: str, programs: Sequence[str], *, row_s: fl
 
 def environment(target: str, dumps: Path, *, instructions: bool) -> dict[str, str]:
     """Of a process that compiles: no device is looked for, and many may run at once."""
-    kind = CHIPS[target].kind
+    kind = parted(target)[0].kind
     path = [str(folder(kind)), os.environ.get("PYTHONPATH", "")]
     found = os.environ | {
         "PYTHONPATH": os.pathsep.join(part for part in path if part),

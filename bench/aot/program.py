@@ -32,6 +32,10 @@ class Program:
     """Donated buffers of the whole model over those of this call."""
     example: Callable[[], tuple[Any, ...]] | None = None
     """Arrays to count its traffic with."""
+    sums: int = 0
+    """All-reduces of a model that is split: what devices send each other, and nothing else."""
+    gathers: str | None = None
+    """What they send each other besides, and why."""
     pinned: bool = False
     """The arguments lie in pinned host memory."""
 

@@ -14,6 +14,7 @@ from bench.aot.shapes import (
     BLOCK,
     CALL_LAYERS,
     CHUNK,
+    DTYPE,
     PACK,
     PREFIX,
     PROBES,
@@ -24,6 +25,7 @@ from bench.aot.shapes import (
     ints,
 )
 from ckv_jax.memory import device
+from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills, context_bucket
 from ckv_jax.selection.chunks import attention_mass
 
@@ -35,7 +37,10 @@ def _embed(sizes: Sizes) -> Program:
 def _head(sizes: Sizes) -> Program:
     hidden = sizes.hidden(1, SUFFIX)
     room = 8 * sizes.config.vocab_size
-    return of(sizes, lambda: sizes.layers.head(hidden, ints(1)), tokens=1, room=room)
+    return of(
+        sizes, lambda: sizes.layers.head(hidden, ints(1)), tokens=1, room=room,
+        gathers="the largest of the logits, of which each device has some rows",
+    )  # fmt: skip
 
 
 def _select(kind: str) -> Callable[[Sizes], Program]:
@@ -53,6 +58,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
                 score=attention_mass, n=sizes.chosen, window=window, chunk_tokens=CHUNK,
             ),
             kernels=len(layers),
+            sums=1,
             tokens=SUFFIX,
             room=8 * tokens * sizes.config.num_heads * (window or SUFFIX) // 16,
         )  # fmt: skip
@@ -70,6 +76,7 @@ def _run(batch: int) -> Callable[[Sizes], Program]:
                 ints(batch, sizes.chosen),
             ),
             kernels=CALL_LAYERS,
+            sums=2 * CALL_LAYERS,
             tokens=batch * SUFFIX,
             big=(pool.shape,),
         )  # fmt: skip
@@ -89,6 +96,7 @@ def _decode(batch: int) -> Callable[[Sizes], Program]:
                 ints(batch, sizes.chosen), context=WINDOW_ROWS,
             ),
             kernels=CALL_LAYERS,
+            sums=2 * CALL_LAYERS,
             tokens=batch,
             big=(pool.shape,),
             whole_model=sizes.config.num_layers / CALL_LAYERS,
@@ -105,10 +113,11 @@ def _prefill(sizes: Sizes) -> Program:
         sizes,
         lambda: sizes.layers.extend(
             range(CALL_LAYERS), sizes.hidden(1, BLOCK), ints(1), ((buffer, buffer),) * CALL_LAYERS,
-            ints(1), abstract(own.no_pages.shape), ints(*own.no_slots.shape),
+            ints(1), sizes.split(own.no_pages_shape, DTYPE, PAGES), ints(*own.no_slots.shape),
             ints(*own.no_lengths.shape), context=rows,
         ),
         kernels=CALL_LAYERS,
+        sums=2 * CALL_LAYERS,
         tokens=BLOCK,
         room=16 * rows * sizes.row,
         whole_model=sizes.config.num_layers / CALL_LAYERS,
@@ -123,7 +132,7 @@ def _join(sizes: Sizes) -> Program:
 
 
 def _write(sizes: Sizes) -> Program:
-    pool, fresh = sizes.pool(), abstract((16, *sizes.pack()))
+    pool, fresh = sizes.pool(), sizes.packs(16)
     return Program(
         jitted=jax.jit(device._write, donate_argnums=0),
         args=(pool, fresh, ints(16)),
@@ -166,3 +175,6 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     }
 )
 """By name, in a request's order."""
+
+SPLIT = tuple(name for name in PROGRAMS if name not in RIVALS and name != "stage")
+"""Those that are compiled for several devices, too."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ckv_jax.buckets import chunk_bucket, probe_bucket
 from ckv_jax.config import EngineConfig
@@ -19,6 +20,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.shardings import CODEBOOKS, HEADS, ONE_DEVICE, PAGES, PROBE, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
 
 MODELS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -75,6 +77,13 @@ class Sizes:
 
     config: ModelConfig
     target: Target
+    shardings: Shardings = ONE_DEVICE
+    """Over several devices, arrays are shapes that know where they lie."""
+
+    def split(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
+        """An array that lies as `spec` says."""
+        place = self.shardings.place(spec)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
 
     @property
     def row(self) -> int:
@@ -105,7 +114,11 @@ class Sizes:
         """The pool of such slots."""
         shape = self.pack(layers=layers, kinds=kinds, chunk=chunk)
         slots = self.pool_bytes // (math.prod(shape) * jnp.dtype(DTYPE).itemsize)
-        return abstract((slots, *shape), DTYPE)
+        return self.split((slots, *shape), DTYPE, PAGES)
+
+    def packs(self, count: int) -> Any:
+        """Packs on their way into the pool."""
+        return self.split((count, *self.pack()), DTYPE, PAGES)
 
     def hidden(self, batch: int, length: int) -> Any:
         """[B, S, E]."""
@@ -113,40 +126,53 @@ class Sizes:
 
     def queries(self, batch: int, length: int) -> Any:
         """[B, S, H, D]."""
-        return abstract((batch, length, self.config.num_heads, self.config.head_dim), DTYPE)
+        shape = (batch, length, self.config.num_heads, self.config.head_dim)
+        return self.split(shape, DTYPE, HEADS)
 
     def rows(self, batch: int, length: int) -> Any:
         """Keys or values [B, R, K*D]."""
-        return abstract((batch, length, self.row), DTYPE)
+        return self.split((batch, length, self.row), DTYPE, HEADS)
 
     def probe(self, kind: str, tokens: int) -> Probe:
         """A probe of so many keys."""
         heads, dim = self.config.num_kv_heads, self.config.head_dim
-        scale = abstract((tokens, heads), jnp.float32)
+        split = self.split
+        scale = split((tokens, heads), jnp.float32, PROBE)
         if kind == "keys":
-            return Keys(abstract((tokens, heads, dim), DTYPE))
+            return Keys(split((tokens, heads, dim), DTYPE, PROBE))
         if kind == "int8":
-            return Int8Keys(abstract((tokens, heads, dim), jnp.int8), scale)
+            return Int8Keys(split((tokens, heads, dim), jnp.int8, PROBE), scale)
         if kind == "int4":
-            return Int4Keys(abstract((tokens, heads, dim // 2), jnp.uint8), scale)
-        codes = abstract((tokens, heads, dim // 8), jnp.uint8)
-        return PqKeys(codes, abstract((heads, dim // 8, 256, 8), jnp.float32))
+            return Int4Keys(split((tokens, heads, dim // 2), jnp.uint8, PROBE), scale)
+        codes = split((tokens, heads, dim // 8), jnp.uint8, PROBE)
+        return PqKeys(codes, split((heads, dim // 8, 256, 8), jnp.float32, CODEBOOKS))
 
     @cached_property
     def layers(self) -> Layers:
         """The jitted calls over four layers, whose weights are shapes."""
         short = dataclasses.replace(self.config, num_layers=CALL_LAYERS)
-        return Layers(Transformer.abstract(short, dtype=DTYPE, out_first=True, target=self.target))
+        model = Transformer.abstract(
+            short, dtype=DTYPE, out_first=True, target=self.target, shardings=self.shardings
+        )
+        return Layers(model)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model."""
+        """Of the whole model, on one of its devices."""
         layers, rest = self.layers.weights
-        return nbytes(layers[0]) * self.config.num_layers + nbytes(rest)
+        return self._held(layers[0]) * self.config.num_layers + self._held(rest)
+
+    def _held(self, weights: Any) -> int:
+        """Bytes of weights that one device has."""
+        total = 0
+        for path, x in jax.tree_util.tree_leaves_with_path(weights):
+            spec = self.shardings.of_name(str(path[-1].key), x.shape, out_first=True)
+            total += nbytes(x) // (1 if spec == WHOLE else self.shardings.size)
+        return total
 
     @property
     def parameters(self) -> int:
-        """How many numbers that is."""
+        """How many numbers a device has of them."""
         return self.weight_bytes // jnp.dtype(DTYPE).itemsize
 
 

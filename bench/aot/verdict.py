@@ -19,6 +19,7 @@ def temp_bound(sizes: Sizes, tokens: int, room: int) -> int:
     as the widest of the model in float32, and `room` for arithmetic of its own."""
     config = sizes.config
     widest = 2 * config.intermediate_size + 2 * config.num_heads * config.head_dim
+    widest //= sizes.shardings.size
     return SPARE + 3 * 4 * tokens * (widest + 2 * config.hidden_size) + room
 
 
@@ -38,6 +39,17 @@ def judged(row: Json) -> Json:
             f"of {row['donated_bytes']} donated bytes {row['aliased_bytes']} are used again"
         )
     explained = None
+    if row.get("pool_prefetches"):
+        explained = "a device's share of the pool fits the chip's own memory, and is brought there"
+    sent = dict(row.get("collectives") or {})
+    if sent != ({"all-reduce": row["sums_expected"]} if row.get("sums_expected") else {}):
+        said = ", ".join(f"{count} {name}" for name, count in sorted(sent.items())) or "nothing"
+        if row.get("gathers"):
+            explained = f"devices send each other {said}: {row['gathers']}"
+        else:
+            failures.append(
+                f"devices send each other {said}, expected {row.get('sums_expected', 0)} all-reduce"
+            )
     if row["kinds_dropped"]:
         explained = "this compiler drops memory kinds: that it compiles proves nothing"
     if row["kernels"] < row["kernels_expected"] and row["implementation"] != "reference":

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from bench.aot import dumps, hlo, traffic
-from bench.aot.chips import CHIPS, Chip
+from bench.aot.chips import Chip, parted
 from bench.aot.kernels import KERNELS
 from bench.aot.program import Program
 from bench.aot.programs import PROGRAMS
@@ -28,31 +28,36 @@ from bench.aot.verdict import judged, temp_bound
 from bench.common import Json
 from ckv_jax.kernels_pallas.dispatch import choices
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.shardings import WHOLE, Shardings
 
 
-def device_of(chip: Chip) -> Any:
-    """A device that only compiles."""
+def devices_of(chip: Chip, count: int) -> list[Any]:
+    """Devices that only compile."""
     from jax.experimental import topologies
 
     if chip.kind == "tpu":
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
+        name = chip.topology if count <= 4 else chip.eight
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
     else:
         import jax_plugins.xla_cuda13  # noqa: F401  (makes the platform known)
 
         topology = topologies.get_topology_desc(
             "", "cuda", target_config=chip.config, topology="1x1x1"
         )
-    return topology.devices[0]
+    return list(topology.devices[:count])
 
 
 class Compiler:
-    """One device, one model."""
+    """One device, or some that a model is split over, and that model."""
 
-    def __init__(self, chip: Chip, model: str, folder: Path) -> None:
+    def __init__(self, chip: Chip, count: int, model: str, folder: Path) -> None:
         self.chip = chip
         self._folder = folder
-        self._device = device_of(chip)
-        self.sizes = Sizes(MODELS[model], Target.of(self._device))
+        devices = devices_of(chip, count)
+        self._device = devices[0]
+        config = MODELS[model]
+        shardings = Shardings.over(config, count, devices=devices)
+        self.sizes = Sizes(config, Target.of(self._device), shardings)
 
     def row(self, name: str) -> Json:
         """Everything about one program."""
@@ -69,11 +74,15 @@ class Compiler:
         text, memory = compiled.as_text(), compiled.memory_analysis()
         cost = compiled.cost_analysis() or {}
         ours = hlo.kernels(text)
+        parts = self.sizes.shardings.size
         donated = sum(
             int(np.prod(info.shape)) * info.dtype.itemsize
             for info in jax.tree.leaves(lowered.args_info)
             if info.donated
         )
+        donated //= parts  # pools and buffers: each device has its heads
+        big = [(*shape[:-1], shape[-1] // parts) for shape in program.big]
+        copies = hlo.copies_of(text, big)
         seconds = hlo.optimal_seconds(text, cost.get("optimal_seconds"))
         found: Json = {
             "implementation": _joined(choice.implementation for choice in made),
@@ -89,12 +98,17 @@ class Compiler:
             "temp_bound": temp_bound(self.sizes, program.tokens, program.room),
             "aliased_bytes": memory.alias_size_in_bytes,
             "donated_bytes": donated,
-            "pool_copies": len(hlo.copies_of(text, program.big)),
+            "pool_copies": sum(not copy.on_chip for copy in copies),
+            "pool_prefetches": sum(copy.on_chip for copy in copies),
             "optimal_ms": None if seconds is None else seconds * 1e3,
             "flops": cost.get("flops"),
             "bytes_accessed": cost.get("bytes accessed"),
             "must_read_bytes": program.must_read,
             "moves_more": program.moves_more,
+            "devices": parts,
+            "collectives": hlo.collectives(text),
+            "sums_expected": program.sums if parts > 1 else 0,
+            "gathers": program.gathers,
             "kinds_dropped": program.pinned and memory.host_argument_size_in_bytes == 0,
             **self._fit(program, memory, donated),
             **self._kernel_facts(program, ours),
@@ -103,12 +117,18 @@ class Compiler:
 
     def _placed(self, program: Program) -> tuple[Any, ...]:
         kind = {"memory_kind": "pinned_host"} if program.pinned else {}
-        where = jax.sharding.SingleDeviceSharding(self._device, **kind)
+        own = self.sizes.shardings
+        whole: Any = own.place(WHOLE)
+        if whole is None:
+            whole = jax.sharding.SingleDeviceSharding(self._device, **kind)
 
-        def placed(x: Any) -> Any:
+        def placed(path: Any, x: Any) -> Any:
+            where = getattr(x, "sharding", None) or whole
+            if own.size > 1 and isinstance(path[-1], jax.tree_util.DictKey):  # a parameter
+                where = own.place(own.of_name(str(path[-1].key), x.shape, out_first=True))
             return jax.ShapeDtypeStruct(np.shape(x), np.result_type(x), sharding=where)
 
-        args: tuple[Any, ...] = jax.tree.map(placed, program.args)
+        args: tuple[Any, ...] = jax.tree_util.tree_map_with_path(placed, program.args)
         return args
 
     def _fit(self, program: Program, memory: Any, donated: int) -> Json:
@@ -118,7 +138,7 @@ class Compiler:
         buffers = int(donated * program.whole_model) if program.whole_model > 1 else 0
         fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
         need = (
-            sizes.weight_bytes + sizes.pool_bytes + buffers + max(0, fresh)
+            sizes.weight_bytes + sizes.pool_bytes // sizes.shardings.size + buffers + max(0, fresh)
             + memory.temp_size_in_bytes
         )  # fmt: skip
         return {
@@ -163,10 +183,10 @@ def _joined(texts: Iterable[str]) -> str | None:
 def main() -> None:
     """The command."""
     order = json.load(sys.stdin)
-    chip = CHIPS[order["target"]]
+    chip, count = parted(order["target"])
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(os.environ.get("BENCH_AOT_DUMPS", scratch))
-        compiler = Compiler(chip, order["model"], folder)
+        compiler = Compiler(chip, count, order["model"], folder)
         for name in order["programs"]:
             print(f"begin {name}", flush=True)
             try:

@@ -38,6 +38,8 @@ class DevicePool:
         shardings: Shardings = ONE_DEVICE,
     ) -> None:
         self._dtype = storage_dtype(jnp.dtype(dtype), target)
+        self._all = shardings
+        shardings = shardings.here  # reads land in any order: each process writes by itself
         place = shardings.place(PAGES)
         self._pages = jnp.zeros((slots, *slot_shape), self._dtype, device=place)
         self._write = jax.jit(_write, donate_argnums=0)
@@ -47,14 +49,18 @@ class DevicePool:
         pinned = not target.in_host_memory and "pinned_host" in kinds
         self._place = self._pages.sharding
         self._pinned = self._place.with_memory_kind("pinned_host") if pinned else None
-        self._split = shardings.size > 1
+        self._split = shardings.mesh is not None
         self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
     @property
     def pages(self) -> Array:
-        """The array as it is now; a later `write` invalidates it."""
-        return self._pages
+        """The array as it is now, with the parts of all processes; a later `write` invalidates
+        it."""
+        if not self._all.spread:
+            return self._pages
+        *slots, row = self._pages.shape
+        return self._all.joined(self._pages, PAGES, (*slots, row * self._all.mine[1]))
 
     @property
     def slots(self) -> int:

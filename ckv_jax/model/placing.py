@@ -38,7 +38,7 @@ def placed(model: Transformer, slot: Slot, parts: Sequence[np.ndarray]) -> jax.A
     axes = [axis for axis, name in enumerate(spec) if name is not None]
     if not axes:
         whole = _join([jax.device_put(part) for part in parts], transpose, dtype)
-        everywhere: jax.Array = jax.device_put(whole, place)
+        everywhere: jax.Array = shardings.put(whole, spec)
         return everywhere
     axis = 1 - axes[0] if transpose else axes[0]  # of the HF tensors
     return _shares(parts, axis, transpose, dtype, shape, place)
@@ -61,6 +61,8 @@ def _shares(
     size = place.mesh.size
     shares = []
     for index, device in enumerate(place.mesh.devices.flat):
+        if device.process_index != jax.process_index():
+            continue
         mine = [np.split(part, size, axis=axis)[index] for part in parts]
         shares.append(_join([jax.device_put(part, device) for part in mine], transpose, dtype))
     return jax.make_array_from_single_device_arrays(shape, place, shares)

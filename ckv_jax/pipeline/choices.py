@@ -80,6 +80,7 @@ class Choices:
         """`open_packs`: the packs of some prefixes, until the batch's rows change."""
         assert system.decode is not None
         self._calls = calls
+        self._peers = calls.peers
         self._plan = plan
         self._select = system.decode
         self._score = system.score or attention_mass
@@ -143,15 +144,16 @@ class Choices:
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
-            if not guesses:
-                self._demand_all(period, asked)
-            selected = time.perf_counter_ns()
-            for one in asked:  # while packs are read
-                self._record(one, period, lengths)
-            for one in asked:
-                self._collect(one.which, period, one.moving)
-                if self._keeps:
-                    one.member.windows[period] = one.chosen.window
+            with self._peers.local():
+                if not guesses:
+                    self._demand_all(period, asked)
+                selected = time.perf_counter_ns()
+                for one in asked:  # while packs are read
+                    self._record(one, period, lengths)
+                for one in asked:
+                    self._collect(one.which, period, one.moving)
+                    if self._keeps:
+                        one.member.windows[period] = one.chosen.window
         except BaseException:
             self._fail()
             raise
@@ -166,7 +168,8 @@ class Choices:
         Near misses stay in memory for reads on their way, never in a window's slot."""
         if self._guesses is not None:
             try:
-                self._demand_all(period + 1, self._guesses)
+                with self._peers.local():
+                    self._demand_all(period + 1, self._guesses)
             except BaseException:
                 self._fail()
                 raise

@@ -214,17 +214,19 @@ class Decoder:
         )
         chosen[0, : len(ids)], lengths[0, : len(ids)] = ids, row.window.lengths(step)
         buffers = self._buffers[step.index]
-        if len(ids) * len(step.groups) > self._memory.step_slots:
+        peers = self._layers.peers
+        if len(ids) * len(step.groups) > peers.least(self._memory.step_slots):
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             hidden, self._buffers[step.index] = self._pieces.run(
                 start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
             )
             return hidden
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
-        for group in step.groups:
-            packs.demand(0, group, ids)
-        for place, group in enumerate(step.groups):
-            slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
+        with peers.local():
+            for group in step.groups:
+                packs.demand(0, group, ids)
+            for place, group in enumerate(step.groups):
+                slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
         hidden, self._buffers[step.index] = self._layers.extend(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots, lengths,
             context=self.capacity,

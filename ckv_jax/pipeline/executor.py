@@ -85,6 +85,7 @@ class Executor:
             unions = [np.unique(ids[ids >= 0]) for ids in found]
             chosen = batch.by_row(found)
             fits = sum(map(len, unions)) * len(self._plan.groups(period)) <= room
+            fits = bool(self._layers.peers.least(int(fits)))
             with trace.span("submit", lane="host", period=period):
                 guesses = self._ask(batch, packs, hidden, period, unions, fits, trace)
             for step in self._plan.period_steps(period):
@@ -165,10 +166,12 @@ class Executor:
             layers = layers[:1]
             limits = guessed_chunks(limits, self._system.overfetch)
         skipped = self._skipped(member, hidden.shape[1])
+        with self._layers.peers.local():
+            probes = member.probes.get(layers, period)
         return self._layers.select(
             layers, self._rows(batch, member, hidden, skipped),
             batch.start[member.rows] + skipped, member.lengths - skipped,
-            member.probes.get(layers, period), np.int32(resident.prefix.num_tokens),
+            probes, np.int32(resident.prefix.num_tokens),
             np.int32(resident.num_chunks), limits, share=member.share,
             **self._how(resident, limits),
         )  # fmt: skip
@@ -240,6 +243,27 @@ class Executor:
         unions: list[np.ndarray], hidden: Array, hold: bool, *, asked: bool,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         lengths = batch.valid(chosen)
+        with self._layers.peers.local() as agreed:
+            tables = self._tables(packs, step, chosen, batch, unions, asked=asked)
+            agreed.fits = tables is not None
+        if tables is None or not agreed.fits:
+            return self._pieces.run(
+                batch.start, packs, step, chosen, lengths, batch.owners(), hidden
+            )
+        hidden, kv = self._layers.run(
+            step.layers, hidden, batch.start, self._memory.pool.pages, tables, lengths
+        )
+        if not hold:
+            for which in range(len(unions)):
+                for group in step.groups:
+                    packs.done(which, group, hidden)
+        return hidden, kv
+
+    def _tables(
+        self, packs: Packs, step: Step, chosen: np.ndarray, batch: Batch, unions: list[np.ndarray],
+        *, asked: bool,
+    ) -> np.ndarray | None:  # fmt: skip
+        """Slots int32 [P, B, N] of a step's packs, once they are there; None: they do not fit."""
         try:
             if not asked or self._system.prefetch == "none":
                 for which, union in enumerate(unions):
@@ -252,17 +276,8 @@ class Executor:
                     slot_of[union] = packs.collect(which, group, union)  # the last serves id -1
                     tables[place, member.real] = slot_of[chosen[member.real]]
         except PoolExhausted:
-            return self._pieces.run(
-                batch.start, packs, step, chosen, lengths, batch.owners(), hidden
-            )
-        hidden, kv = self._layers.run(
-            step.layers, hidden, batch.start, self._memory.pool.pages, tables, lengths
-        )
-        if not hold:
-            for which in range(len(unions)):
-                for group in step.groups:
-                    packs.done(which, group, hidden)
-        return hidden, kv
+            return None
+        return tables
 
     def _book(
         self, batch: Batch, period: int, picks: list[Selection], unions: list[np.ndarray],

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from jax import Array
 from ckv_jax.model.shardings import HEADS, PAGES
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Pieces
+from ckv_jax.storage.prefix import Prefix
 
 STEP_LAYERS = 4
 PIECE_BLOCKS = 4  # blocks of earlier tokens that are attended to at a time
@@ -21,6 +25,11 @@ PIECE_BLOCKS = 4  # blocks of earlier tokens that are attended to at a time
 
 class Earlier(Protocol):
     """Keys and values of tokens ahead of a prefill, wherever they are kept."""
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """What is stored of them."""
+        ...
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         """[layers, 2, stop - first, K, D] of positions [first, stop), as the store keeps them."""
@@ -65,11 +74,23 @@ class Prefills:
         self.row = config.num_kv_heads * config.head_dim
         every = range(layers.num_layers)
         self.steps = [every[i : i + STEP_LAYERS] for i in every[::STEP_LAYERS]]
-        nothing = np.zeros((1, STEP_LAYERS, 2, 1, self.row), layers.kv_dtype)
-        self.no_pages = layers.shardings.put(jnp.array(nothing), PAGES)
         self.no_slots = np.zeros((1, 1, 0), np.int32)
         self.no_lengths = np.zeros((1, 0), np.int32)
+        self._numbers = count()
+        self._live: WeakValueDictionary[int, Prefill] = WeakValueDictionary()
         self.join = layers.programs.jit(_join, static=("block",))
+
+    @cached_property
+    def no_pages(self) -> Array:
+        """A pool of one slot that nobody attends to."""
+        nothing = np.zeros(self.no_pages_shape, self.layers.kv_dtype)
+        pages: Array = self.layers.shardings.put(nothing, PAGES)
+        return pages
+
+    @property
+    def no_pages_shape(self) -> tuple[int, ...]:
+        """Of that pool."""
+        return 1, STEP_LAYERS, 2, 1, self.row
 
     def begin(
         self,
@@ -84,7 +105,28 @@ class Prefills:
         `earlier` has the KV of what is before them, and, if `bounded`, of each block by the time
         the next is computed: past `window` tokens it is read back from there.
         """
-        return Prefill(self, tokens, start, earlier, bounded)
+        number = next(self._numbers)
+        if not self.layers.peers.alone:
+            self._tell(number, tokens, start, earlier, bounded)
+        prefill = Prefill(self, tokens, start, earlier, bounded, number)
+        self._live[number] = prefill
+        return prefill
+
+    def _tell(
+        self, number: int, tokens: np.ndarray, start: int, earlier: Earlier | None, bounded: bool
+    ) -> None:
+        """What other processes have to know of a prefill; they keep no others than `live`."""
+        total = start + len(tokens)
+        if bounded and total > self.window:
+            raise ValueError(
+                f"got {total} tokens over several processes, expected at most "
+                f"prefill_window={self.window}, as many as their devices keep"
+            )
+        before = earlier.prefix if earlier is not None else None
+        self.layers.peers.tell(
+            "prefill", number=number, tokens=tokens.tolist(), start=start, bounded=bounded,
+            before=None if before is None else before.named(), live=list(self._live),
+        )  # fmt: skip
 
     def run(self, tokens: np.ndarray) -> Iterator[Block]:
         """Blocks of `tokens` int32 [n], in order, with all of their KV on the device."""
@@ -107,10 +149,14 @@ class Prefill:
         start: int,
         earlier: Earlier | None,
         bounded: bool,
+        number: int,
     ) -> None:
+        """`number`: what the processes call it."""
         if not len(tokens):
             raise ValueError("got no tokens, expected at least one")
         self._own = own
+        self.number = number
+        self._bounded = bounded
         self._tokens = tokens
         self._start = start
         self._earlier = earlier
@@ -120,7 +166,8 @@ class Prefill:
         self._window = own.window if bounded else self.total + 2 * block
         rows = context_bucket(max(self.total, start + block), block)
         self._rows = min(rows, self._window + block)
-        self._buffers = [self._buffer(layers) for layers in own.steps]
+        with own.layers.peers.local():
+            self._buffers = [self._buffer(layers) for layers in own.steps]
         self._sliced = False
 
     @property
@@ -146,6 +193,7 @@ class Prefill:
     def advance(self) -> Block:
         """Computes the next block; blocks end where multiples of the block size do."""
         own, first = self._own, self._next
+        own.layers.peers.tell("block", number=self.number)
         stop = min(self.total, (first // own.block + 1) * own.block)
         padded = np.zeros((1, own.block), np.int32)
         padded[0, : stop - first] = self._tokens[first - self._start : stop - self._start]
@@ -170,7 +218,8 @@ class Prefill:
             )  # fmt: skip
             key = (len(layers), self._rows)
             new.append(own.join(key, self._buffers[step], at[0], block=own.block))
-        return jnp.concatenate(new), hidden
+        kv = jnp.concatenate(new)
+        return own.layers.shardings.gathered(kv) if self._bounded else kv, hidden
 
     def _in_pieces(self, hidden: Array, at: np.ndarray) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 
@@ -46,10 +47,11 @@ class Job:
         try:
             next(self._steps)
         except StopIteration as end:
-            self.future.set_result(end.value)
+            with suppress(InvalidStateError):
+                self.future.set_result(end.value)
             return False
         except Exception as error:  # whoever waits for the job gets it
-            self.future.set_exception(error)
+            self.fail(error)
             return False
         return True
 
@@ -57,7 +59,12 @@ class Job:
         """Ends it early: with `error`, or as cancelled."""
         self._steps.close()
         if error is not None:
-            self.future.set_exception(error)
+            self.fail(error)
         else:
             self.future.cancel()
             self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for it gets `error`, unless there is an outcome. Any thread."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)

@@ -78,6 +78,8 @@ class Placement:
         request, sampling = sequence.request, sequence.sampling
         if sampling is not None and sampling.stop and self._tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
+        if sequence.keep_kv and self._config.processes > 1:
+            raise ValueError("got keep_kv over several processes, each of which has only a part")
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
         suffix = self.encode(request.suffix, begins=_nothing(request.prefix))

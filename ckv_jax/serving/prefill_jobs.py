@@ -52,6 +52,9 @@ def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None
         if _lapsed(sequence):
             return
     with trace.span("compute", lane="compute"):
+        prefills.layers.peers.tell(
+            "first", number=prefill.number, last=block.length - 1, sequence=sequence.to_json()
+        )
         last = np.array([block.length - 1], np.int32)
         found = prefills.layers.head(block.hidden, last)
         logits, token = np.asarray(found[0]), np.asarray(found[1])

@@ -67,6 +67,7 @@ class Running:
         recovery: the job that computes again what the store lost.
         hold_slots: device slots that all windows may have together.
         window: slots of a window for each chunk of a choice, where there are so many.
+        check: ends a text that nobody waits for any more.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Running:
         hold_slots: int,
         window: float,
         max_batch: int,
+        check: Callable[[Sequence], None] = Sequence.check,
     ) -> None:
+        self._check = check
         self._decoder = decoder
         self._choices = choices
         self._recovery = recovery
@@ -134,7 +137,7 @@ class Running:
         chosen = np.asarray(sample(logits, stack_params(params), np.zeros(len(logits), np.int32)))
         left = []
         for row, going in starting:
-            going.sequence.check()
+            self._check(going.sequence)
             if going.sequence.reason is None:
                 _push(going.sequence, int(chosen[row]), logits, row)
             if _over(going):
@@ -155,7 +158,7 @@ class Running:
         for batch in list(self._batches):
             if batch.waits_for is not None and not batch.waits_for.future.done():
                 for going in batch.going.values():
-                    going.sequence.check()
+                    self._check(going.sequence)
                 continue
             try:
                 batch.waits_for = None
@@ -226,7 +229,7 @@ class Running:
 
     def _step(self, batch: _Batch) -> None:
         for going in batch.going.values():
-            going.sequence.check()
+            self._check(going.sequence)
         self._drop(batch)
         if not batch.going:
             return

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError, EngineClosed
@@ -25,6 +26,8 @@ from ckv_jax.storage.errors import StoreError
 
 _T = TypeVar("_T")
 
+_STUCK_S = 5.0
+"""How long `close` waits for a thread whose devices wait for a process that is gone."""
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
@@ -88,6 +91,8 @@ class Scheduler:
         self._begun: list[Job] = []
         self._next_sweep = 0.0
         self._closed = False
+        self._abandoned: CkvError | None = None
+        self._known: WeakSet[Sequence] = WeakSet()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
@@ -97,6 +102,7 @@ class Scheduler:
             sequence.on_cancel(self.wake)
         with self._changed:
             self._open()
+            self._known.update(sequences)
             self._waiting.extend(sequences)
             self._changed.notify()
 
@@ -123,6 +129,18 @@ class Scheduler:
         with self._changed:
             self._changed.notify()
 
+    def abandon(self, error: CkvError) -> None:
+        """Fails everything that somebody waits for, at once and from any thread: what the engine
+        thread computes may never come to an end."""
+        with self._changed:
+            self._closed, self._abandoned = True, error
+            self._changed.notify()
+            sequences, jobs = list(self._known), list(self._jobs)
+        for sequence in sequences:
+            sequence.fail(error)
+        for job in jobs:
+            job.fail(error)
+
     @property
     def waiting(self) -> int:
         """Sequences in the queue."""
@@ -146,12 +164,14 @@ class Scheduler:
             thread = self._thread
         forked = os.getpid() != self._process
         if not forked and thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(None if self._abandoned is None else _STUCK_S)
 
     def _open(self) -> None:
         """Refuses work that nobody would do; starts the thread."""
         if os.getpid() != self._process:
             raise EngineClosed("the engine belongs to the process that this one was forked from")
+        if self._abandoned is not None:
+            raise self._abandoned
         if self._closed:
             raise EngineClosed("the engine is closed")
         if self._thread is None:
@@ -309,7 +329,7 @@ class Scheduler:
             self._waiting.extendleft(reversed(batch))
 
     def _end(self) -> None:
-        error = EngineClosed("the engine was closed before this request's turn")
+        error = self._abandoned or EngineClosed("the engine was closed before this request's turn")
         self._worker.end(error)
         with self._changed:
             self._closed = True

@@ -5,7 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +30,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import TokenTrace, Trace
 
 Outcome = Result | Generation
+_NUMBERS = count()
 
 
 class Sequence:
@@ -46,6 +51,8 @@ class Sequence:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"got {type(sampling).__name__}, expected SamplingParams")
         self.request = request
+        self.number = next(_NUMBERS)
+        """What the processes of an engine call it."""
         self.index = index
         """Place in the call that submitted it."""
         self.sampling = sampling
@@ -108,6 +115,17 @@ class Sequence:
         self.prefix = prefix
         self.suffix = suffix
         self.budget = budget
+
+    def to_json(self) -> dict[str, Any]:
+        """What another process has to know to compute the same."""
+        prefix = self.prefix
+        return {
+            "number": self.number,
+            "prefix": prefix.named() if prefix.num_tokens else None,
+            "suffix": self.suffix.tolist(),
+            "budget": self.budget,
+            "sampling": None if self.sampling is None else asdict(self.sampling),
+        }
 
     @property
     def tokens(self) -> np.ndarray:
@@ -212,8 +230,9 @@ class Sequence:
         )
 
     def finish(self, outcome: Outcome) -> None:
-        """The outcome is there."""
-        self._future.set_result(outcome)
+        """The outcome is there, unless another one was before: that a process is gone."""
+        with suppress(InvalidStateError):
+            self._future.set_result(outcome)
 
     def fail(self, error: CkvError | ValueError) -> None:
         """The request's own fault: an outcome with an `error`, unless there is one already."""
@@ -228,7 +247,7 @@ class Sequence:
 
     def crash(self, error: BaseException) -> None:
         """A fault that is not the request's: whoever waits gets it raised."""
-        if not self.done():
+        with suppress(InvalidStateError):
             self._future.set_exception(error)
         self.settle()
 

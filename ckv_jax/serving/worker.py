@@ -10,7 +10,7 @@ import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import CkvError, ContextOverflow, ProcessFailed
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
@@ -31,9 +31,9 @@ from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
+from ckv_jax.request import FinishReason
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
-from ckv_jax.selection.base import Share
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
@@ -41,6 +41,7 @@ from ckv_jax.serving.prefill_jobs import dense_job, recovery_job
 from ckv_jax.serving.room import SlotRoom
 from ckv_jax.serving.running import Going, Running
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.shares import share_of, shares_of
 from ckv_jax.serving.text import Text
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -65,6 +66,7 @@ class Worker:
     ) -> None:
         """`store_prompt` ingests a prompt in another thread and submits its sequence again."""
         self.layers = layers
+        self._peers = layers.peers
         self.plan = Plan.of(layers.num_layers, system)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         self.residents = Residents(
@@ -111,6 +113,7 @@ class Worker:
             hold_slots=self.memory.hold_slots,
             window=system.window,
             max_batch=config.max_batch,
+            check=Sequence.check if self._peers.alone else (lambda _: None),  # see `step`
         )
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
@@ -151,9 +154,11 @@ class Worker:
             )
         for sequence in batch:
             sequence.begin()
+        if not self._peers.alone:
+            self._peers.tell("first_tokens", batch=[sequence.to_json() for sequence in batch])
         trace = Trace()
         with ExitStack() as stack:
-            with trace.span("open", lane="host"):
+            with trace.span("open", lane="host"), self._peers.local():
                 leases, which = self._open(batch, stack)
                 prefixes = []
                 for lease in leases:
@@ -167,7 +172,7 @@ class Worker:
                     [budget.chunks(n) for budget, n in zip(asked, units, strict=True)],
                     prefixes,
                     which,
-                    _share(asked, units),
+                    share_of(asked, units),
                 )
             hold = texts and self._room.held(batch)
             self._running.rest()
@@ -176,7 +181,7 @@ class Worker:
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
             logits = np.asarray(first.logits)
-            shares = _shares(trace, first, units)
+            shares = shares_of(trace, first, units)
             if not texts:
                 self._answer(batch, first, logits, shares)
             for index in range(len(leases) if hold else 0):
@@ -193,6 +198,11 @@ class Worker:
         else:
             for sequence in batch:  # nothing is held for them any more
                 sequence.settle()
+
+    @property
+    def layout(self) -> Layout:
+        """How what it reads lies on disk."""
+        return self._layout
 
     def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
@@ -253,7 +263,8 @@ class Worker:
         """A sequence that goes on after its first token, with its packs pinned if they may stay."""
         chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
         window = Window(lease.resident, self.memory, self.plan, held=False)
-        window.held = hold and all(window.cached(p, ids) for p, ids in enumerate(chosen))
+        held = hold and all(window.cached(p, ids) for p, ids in enumerate(chosen))
+        window.held = bool(self._peers.least(int(held)))
         for period, ids in enumerate(chosen):
             window.choose(period, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
@@ -283,7 +294,24 @@ class Worker:
 
     def step(self) -> list[Job]:
         """See `scheduler.Worker`."""
+        if not self._peers.alone:
+            for sequence in self._running.sequences:
+                sequence.check()
+            going = {s.number: s.reason for s in self._running.sequences}
+            self._peers.tell("step", going=list(going.items()))
         return self._running.step()
+
+    def follow(self, going: dict[int, FinishReason | None]) -> None:
+        """A follower's `step`: of these sequences, those with a reason have ended by now.
+
+        Raises `ProcessFailed` where others run here than there.
+        """
+        mine = self._running.sequences
+        if {sequence.number for sequence in mine} != set(going):
+            raise ProcessFailed(f"runs {[s.number for s in mine]}, the leader {list(going)}")
+        for sequence in mine:
+            sequence.reason = going[sequence.number]
+        self._running.step()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """See `Running.warm`."""
@@ -308,18 +336,22 @@ class Worker:
     def job_for(self, sequence: Sequence) -> Job | None:
         """See `scheduler.Worker`."""
         if self.system.selector != "none" and len(sequence.tokens) > self.prefills.window:
-            self._store_prompt(sequence)
+            if self._peers.alone:
+                self._store_prompt(sequence)
+            else:
+                sequence.fail(_too_long(len(sequence.tokens), self.prefills.window))
             return None
         return self.dense_job(sequence)
 
     def dense_job(self, sequence: Sequence) -> Job:
         """A dense prefill of all tokens of a sequence, whose KV stays on the device."""
         size = len(sequence.tokens) * self._room.token_bytes
-        return dense_job(sequence, self.prefills, size, self._dense_done)
+        return dense_job(sequence, self.prefills, size, self.dense_done)
 
-    def _dense_done(
+    def dense_done(
         self, sequence: Sequence, logits: np.ndarray, token: int, kv: LayerKv, trace: Trace
     ) -> None:
+        """What all tokens of a sequence came to: its answer, or the beginning of its text."""
         if sequence.sampling is None:
             self._finish(sequence, token, logits[0].copy(), trace)
             sequence.settle()
@@ -344,6 +376,10 @@ class Worker:
     def shorten(self, sequence: Sequence) -> bool:
         """See `scheduler.Worker`."""
         before = sequence.prefix
+        if not self._peers.alone:  # some process cannot read it: nobody does
+            nothing = Prefix.empty(before.fingerprint, before.layout, before.salt)
+            sequence.place(nothing, sequence.tokens, 1.0)
+            return before.num_tokens > 0
         if self.reorderer is not None:
             self.reorderer.forget(before)
         self._placement.shorten(sequence)
@@ -359,20 +395,8 @@ class Worker:
         self.leases.close()
 
 
-def _share(budgets: Several[Budget], units: Several[int]) -> Share:
-    """How much attention each of a batch's suffixes asks for."""
-    mass = [1.0 if budget.mass is None else budget.mass for budget in budgets]
-    least = [budget.floor(n) for budget, n in zip(budgets, units, strict=True)]
-    return Share(np.array(mass, np.float32), np.array(least, np.int32))
-
-
-def _shares(trace: Trace, first: FirstToken, units: list[int]) -> list[Trace]:
-    """Each row's own view of the batch's trace: what was read is common, the selection is not."""
-    return [
-        trace.share(
-            selected=[int((chosen[row] >= 0).sum()) for chosen in first.selections],
-            total=len(first.selections) * count,
-            attention_mass=first.attention_mass[:, row].tolist(),
-        )
-        for row, count in enumerate(units)
-    ]
+def _too_long(tokens: int, most: int) -> ContextOverflow:
+    return ContextOverflow(
+        f"got {tokens} tokens that are not stored, or cannot be read, over several processes, "
+        f"expected at most prefill_window={most}"
+    )

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from bench.aot import compilers, dumps, hlo, traffic
 from bench.aot.__main__ import kept, main, said_of_kernels
-from bench.aot.chips import CHIPS
+from bench.aot.chips import CHIPS, parted
 from bench.aot.compare import compared
 from bench.aot.processes import compiled_rows
 from bench.aot.verdict import judged
@@ -32,6 +32,12 @@ RUN_ON_V5E = """
   %bitcast.15 = bf16[179928,16,2,64]{3,2,1,0:T(2,128)(2,1)} bitcast(%copy.84)
   %run.4 = (bf16[1,2,256,64]{3,2,1,0:T(8,128)(2,1)S(1)}, f32[1,2,256,1]{3,2,1,0:T(8,128)}) custom-call(%copy-done.44, /*index=5*/%copy-done.10, %bitcast.15), custom_call_target="tpu_custom_call", operand_layout_constraints={}
   %custom-call.6 = bf16[896,896]{1,0:T(8,128)(2,1)S(1)} custom-call(%slice-done.24, %slice-done.25), custom_call_target="ConcatBitcast", backend_config={"flag_configs":[]}
+"""  # noqa: E501
+SPLIT = """
+  %all-reduce.3 = f32[1,32,3584]{2,1,0:T(8,128)S(1)} all-reduce(%fusion.2), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  %all-reduce-start.1 = f32[1,32,3584]{2,1,0:T(8,128)S(1)} all-reduce-start(%fusion.9), channel_id=2, to_apply=%add
+  %all-reduce-done.1 = f32[1,32,3584]{2,1,0:T(8,128)S(1)} all-reduce-done(%all-reduce-start.1)
+  %all-gather.7 = bf16[4,32]{1,0} all-gather(%param.1), dimensions={0}
 """  # noqa: E501
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -62,6 +68,25 @@ def test_only_a_copy_of_the_whole_pool_counts() -> None:
     assert not hlo.copies_of(RUN_ON_V5E.replace("copy(%pages.1)", "bitcast(%pages.1)"), [POOL])
     [weights] = hlo.copies_of(RUN_ON_V5E, [(9728, 896)])
     assert weights.opcode == "copy-start"
+
+
+def test_a_pool_that_is_brought_onto_the_chip_is_told_from_one_that_is_copied() -> None:
+    onto = RUN_ON_V5E.replace("T(2,128)(2,1)} copy(%pages.1)", "T(2,128)(2,1)S(1)} copy(%pages.1)")
+    assert [copy.on_chip for copy in hlo.copies_of(onto, [POOL])] == [True]
+    assert [copy.on_chip for copy in hlo.copies_of(RUN_ON_V5E, [POOL])] == [False]
+
+
+def test_what_devices_send_each_other() -> None:
+    assert hlo.collectives(SPLIT) == {"all-reduce": 2, "all-gather": 1}
+    assert hlo.collectives(RUN_ON_V5E) == {}
+
+
+def test_devices_of_a_target() -> None:
+    assert parted("v5e") == (CHIPS["v5e"], 1)
+    assert parted("v6e:8") == (CHIPS["v6e"], 8)
+    for wrong in ("v5e:3", "v5e:16", "H100:2"):
+        with pytest.raises(ValueError, match="expected 2, 4 or 8 devices of a TPU"):
+            parted(wrong)
 
 
 def test_kernels_are_told_from_bookkeeping_whose_second_is_given_back() -> None:
@@ -161,6 +186,19 @@ def row(**changes: Any) -> dict[str, Any]:
             "explained",
             "moves 1.5 times the bytes that it must: whole tiles",
         ),
+        ({"collectives": {"all-reduce": 8}, "sums_expected": 8}, "ok", None),
+        (
+            {"collectives": {"all-reduce": 8, "all-gather": 1}, "sums_expected": 8},
+            "failed",
+            "send each other 1 all-gather, 8 all-reduce, expected 8 all-reduce",
+        ),
+        ({"collectives": {}, "sums_expected": 1}, "failed", "nothing, expected 1 all-reduce"),
+        (
+            {"collectives": {"all-reduce": 2}, "gathers": "the largest of the logits"},
+            "explained",
+            "the largest of the logits",
+        ),
+        ({"pool_prefetches": 1}, "explained", "brought there"),
         ({"fits": False}, "failed", "needs"),
         ({"fits": False, "weight_bytes": 145_400_000_000}, "explained", "do not leave"),
     ],
@@ -200,12 +238,14 @@ def test_what_is_unknown_or_missing_is_said_and_the_rest_goes_on(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "aot.json"
-    asked = ["--target", "v9", "v5e", "H100", "--model", "0.5B", "9B", "--program", "run", "head"]
+    targets = ["--target", "v9", "v5e", "v5e:4", "H100"]
+    asked = [*targets, "--model", "0.5B", "9B", "--program", "run", "head", "stage"]
     assert main([*asked, "--json", str(out)]) == 1
     rows = json.loads(out.read_text())["rows"]
     found = {(r["target"], r["model"], r["program"]): (r["status"], r["why"]) for r in rows}
     assert "unknown target" in found["v9", "0.5B", "all"][1]
     assert "unknown model" in found["v5e", "9B", "all"][1]
+    assert "a divisor of the model's 2 KV heads" in found["v5e:4", "0.5B", "all"][1]
     assert found["v5e", "0.5B", "run"] == ("skipped", "libtpu is not installed: run `make aot`")
     assert found["H100", "0.5B", "head"][1].startswith("jax-cuda13-plugin is not installed")
     assert "FAILED v9" in capsys.readouterr().out

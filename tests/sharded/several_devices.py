@@ -2,6 +2,8 @@
 CPU is seen as eight devices. Prints one line of JSON.
 
     python several_devices.py FOLDER
+
+`FOLDER/store` may hold the text already.
 """
 
 from __future__ import annotations
@@ -15,59 +17,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkpoint import LARGEST, config
+
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import numpy as np
-import transformers
+from answers import answers, texts
 
-from ckv_jax import Engine, EngineConfig, Request, SamplingParams, SystemConfig
-from ckv_jax.identity import random_fingerprint
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.identity import model_fingerprint
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage import ChunkStore
-from ckv_jax.systems import system_of
 
 SIZES = {"ckv": (1, 2, 4), "contiguous-kv": (1, 2), "as-lru": (1, 2), "as-h2o-lru": (1, 2)}
-LARGEST = 4096 * 64 * 4  # bytes of the embedding below
-
-
-def checkpoint(folder: Path) -> Path:
-    """Four KV heads, biases, a head of its own; written by transformers."""
-    config = transformers.Qwen2Config(
-        vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.set_seed(0)
-    model = transformers.Qwen2ForCausalLM(config)
-    for name, value in model.named_parameters():
-        if name.endswith("bias"):
-            value.data.normal_(0, 0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def system(name: str) -> SystemConfig:
-    """The preset with two periods of these four layers."""
-    import dataclasses
-
-    small = {"period": 2, "subperiod": 2, "pack_layers": 2}
-    found = system_of(name)
-    return dataclasses.replace(found, **small) if found.chunked else found
-
-
-def config(name: str, size: int) -> EngineConfig:
-    """Pools of a few packs, so that a budget of 1.0 goes through them in parts."""
-    return EngineConfig(
-        system=system(name), dtype="float32", tensor_parallel=size, prefill_block=64,
-        prefill_window=128, device_cache_bytes=200_000, prefetch_device_bytes=400_000,
-        host_cache_bytes=0, compilation_cache=False,
-    )  # fmt: skip
 
 
 class Models:
@@ -75,7 +42,7 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         config = ModelConfig.from_hf(folder)
-        self.fingerprint = random_fingerprint(load_pretrained(folder, dtype="float32"))
+        self.fingerprint = model_fingerprint(folder, config, dtype="float32")
         self._layers = {
             size: Layers(
                 load_pretrained(folder, dtype="float32", shardings=Shardings.over(config, size))
@@ -109,43 +76,23 @@ def collectives(engine: Engine, ask: Callable[[], Any]) -> dict[str, float]:
     return found
 
 
-def answers(engine: Engine, prefix: Any, suffix: np.ndarray) -> dict[str, Any]:
-    """Logits and choices at a small budget; of `ckv` also with everything, and a text."""
-    found: dict[str, Any] = {}
-    ours = engine.system.name == "ckv"
-    for budget in (0.2, 1.0) if ours else (0.2,):
-        request = Request(prefix=prefix, suffix=suffix, budget=budget)
-        cold, warm = (engine.reprefill([request])[0] for _ in range(2))
-        for result in (cold, warm):
-            if result.error is not None:
-                raise result.error
-        found[str(budget)] = {
-            "logits": cold.logits.tolist(),
-            "warm": bool(np.array_equal(cold.logits, warm.logits)),
-            "chosen": [ids.tolist() for ids in engine.last_selection(prefix)],
-        }
-        if ours and budget < 1:
-            text = engine.generate(request, SamplingParams(max_tokens=4)).results()[0]
-            if text.error is not None:
-                raise text.error
-            found[str(budget)]["tokens"] = [int(token) for token in text.token_ids]
-    return found
-
-
 def main(folder: Path) -> None:
     """Everything, in one process: programs are compiled once for each size."""
-    model = checkpoint(folder / "model")
+    model = folder / "model"
     models = Models(model)
-    rng = np.random.default_rng(0)
-    text, suffix = (rng.integers(0, 512, n).astype(np.int32) for n in (330, 12))
+    text, suffix = texts()
     found: dict[str, Any] = {"answers": {}}
     prefixes: dict[str, Any] = {}
     for name, sizes in SIZES.items():
         for size in sizes:
             with models.engine(folder / "store", name, size) as engine:
-                if name not in prefixes:  # stored on one device, read on all
+                if name not in prefixes:  # stored by two processes or one device, read on all
                     prefixes[name] = engine.ingest(text)
                 found["answers"][f"{name} {size}"] = answers(engine, prefixes[name], suffix)
+                if name == "ckv" and size == 1:
+                    new = Request(prefix=[], suffix=suffix)
+                    [text_] = engine.generate(new, SamplingParams(max_tokens=3)).results()
+                    found["new text"] = text_.token_ids.tolist()
                 if name == "ckv" and size == 2:
                     request = Request(prefix=prefixes[name], suffix=suffix, budget=0.2)
                     found["collectives"] = collectives(
@@ -155,6 +102,7 @@ def main(folder: Path) -> None:
         prefix = engine.ingest(text)
     with models.engine(folder / "written", "ckv", 1) as engine:
         found["written"] = answers(engine, prefix, suffix)
+        found["id"] = prefixes["ckv"].id
         found["same id"] = prefix.id == prefixes["ckv"].id
     shardings = Shardings.over(ModelConfig.from_hf(model), 4)
     tracemalloc.start()  # of numpy's arrays; those of devices are not Python's

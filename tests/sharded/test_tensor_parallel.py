@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sharded.checkpoint import checkpoint, free_address
 
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.weights import random_model, save_pretrained
-from ckv_jax.storage import ChunkStore
+from ckv_jax.storage import ChunkStore, verify_store
 
 pytestmark = pytest.mark.slow
 
@@ -29,16 +31,45 @@ MODEL = ModelConfig(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `several_devices.py` printed."""
-    script = Path(__file__).with_name("several_devices.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path_factory.mktemp("sharded"))],
-        capture_output=True, text=True, check=False, timeout=280, env=dict(os.environ),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    read: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and room for a store."""
+    folder = tmp_path_factory.mktemp("sharded")
+    checkpoint(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def led(home: Path) -> dict[str, Any]:
+    """What the leader of two processes printed; they store the text that all others read."""
+    address = free_address()
+    leader, follower = (started("one_of_several.py", home, address, process) for process in (0, 1))
+    said, complaint = leader.communicate(timeout=150)
+    assert leader.returncode == 0, complaint[-4000:]
+    assert follower.wait(timeout=20) == -signal.SIGKILL, follower.communicate()[1][-4000:]
+    follower.communicate()
+    read: dict[str, Any] = json.loads(said.splitlines()[-1])
     return read
+
+
+@pytest.fixture(scope="module")
+def found(home: Path, led: dict[str, Any]) -> dict[str, Any]:
+    """What `several_devices.py` printed."""
+    process = started("several_devices.py", home)
+    said, complaint = process.communicate(timeout=250)
+    assert process.returncode == 0, complaint[-4000:]
+    read: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return read
+
+
+def started(script: str, *args: object) -> subprocess.Popen[str]:
+    """A script beside this one."""
+    folder = Path(__file__).parent
+    paths = [str(folder.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, str(folder / script), *map(str, args)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )  # fmt: skip
 
 
 def assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -58,6 +89,35 @@ def test_answers_and_choices_do_not_depend_on_the_devices(
     for budget in one:
         assert split[budget]["warm"]
         assert split[budget].get("tokens") == one[budget].get("tokens")
+
+
+def test_two_processes_answer_as_one_device_does(
+    found: dict[str, Any], led: dict[str, Any]
+) -> None:
+    one = found["answers"]["ckv 1"]
+    assert_alike(one, led["answers"])
+    assert led["answers"]["0.2"]["tokens"] == one["0.2"]["tokens"]
+    assert led["id"] == found["id"]  # the same store
+    assert led["together"] == [one["0.2"]["tokens"][:3], *[found["new text"]] * 2]
+    assert "keep_kv over several processes" in led["refused"]
+
+
+def test_what_a_process_cannot_read_all_compute_again(led: dict[str, Any]) -> None:
+    sparse, dense = (np.array(led["damaged"][name]) for name in ("sparse", "dense"))
+    assert np.array_equal(sparse, dense)
+
+
+def test_a_process_that_is_killed_fails_what_runs_and_leaves_the_store_sound(
+    home: Path, led: dict[str, Any]
+) -> None:
+    kind, said = led["lost"]["error"]
+    assert kind == "ProcessLost" and said.startswith("process 1 of 2 is gone")
+    assert led["lost"]["again"] == said
+    assert not list((home / "store" / "tmp").iterdir())
+    with ChunkStore.open(home / "store") as store:
+        report = verify_store(store)
+    damaged = {damage.segment_id for damage in report.damages}
+    assert damaged == {led["damaged"]["segment"]}  # overwritten by the test
 
 
 def test_what_four_devices_wrote_one_reads(found: dict[str, Any]) -> None:
@@ -88,7 +148,7 @@ def test_devices_that_do_not_suit(size: int, says: str) -> None:
         num_kv_heads=3, head_dim=16,
     )  # fmt: skip
     with pytest.raises(ValueError, match=says):
-        Shardings.over(model, size, list(devices))
+        Shardings.over(model, size, devices=list(devices))
 
 
 def test_more_devices_than_there_are_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:

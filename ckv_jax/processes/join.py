@@ -1,0 +1,245 @@
+"""How processes become one engine: `lead` in one of them, `follow` in each of the others.
+
+They first tell each other what they are by a connection of their own, so that whatever does not
+fit is refused before JAX knows of any process, a weight is read or a byte of a device taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ckv_jax.config import EngineConfig
+from ckv_jax.engine import Engine
+from ckv_jax.errors import ProcessFailed
+from ckv_jax.fitting import system_for
+from ckv_jax.identity import model_fingerprint
+from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.shardings import check_divides
+from ckv_jax.peers import Peers
+from ckv_jax.processes.channel import Channel, Message, accept, address_of, connect, listen
+from ckv_jax.processes.follower import Follower
+from ckv_jax.processes.following import Following
+from ckv_jax.processes.leading import Leading
+from ckv_jax.storage.config import StoreConfig
+from ckv_jax.storage.place import marker
+from ckv_jax.storage.store import ChunkStore
+
+__all__ = ["follow", "lead"]
+
+Url = str | os.PathLike[str]
+
+
+def lead(
+    folder: Url,
+    *,
+    store: Url,
+    address: str,
+    config: EngineConfig,
+    store_config: StoreConfig | None = None,
+    wait_s: float = 60.0,
+) -> Engine:
+    """The engine of `config.processes` processes, of which this one takes the requests.
+
+    Args:
+      folder, store, config, store_config: as for `Engine.from_pretrained`; every process is given
+        the same checkpoint, store and config.
+      address: "host:port" of this process, at which all others reach it; JAX takes the port, the
+        commands take the next one. Whoever can connect there is believed: no public network.
+      wait_s: how long the others may take to come.
+
+    Raises `ValueError` for a config that does not suit, or another process's that differs;
+    `TimeoutError` for processes that do not come; `ProcessFailed` with what kept another one from
+    loading. Before JAX has computed anything in this process.
+    """
+    mine = _facts(folder, config)
+    address_of(address)
+    until = time.monotonic() + wait_s
+    channels: dict[int, Channel] = {}
+    with listen(address) as listening:
+        try:
+            while len(channels) < config.processes - 1:
+                channel = accept(listening, until)
+                channels[_welcomed(channel, channels, mine, config.processes)] = channel
+            ordered = [channels[process] for process in sorted(channels)]
+            ChunkStore.open(store, config=store_config).close()
+            for channel in ordered:
+                channel.send({"store": _mark(store)})
+            for process, channel in enumerate(ordered, start=1):
+                _accepted(channel.receive(), process)
+            _initialize(address, config, 0, wait_s)
+        except BaseException as error:
+            for channel in channels.values():
+                _refuse(channel, error)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(
+                    f"{1 + len(channels)} of {config.processes} processes came in {wait_s:g} s"
+                ) from error
+            raise
+    return _loaded(Leading(ordered), folder, store, config, store_config)
+
+
+def follow(
+    folder: Url,
+    *,
+    store: Url,
+    address: str,
+    process: int,
+    config: EngineConfig,
+    store_config: StoreConfig | None = None,
+    wait_s: float = 60.0,
+) -> None:
+    """Computes what the leader at `address` says, as process number `process` (1, 2, …), until
+    that one is closed.
+
+    Raises like `lead`, and `ProcessLost` if the leader ends without a word; if this process then
+    waits for devices that will never answer, it is ended with status 1.
+    """
+    mine = _facts(folder, config)
+    if not 0 < process < config.processes:
+        raise ValueError(f"got process={process}, expected 1 to {config.processes - 1}")
+    channel = connect(address, time.monotonic() + wait_s)
+    try:
+        channel.send({"process": process, "facts": mine})
+        found, said = None, _accepted(channel.receive(), 0)
+        if (own := _mark(store)) != said["store"]:
+            found = f"got store {os.fspath(store)} ({own}), expected the leader's ({said['store']})"
+        channel.send({"refused": found})
+        if found is not None:
+            raise ValueError(found)
+        _initialize(address, config, process, wait_s)
+    except BaseException:
+        channel.close()
+        raise
+    peers = Following(channel, config.processes)
+    try:
+        with _loaded(peers, folder, store, config, store_config) as engine:
+            Follower(engine.worker, engine.store, engine.fingerprint, peers).run(peers.commands())
+            _shutdown()  # before the leader, who serves this
+    finally:
+        peers.leave()
+
+
+def _facts(folder: Url, config: EngineConfig) -> Message:
+    """What has to be the same in all processes. Raises `ValueError` for what suits none."""
+    if config.processes < 2:
+        raise ValueError(f"got processes={config.processes}, expected 2 or more")
+    path = Path(folder)
+    model = ModelConfig.from_hf(path)
+    check_divides(model, config.tensor_parallel)
+    system_for(config)
+    settings = json.dumps(dataclasses.asdict(config), sort_keys=True, default=_named)
+    return {
+        "ckv-jax": version("ckv-jax"),
+        "jax": jax.__version__,
+        "model": dict(model_fingerprint(path, model, dtype=config.dtype).fields),
+        "config": json.loads(settings),
+    }
+
+
+def _named(value: Any) -> str:
+    """A function or an object of somebody's own, by its name."""
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _welcomed(channel: Channel, known: dict[int, Channel], mine: Message, processes: int) -> int:
+    """The number of a process that has come. Raises `ValueError` for one that does not fit."""
+    try:
+        said = channel.receive()
+        process, theirs = said["process"], said["facts"]
+        if process in known or not 0 < process < processes:
+            raise ValueError(f"got process {process} (again), expected 1 to {processes - 1}")
+        _same(mine, theirs, f"process {process}")
+    except BaseException as error:
+        _refuse(channel, error)
+        raise
+    return int(process)
+
+
+def _same(mine: Message, theirs: Message, who: str, at: str = "") -> None:
+    """Raises `ValueError` with the first fact that differs."""
+    for name, value in mine.items():
+        other = theirs.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            _same(value, other, who, f"{at}{name}.")
+        elif value != other:
+            raise ValueError(f"got {at}{name}={other!r} in {who}, expected {value!r}, the leader's")
+
+
+def _refuse(channel: Channel, error: BaseException) -> None:
+    with suppress(OSError):  # it may be gone
+        channel.send({"refused": str(error)})
+    channel.close()
+
+
+def _accepted(said: Message, process: int) -> Message:
+    if said.get("refused") is not None:
+        raise ValueError(f"process {process}: {said['refused']}")
+    return said
+
+
+def _mark(store: Url) -> str | list[int]:
+    """What tells a store from others: of a folder its marker file, else the URL."""
+    text = os.fspath(store)
+    if "://" in text and not text.startswith("file://"):
+        return text
+    try:
+        found = (Path(text.removeprefix("file://")) / marker.FILE).stat()
+    except OSError as error:
+        return f"no store: {error}"
+    return [found.st_ino, found.st_mtime_ns]
+
+
+def _initialize(address: str, config: EngineConfig, process: int, wait_s: float) -> None:
+    """Makes JAX know the processes."""
+    set_: Callable[[str, Any], None] = jax.config.update
+    set_("jax_cpu_collectives_implementation", "gloo")
+    set_("jax_enable_recoverability", True)  # who is left says what happened
+    set_("jax_enable_preemption_service", False)  # it swallows SIGTERM
+    jax.distributed.initialize(
+        address,
+        config.processes,
+        process,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,
+        initialization_timeout=max(1, int(wait_s)),
+    )
+
+
+def _shutdown() -> None:
+    end: Callable[[], None] = jax.distributed.shutdown
+    end()
+
+
+def _loaded(
+    peers: Peers, folder: Url, store: Url, config: EngineConfig, store_config: StoreConfig | None
+) -> Engine:
+    """The engine, once all processes have loaded; or what kept this one or another from it."""
+    made: Sequence[Engine] = ()
+    try:
+        with peers.local():
+            made = [
+                Engine.from_pretrained(
+                    folder, store=store, config=config, store_config=store_config, peers=peers
+                )
+            ]
+    except ProcessFailed as error:
+        for engine in made:
+            engine.close()
+        peers.leave()
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+    except BaseException:
+        peers.leave()
+        raise
+    return made[0]

@@ -1,0 +1,117 @@
+"""The leader's side: says what is computed next, collects what the others found out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ckv_jax.errors import CkvError, ProcessFailed, ProcessLost
+from ckv_jax.peers import Agreed, Peers
+from ckv_jax.processes.channel import Channel, Message
+
+
+class Leading(Peers):
+    """The processes that follow this one. `tell`, `local`, `least`: engine thread only."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self.size = 1 + len(channels)
+        self._channels = channels
+        self._reports: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in channels]
+        self._lock = threading.Lock()
+        self._lost: ProcessLost | None = None
+        self._on_lost: Callable[[CkvError], None] = lambda error: None
+        self._left = [threading.Event() for _ in channels]
+        for index, channel in enumerate(channels):
+            channel.watch(self._reports[index].put, partial(self._gone, index))
+
+    @property
+    def lost(self) -> bool:
+        """Whether a process is gone for good."""
+        return self._lost is not None
+
+    def on_lost(self, call: Callable[[CkvError], None]) -> None:
+        """See `Peers`."""
+        self._on_lost = call
+
+    def tell(self, command: str, **facts: Any) -> None:
+        """See `Peers`. Raises `ProcessLost`."""
+        self._send({"do": command, "with": facts})
+
+    @contextmanager
+    def local(self) -> Iterator[Agreed]:
+        """See `Peers`."""
+        agreed, failure = Agreed(), None
+        try:
+            yield agreed
+        except Exception as error:  # every process has to know, whatever it is
+            failure = error
+        agreed.fits = bool(self._round(int(agreed.fits), failure))
+
+    def least(self, value: int) -> int:
+        """See `Peers`."""
+        return self._round(value, None)
+
+    def leave(self) -> None:
+        """See `Peers`: lets the others go, and waits a little for each."""
+        with self._lock:
+            over, self._lost = self._lost is not None, self._lost or _over()
+        for index, channel in enumerate(self._channels):
+            if not over:
+                try:
+                    channel.send({"do": "close", "with": {}})
+                    self._left[index].wait(10.0)
+                except OSError:
+                    pass  # gone by itself
+            channel.close()
+
+    def _round(self, value: int, failure: Exception | None) -> int:
+        """The least value of all, once each has sent its own."""
+        why = None if failure is None else f"process 0: {type(failure).__name__}: {failure}"
+        for index, reports in enumerate(self._reports):
+            report = self._next(reports)
+            value = min(value, report["value"])
+            if why is None and report["failed"] is not None:
+                why = f"process {index + 1}: {report['failed']}"
+        self._send({"agreed": value, "failed": why})
+        if why is not None:
+            raise ProcessFailed(why) from failure
+        return value
+
+    def _next(self, reports: SimpleQueue[Message | None]) -> Message:
+        while True:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                report = reports.get(timeout=1.0)
+            except Empty:
+                continue
+            if report is not None:
+                return report
+
+    def _send(self, message: Message) -> None:
+        if self._lost is not None:
+            raise self._lost
+        for index, channel in enumerate(self._channels):
+            try:
+                channel.send(message)
+            except OSError as error:
+                self._gone(index, error)
+                raise self._lost or _over() from error
+
+    def _gone(self, index: int, why: OSError) -> None:
+        self._left[index].set()
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = ProcessLost(f"process {index + 1} of {self.size} is gone: {why}")
+        for reports in self._reports:
+            reports.put(None)
+        self._on_lost(self._lost)
+
+
+def _over() -> ProcessLost:
+    return ProcessLost("the engine is closed")
