@@ -40,7 +40,7 @@ def copied(root: Path, work: Path) -> Tree:
     package is found before that.
     """
     tree = work / "tree"
-    names = ("ckv_jax", "storage", "kernels_pallas", "bench", "tests", "pyproject.toml")
+    names = ("ckv_jax", "storage", "kernels_pallas", "bench", "tests", "docs", "pyproject.toml")
     unwanted = shutil.ignore_patterns("__pycache__", "results")
     for name in names:
         if (root / name).is_dir():
