@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
@@ -23,9 +23,17 @@ from ckv_jax.request import Request, Result
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.tools.inspect import inspect_store
 
-__all__ = ["BUDGETS", "Demo", "Report", "demo_checkpoint", "kl_divergence"]
+__all__ = ["BUDGETS", "NOISE", "Demo", "Report", "demo_checkpoint", "kl_divergence"]
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
+SHOWN = 3
+"""Questions that are shown with their answers."""
+NOISE = (
+    "No checkpoint was given: these weights are random, and their answers are noise. For answers "
+    "that mean something: hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir "
+    "Qwen2.5-0.5B-Instruct, then --checkpoint Qwen2.5-0.5B-Instruct"
+)
+"""What to tell a user who gave no model, so that `demo_checkpoint` stands in."""
 _RECIPE = "random-1"  # the name of a cached checkpoint changes with the way it is made
 
 
@@ -53,13 +61,18 @@ class Demo:
         """The demo for a text; None: one that the shipped checkpoint was trained to read.
 
         A text of the user's own is read with random weights, made once in `cache`: the shipped
-        checkpoint knows its own kind of documents only.
+        checkpoint knows its own kind of documents only. A question of the user's own about the
+        packaged text goes to the shipped checkpoint, in place of the packaged questions.
         """
-        if text is None and question is None:
+        if text is None:
             try:
-                return cls.trained_on_ledgers()
+                made = cls.trained_on_ledgers()
             except CheckpointError:
                 pass  # it did not come with this installation
+            else:
+                if question is None:
+                    return made
+                return replace(made, questions=((question, None),), runs=5)
         return cls(
             checkpoint=demo_checkpoint(cache),
             trained=False,
@@ -82,10 +95,13 @@ class Demo:
     def headline(self) -> str:
         """What the weights are, said plainly."""
         if self.trained:
-            return (
-                f"A small checkpoint, trained to look facts up in a document; "
-                f"{len(self.questions)} questions with one-word answers."
+            known, _ = demo_document()[1][0]
+            about = (
+                f"{len(self.questions)} questions with one-word answers"
+                if self.questions[0][1] is not None
+                else f"it answers questions such as '{known}', and any other with noise"
             )
+            return f"A small checkpoint, trained to look facts up in a document; {about}."
         return "The weights are random: times and bytes are real, the answers are noise."
 
     def run(
@@ -122,6 +138,10 @@ class Demo:
             warm_up = self.questions[0][0]
             recompute(warm_up)
             dense = [recompute(question) for question, _ in self.questions[: self.compared]]
+            asked: list[dict[str, Any]] = [
+                {"question": question, "expected": expected, "answers": {}}
+                for question, expected in self.questions[:SHOWN]
+            ]
             rows = []
             for budget in budgets:
                 ask(warm_up, budget)
@@ -130,9 +150,12 @@ class Demo:
                     for question, _ in self.questions
                     for _ in range(self.runs)
                 ]
+                for one, result in zip(asked, results[:: self.runs], strict=False):
+                    one["answers"][f"{budget:g}"] = result.text.strip()
                 rows.append(self._row(engine, prefix, results, dense))
             return Report(
                 rows=tuple(rows),
+                asked=tuple(asked),
                 recompute_ttft_ms=median_low([result.trace.ttft_ms for result in dense]),
                 store_bytes=_bytes_on_disk(engine, prefix),
                 prefix_tokens=prefix.num_tokens,
@@ -153,7 +176,7 @@ class Demo:
             kl_divergence(full.logits, some.logits) for some, full in pairs
         )
         row["top1_agrees"] = fmean(some.token_id == full.token_id for some, full in pairs)
-        if self.trained:
+        if self.questions[0][1] is not None:
             right = [
                 result.text.strip() == answer
                 for result, (_, answer) in zip(firsts, self.questions, strict=True)
@@ -167,6 +190,8 @@ class Report:
     """What a demo found. A row is one budget, as `ckv ask --json` prints it, and its quality."""
 
     rows: tuple[dict[str, Any], ...]
+    asked: tuple[dict[str, Any], ...]
+    """The first few questions: `question`, `expected` and `answers` by budget."""
     recompute_ttft_ms: float
     store_bytes: int
     prefix_tokens: int
@@ -177,6 +202,7 @@ class Report:
         """The object that `ckv demo --json` prints."""
         return {
             "rows": list(self.rows),
+            "asked": list(self.asked),
             "recompute_ttft_ms": self.recompute_ttft_ms,
             "store_bytes": self.store_bytes,
             "prefix_tokens": self.prefix_tokens,

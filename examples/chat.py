@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
-from ckv_jax.demo import demo_checkpoint
+from ckv_jax.demo import NOISE, demo_checkpoint
 
 TURN = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -23,13 +23,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Chat about a text.")
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
     parser.add_argument("--text", type=Path, help="what the chat is about")
-    parser.add_argument("--checkpoint", type=Path, help="a model's folder; default: the demo's")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a model's folder; without it the answers are noise"
+    )
     parser.add_argument("--budget", type=float, default=0.25)
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
     text = args.text.read_text(encoding="utf-8") if args.text else "You are a friendly helper."
     sampling = SamplingParams(max_tokens=args.max_tokens)
+    if args.checkpoint is None:
+        print(NOISE, file=sys.stderr)
     checkpoint = args.checkpoint or demo_checkpoint()
     config = EngineConfig(budget=args.budget)
     with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:

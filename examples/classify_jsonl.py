@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax import Engine, EngineConfig, Request
-from ckv_jax.demo import demo_checkpoint
+from ckv_jax.demo import NOISE, demo_checkpoint
 
 
 def main() -> None:
@@ -25,13 +25,17 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help='JSONL of {"text"}')
     parser.add_argument("--examples", type=Path, required=True, help='JSONL of {"text", "label"}')
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
-    parser.add_argument("--checkpoint", type=Path, help="a model's folder; default: the demo's")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a model's folder; without it the answers are noise"
+    )
     parser.add_argument("--budget", type=float, default=0.25)
     args = parser.parse_args()
 
     examples = list(read(args.examples))
     labels = sorted({example["label"] for example in examples})
     texts = list(read(args.texts))
+    if args.checkpoint is None:
+        print(NOISE, file=sys.stderr)
     checkpoint = args.checkpoint or demo_checkpoint()
     config = EngineConfig(budget=args.budget)
     with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:

@@ -10,12 +10,13 @@ is of its first token.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from ckv_jax import Engine, EngineConfig, Request, Result
-from ckv_jax.demo import demo_checkpoint
+from ckv_jax.demo import NOISE, demo_checkpoint
 
 
 def main() -> None:
@@ -23,13 +24,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("question")
     parser.add_argument("--store", required=True, help="folder or URL that keeps the KV")
-    parser.add_argument("--checkpoint", type=Path, help="a model's folder; default: the demo's")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a model's folder; without it the answers are noise"
+    )
     parser.add_argument("--budget", type=float, default=0.10)
     args = parser.parse_args()
 
     files = sorted(path for path in args.folder.rglob("*") if path.suffix in (".md", ".txt"))
     if not files:
         parser.error(f"there is no .md or .txt file in {args.folder}")
+    if args.checkpoint is None:
+        print(NOISE, file=sys.stderr)
     checkpoint = args.checkpoint or demo_checkpoint()
     config = EngineConfig(budget=args.budget)
     with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:

@@ -11,7 +11,7 @@ import pytest
 from ckv_jax.data.handbook import QUESTION, handbook, night_log
 from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.data.reference import demo_document
-from ckv_jax.demo import BUDGETS, Demo, kl_divergence
+from ckv_jax.demo import BUDGETS, SHOWN, Demo, kl_divergence
 from ckv_jax.model.tokenizer import load_tokenizer
 
 
@@ -71,3 +71,14 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
     assert report["rows"][-1]["accuracy"] >= 0.75  # of four, all KV in attention
     assert all(4 * row["accuracy"] in range(5) for row in report["rows"])
     assert report["rows"][-1]["top1_agrees"] == 1
+    assert [one["question"] for one in report["asked"]] == [q for q, _ in questions[:SHOWN]]
+    shown = [one["answers"]["1"] == one["expected"] for one in report["asked"]]
+    assert sum(shown) >= 2  # of three, all KV in attention
+    assert all(set(one["answers"]) == {"0.25", "1"} for one in report["asked"])
+
+
+def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(tmp_path: Path) -> None:
+    made = Demo.prepare(tmp_path, question="code rupert")
+    assert made.trained and made.questions == (("code rupert", None),)
+    assert "questions such as 'now tell me: code rupert', and any other with noise" in made.headline
+    assert not list(tmp_path.iterdir())  # no random weights were made

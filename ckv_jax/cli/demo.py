@@ -26,7 +26,12 @@ def demo(
     ] = None,
     question: Annotated[
         str | None,
-        typer.Option("--question", metavar="TEXT", help="A question of your own about the text."),
+        typer.Option(
+            "--question",
+            metavar="TEXT",
+            help="A question of your own about the text. The packaged checkpoint answers those of "
+            "its own kind, such as 'code rupert'.",
+        ),
     ] = None,
     system: System = "ckv",
     cache: Annotated[
@@ -43,8 +48,9 @@ def demo(
     """Store a long text's KV, ask about it at five budgets, and show what each costs.
 
     Needs no model, no network and no GPU: a small checkpoint and a long text come with the
-    package. Each row is one budget: time to the first token, what was read from SSD, and how far
-    the answer is from reading everything.
+    package. Shows three questions with their answers, then a row per budget: time to the first
+    token, what was read from SSD, and how far the answer is from reading everything. Takes about a
+    minute on two free cores the first time, most of it compilation, and less after that.
     """
     if question is not None and not question.strip():
         raise ValueError("the question is empty")
@@ -60,6 +66,7 @@ def demo(
         folder = cache or cache_folder()
         made = Demo.prepare(folder, text=own, question=question)
     terminal.say(made.headline)
+    terminal.say("About a minute on two free cores the first time; less after that.")
     with terminal.progress() as bar:
         store = folder / f"store-{VERSION}"
         report = made.run(store, system=system, ingesting=bar("tokens"), asking=bar("questions"))
@@ -72,9 +79,12 @@ def demo(
 def _show(terminal: Terminal, report: Report) -> None:
     from rich.table import Table
 
+    if report.trained:
+        _show_answers(terminal, report)
+    right = "accuracy" in report.rows[0]
     table = Table(box=None, padding=(0, 2, 0, 0))
     names = ["budget", "TTFT ms", "speed-up", "SSD MiB", "read", "mass", "KL", "agrees"]
-    for name in [*names, *(["right"] if report.trained else [])]:
+    for name in [*names, *(["right"] if right else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     recompute = report.recompute_ttft_ms
     for row in report.rows:
@@ -88,7 +98,7 @@ def _show(terminal: Terminal, report: Report) -> None:
             f"{row['attention_mass']:.0%}",
             f"{row['kl_to_recompute']:.0e}",
             f"{row['top1_agrees']:.0%}",
-            *([f"{row['accuracy']:.0%}"] if report.trained else []),
+            *([f"{row['accuracy']:.0%}"] if right else []),
         )
     table.add_section()
     table.add_row("recompute", f"{recompute:,.1f}", "1.0x", *["-"] * (len(table.columns) - 3))
@@ -96,13 +106,29 @@ def _show(terminal: Terminal, report: Report) -> None:
     terminal.out.print()
     terminal.say(
         f"{report.prefix_tokens:,} tokens, {byte_size(report.store_bytes)} on disk; "
-        f"{report.questions} question{'s' if report.questions > 1 else ''} a row. Times are "
+        f"{report.questions} question{'s' if report.questions > 1 else ''} per row. Times are "
         "medians after a warm-up; the KV is read from disk each time."
     )
     terminal.say(
         "TTFT: time to first token. mass: share of the probe's attention on what was read. "
         "KL, agrees: next-token distribution (nats) and first token against recompute."
-        + (" right: right answers." if report.trained else "")
+        + (" right: right answers." if right else "")
     )
     if not report.trained:
         terminal.say("With random weights attention is flat, so mass follows the budget.")
+
+
+def _show_answers(terminal: Terminal, report: Report) -> None:
+    """A few questions, with what was answered at the smallest budget and in full."""
+    from rich.table import Table
+
+    low, full = (f"{row['budget']:g}" for row in (report.rows[0], report.rows[-1]))
+    known = report.asked[0]["expected"] is not None
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("question", f"at {float(low):.0%}", "in full", *(["right"] if known else [])):
+        table.add_column(name, no_wrap=True)
+    for one in report.asked:
+        answers = [one["answers"][low], one["answers"][full]]
+        table.add_row(one["question"], *answers, *([one["expected"]] if known else []))
+    terminal.out.print(table)
+    terminal.out.print()

@@ -86,6 +86,8 @@ def inspect(
         terminal.json(found.to_dict())
     else:
         show_inspection(terminal, found)
+    if plot is not None:
+        terminal.say(f"wrote {plot}", wrap=False)
 
 
 def verify(

@@ -273,19 +273,31 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
       PrefixNotFound: there is no such prefix.
       ValueError: nothing has been asked of it yet, so that there is nothing to draw.
     """
-    from matplotlib.figure import Figure  # an extra: only this function needs it
+    from matplotlib.colors import LogNorm  # an extra: only this function needs it
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     found = store.prefix(prefix)
     importance = importance_map(store, found)
     if importance is None:
         raise ValueError(f"prefix {found.id}: no scores yet; they come with the first re-prefill")
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    drawn = np.ma.masked_less_equal(importance, 0)  # what drew nothing stays white
+    high = float(drawn.max()) if drawn.count() else 1.0
+    low = max(float(drawn.min()) if drawn.count() else 0.1, high / 1e6)
+    figure = Figure(figsize=(10, 1.6 + 0.14 * min(len(drawn), 40)), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(importance, aspect="auto", interpolation="nearest", cmap="viridis")
-    axes.set_xlabel(f"chunk of {found.layout.chunk_tokens} tokens")
+    image = axes.imshow(
+        drawn, aspect="auto", interpolation="nearest", cmap="cividis", origin="lower",
+        norm=LogNorm(vmin=low if low < high else high / 10, vmax=high),
+    )  # fmt: skip
+    axes.set_xlabel(f"chunk (of {found.layout.chunk_tokens} tokens)")
     axes.set_ylabel(_rows(found.layout))
-    axes.set_title(f"attention drawn by each chunk, prefix {found.id[:12]}")
-    figure.colorbar(image, ax=axes)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(
+        f"Attention that each chunk drew: prefix {found.id[:12]}, {found.num_tokens:,} tokens",
+        loc="left",
+    )
+    figure.colorbar(image, ax=axes, label="attention drawn (logarithmic)")
     figure.savefig(path, format="png", dpi=120)
 
 

@@ -1,0 +1,132 @@
+"""What the pages tell a newcomer to type runs as it is written, names of files and ids apart."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import Here, in_this_process
+
+from ckv_jax import Engine, Request
+from ckv_jax.data.random_checkpoint import random_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(30))
+NOT_OURS = ("make ", "pip ", "hf ")
+"""Beginnings of lines that need a network or a whole environment; `test_docs` checks targets."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint in Hugging Face format and a text."""
+    home = tmp_path_factory.mktemp("home")
+    random_checkpoint(
+        home / "model", num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1
+    )  # float32 files: the pages' bfloat16 is the dtype they are computed in
+    (home / "handbook.txt").write_text(TEXT)
+    return home
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return in_this_process(monkeypatch, capsys)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+
+
+def as_here(code: str, home: Path, prefix: str = "") -> str:
+    """The page's paths and ids as they are in this test."""
+    for said, meant in (
+        ("~/models/Qwen2.5-0.5B-Instruct", str(home / "model")),
+        ("models/Qwen2.5-0.5B-Instruct", str(home / "model")),
+        ("file:///data/kv", str(home / "python-kv")),
+        ("~/kv", str(home / "kv")),
+        ("3f9a", prefix[:8]),
+        *((name, str(home / name)) for name in
+          ("handbook.txt", "questions.jsonl", "answers.jsonl", "map.png")),
+    ):  # fmt: skip
+        code = code.replace(said, meant)
+    return code
+
+
+def test_the_quickstart_works_as_written(home: Path, here: Here) -> None:
+    text = "".join(blocks(DOCS / "quickstart.md", "console"))
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    ours = [line for line in lines if not line.startswith(NOT_OURS)]
+    assert len(ours) >= 9
+    prefix = ""
+    for line in ours:
+        arguments = shlex.split(as_here(line, home, prefix), comments=True)
+        assert arguments[0] == "ckv", line
+        code, out, err = here(*arguments[1:])
+        assert code == 0, (line, out, err)
+        if arguments[1] == "ingest":
+            prefix = re.findall(r"\b[0-9a-f]{32}\b", out)[0]
+            asked = {"prefix": prefix, "question": "Which lamp?", "max_tokens": 2}
+            (home / "questions.jsonl").write_text(json.dumps(asked) + "\n")
+        if "--plot" in arguments:
+            assert f"wrote {home / 'map.png'}" in out
+            assert (home / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert len((home / "answers.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_snippet_of_python_runs(page: str, home: Path) -> None:
+    (code,) = blocks(ROOT / page, "python")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(as_here(code, home), page, "exec"), {})
+    assert "ms" in said.getvalue() or re.search(r"\d+\.\d+ \{", said.getvalue())
+
+
+@pytest.fixture(scope="module")
+def engine(home: Path) -> Iterator[Engine]:
+    with Engine.from_pretrained(home / "model", store=home / "requests-kv") as engine:
+        yield engine
+
+
+def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = engine.ingest(TEXT)
+    request = Request(prefix=prefix, suffix="Which lamp?")
+    names = {"engine": engine, "request": request, "requests": [request], "history": prefix}
+    for code in blocks(DOCS / "requests.md", "python"):
+        exec(compile(code.replace("max_tokens=200", "max_tokens=3"), "requests.md", "exec"), names)
+    assert capsys.readouterr().out == names["generation"].text  # type: ignore[attr-defined]
+    assert names["history"].num_tokens > prefix.num_tokens  # type: ignore[attr-defined]
+
+
+def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from ckv_jax.kernels_pallas import dispatch
+    from ckv_jax.kernels_pallas.gather.api import gather
+    from ckv_jax.kernels_pallas.target import Target
+
+    pool, ids = jnp.zeros((4, 2, 8, 64)), jnp.array([[1, 2]], jnp.int32)
+    names = {"jax": jax, "dispatch": dispatch, "engine": engine, "args": (pool, ids)}
+    names["f"] = partial(gather, target=Target.of(jax.devices()[0]))
+    (code,) = blocks(DOCS / "kernels.md", "python")
+    exec(compile(code, "kernels.md", "exec"), names)
+    assert [choice.implementation for choice in names["made"]] == ["reference"]  # type: ignore[attr-defined]
+
+
+def test_the_snippet_about_the_store_runs(home: Path) -> None:
+    (code, *_) = blocks(DOCS / "storage.md", "python")
+    smaller = re.sub(r"\b28\b", "4", as_here(code, home))
+    names: dict[str, object] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(smaller, "storage.md", "exec"), names)
+    assert isinstance(names["kv"], np.ndarray)
