@@ -59,12 +59,9 @@ class Follower:
             self._failed()
         self._worker.first_tokens(sequences)
 
-    def step(self, going: list[tuple[int, Any]]) -> None:
+    def step(self, going: list[tuple[int, int, Any]]) -> None:
         """See `Worker.step`."""
-        try:
-            self._worker.follow(dict(going))
-        except ProcessFailed as error:
-            raise RuntimeError(f"the processes went apart: {error}") from error
+        self._worker.follow(going)
 
     def prefill(
         self, number: int, tokens: list[int], start: int, bounded: bool,

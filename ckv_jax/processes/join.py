@@ -101,8 +101,9 @@ def follow(
     """Computes what the leader at `address` says, as process number `process` (1, 2, …), until
     that one is closed.
 
-    Raises like `lead`, and `ProcessLost` if the leader ends without a word; if this process then
-    waits for devices that will never answer, it is ended with status 1.
+    Raises like `lead`, and `ProcessLost` if the leader ends without a word, unless JAX's own
+    runtime has ended the process before; where it waits for devices that will never answer, it is
+    ended with status 1.
     """
     mine = _facts(folder, config)
     if not 0 < process < config.processes:

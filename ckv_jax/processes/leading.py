@@ -28,14 +28,12 @@ class Leading(Peers):
         for index, channel in enumerate(channels):
             channel.watch(self._reports[index].put, partial(self._gone, index))
 
-    @property
-    def lost(self) -> bool:
-        """Whether a process is gone for good."""
-        return self._lost is not None
-
     def on_lost(self, call: Callable[[CkvError], None]) -> None:
         """See `Peers`."""
-        self._on_lost = call
+        with self._lock:
+            self._on_lost, lost = call, self._lost
+        if lost is not None:
+            call(lost)
 
     def tell(self, command: str, **facts: Any) -> None:
         """See `Peers`. Raises `ProcessLost`."""
@@ -108,9 +106,10 @@ class Leading(Peers):
             if self._lost is not None:
                 return
             self._lost = ProcessLost(f"process {index + 1} of {self.size} is gone: {why}")
+            tell = self._on_lost
         for reports in self._reports:
             reports.put(None)
-        self._on_lost(self._lost)
+        tell(self._lost)
 
 
 def _over() -> ProcessLost:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.errors import CkvError, EngineClosed
+from ckv_jax.errors import CkvError, EngineClosed, ProcessLost
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
@@ -182,6 +182,8 @@ class Scheduler:
         try:
             while self._round():
                 pass
+        except ProcessLost:
+            pass  # everybody has been told
         finally:  # nobody may wait for ever, whatever happened
             self._end()
 

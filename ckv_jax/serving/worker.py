@@ -10,7 +10,7 @@ import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.errors import CkvError, ContextOverflow, ProcessFailed
+from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
@@ -297,20 +297,22 @@ class Worker:
         if not self._peers.alone:
             for sequence in self._running.sequences:
                 sequence.check()
-            going = {s.number: s.reason for s in self._running.sequences}
-            self._peers.tell("step", going=list(going.items()))
+            going = [(s.number, s.token_ids[-1], s.reason) for s in self._running.sequences]
+            self._peers.tell("step", going=going)
         return self._running.step()
 
-    def follow(self, going: dict[int, FinishReason | None]) -> None:
-        """A follower's `step`: of these sequences, those with a reason have ended by now.
+    def follow(self, going: Several[tuple[int, int, FinishReason | None]]) -> None:
+        """A follower's `step`: sequences by number, each with its latest token; those with a
+        reason have ended by now.
 
-        Raises `ProcessFailed` where others run here than there.
+        Raises `RuntimeError` where it has other ones, or chose another token.
         """
-        mine = self._running.sequences
-        if {sequence.number for sequence in mine} != set(going):
-            raise ProcessFailed(f"runs {[s.number for s in mine]}, the leader {list(going)}")
-        for sequence in mine:
-            sequence.reason = going[sequence.number]
+        mine = {s.number: s for s in self._running.sequences}
+        here = {(number, s.token_ids[-1]) for number, s in mine.items()}
+        if here != {(number, token) for number, token, _ in going}:
+            raise RuntimeError(f"the processes went apart: got {here}, expected {going}")
+        for number, _, reason in going:
+            mine[number].reason = reason
         self._running.step()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:

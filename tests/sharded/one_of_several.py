@@ -40,6 +40,10 @@ def led(engine: Engine) -> dict[str, Any]:
     asked = [Request(prefix=prefix, suffix=suffix, budget=0.2), new, new]
     together = engine.generate(asked, SamplingParams(max_tokens=3)).results()
     found["together"] = [one.token_ids.tolist() for one in together]
+    stream = engine.generate(new, SamplingParams(max_tokens=5000))
+    next(iter(stream))
+    stream.cancel()
+    found["cancelled"] = stream.results()[0].finish_reason
     found["refused"] = str(engine.generate(new, keep_kv=True).results()[0].error)
     return found
 

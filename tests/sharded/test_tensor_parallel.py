@@ -99,6 +99,7 @@ def test_two_processes_answer_as_one_device_does(
     assert led["answers"]["0.2"]["tokens"] == one["0.2"]["tokens"]
     assert led["id"] == found["id"]  # the same store
     assert led["together"] == [one["0.2"]["tokens"][:3], *[found["new text"]] * 2]
+    assert led["cancelled"] == "cancelled"  # and what came after was computed
     assert "keep_kv over several processes" in led["refused"]
 
 
