@@ -107,7 +107,7 @@ def main() -> None:
     p.add_argument("--quick", action="store_true", help="a small model, fewer seconds")
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
-    p.add_argument("--model", choices=PUBLISHED, help="published shape (default 0.5B)")
+    p.add_argument("--model", choices=PUBLISHED, help="published shape in place of a small one")
     for name in ("documents", "document-tokens", "new-tokens", "clients", "turns", "alone", "seed"):
         p.add_argument(f"--{name}", type=int)
     p.add_argument("--seconds", type=float)

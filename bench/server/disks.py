@@ -53,10 +53,10 @@ def over_disks(load: Load, clients: Clients, folder: Path) -> list[Json]:
             ):
                 before = _recomputed(url)
                 if disk is None:
-                    seen = clients.ask(url, prompts, load, load.seconds)
+                    seen = clients.ask(url, prompts, load, load.seconds / 3)
                 else:
                     with disk:
-                        seen = clients.ask(url, prompts, load, load.seconds)
+                        seen = clients.ask(url, prompts, load, load.seconds / 3)
                 row = seen.row(way) | {"recomputed_chunks": _recomputed(url) - before}
                 rows.append(row)
     return rows
