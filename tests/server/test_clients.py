@@ -52,7 +52,9 @@ def test_langchain_over_one_document(
 
 @pytest.mark.filterwarnings("ignore")
 def test_litellm(served: Served) -> None:
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed: it wants an older openai")
+    litellm = pytest.importorskip(
+        "litellm", reason="litellm is not installed: it wants an older openai"
+    )
     answer = litellm.completion(
         f"openai/{MODEL}", api_base=f"{served.url}/v1", api_key=KEYS["alice"],
         messages=[{"role": "user", "content": "Hello"}], max_tokens=4,
