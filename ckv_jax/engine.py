@@ -96,14 +96,9 @@ class Engine:
         self._peers = layers.peers
         check_processes(config, self._peers.size)
         self._placement = Placement(
-            model=layers.config,
-            tokenizer=tokenizer,
-            store=store,
-            fingerprint=fingerprint,
-            layout=self.layout,
-            system=self.system,
-            config=config,
-        )
+            model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
+            layout=self.layout, system=self.system, config=config,
+        )  # fmt: skip
         self._worker = Worker(
             layers,
             store,
@@ -118,14 +113,10 @@ class Engine:
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
         )
         self._ingest = Ingest(
-            store=store,
-            prefills=self._worker.prefills,
-            scheduler=self._scheduler,
-            prefill_bytes=self._worker.prefill_bytes,
-            fingerprint=fingerprint,
-            layout=self.layout,
-            codec=self.system.coder,
-        )
+            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
+            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
+            layout=self.layout, codec=self.system.coder,
+        )  # fmt: skip
         self._intake = Intake(self._placement, self._scheduler)
         self._prompts = Prompts(self._ingest, self._scheduler)
         self._owns_store = True

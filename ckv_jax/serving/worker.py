@@ -89,14 +89,9 @@ class Worker:
         self._recoveries = Recoveries(self.prefills)
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.leases = Leases(
-            store=store,
-            residents=self.residents,
-            recoveries=self._recoveries,
-            plan=self.plan,
-            system=system,
-            deadline_s=config.read_deadline_s,
-            shardings=layers.shardings,
-        )
+            store=store, residents=self.residents, recoveries=self._recoveries, plan=self.plan,
+            system=system, deadline_s=config.read_deadline_s, shardings=layers.shardings,
+        )  # fmt: skip
         self.executor: Executor | LayerwiseExecutor
         if system.chunked:
             self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
