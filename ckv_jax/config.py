@@ -11,7 +11,7 @@ from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.layout import Layout
-from ckv_jax.validate import check_number, check_text, check_whole
+from ckv_jax.validate import WrongType, check_number, check_text, check_whole
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore
@@ -49,20 +49,29 @@ class SystemConfig:
     """One algorithm: layout x probe x selector x prefetcher x cache policy (see `systems.py`)."""
 
     name: str
+    """What reports call it."""
     selector: Selector
+    """What takes part in attention: chunks, tokens (H2O's or IMPRESS's way), all of the prefix, or
+    nothing of it."""
     chunk_tokens: int = 16
     """C: tokens in a chunk."""
     pack_layers: int = 4
     """Layers whose K and V of one chunk are one read."""
     kv_together: bool = True
+    """K and V of a chunk are one read; False: a read each."""
     period: int = 8
     """Layers that share one selection."""
     subperiod: int = 4
     """Layers in one jitted call: how much KV must be there before compute starts."""
     probe: Literal["keys", "heads", "digest", "none"] = "keys"
+    """What is scored to choose: all keys, those of some heads, or a digest that stays in memory."""
     digest: Literal["none", "int8", "int4", "pq", "means", "bounds"] = "none"
+    """How that digest holds keys: quantised, or as one landmark per chunk ("means", "bounds")."""
     prefetch: Prefetch = "inter"
+    """Packs are read before they are needed: never, within a period, or across periods too."""
     speculate: Speculate = "previous"
+    """What is read across periods: what the period before chose, or what the next period's queries
+    on this one's hidden state choose."""
     overfetch: float = 1.0
     """Chunks that lookahead speculates for each one that will be selected: a near miss that was
     read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
@@ -184,7 +193,9 @@ class EngineConfig:
     dtype: str = "bfloat16"
     """Element type of weights, keys and values: bfloat16, float16 or float32."""
     device_cache_bytes: int = 512 * MIB
+    """Packs kept on the device between requests."""
     host_cache_bytes: int = 1024 * MIB
+    """Packs kept in the host's memory when they leave the device."""
     prefetch_device_bytes: int = GB // 5
     """Device room for packs on their way (the paper's 0.2 of 10 GB, §4.5)."""
     prefetch_host_bytes: int = 2 * GB // 5
@@ -192,6 +203,7 @@ class EngineConfig:
     digest_bytes: int = 1024 * MIB
     """Room for resident digests; the least recently used prefix's goes first."""
     io_threads: int = 4
+    """Threads that read from the store."""
     read_deadline_s: float = 10.0
     """A read that takes longer is given up and its chunks are recomputed."""
     prefill_block: int = 512
@@ -213,6 +225,9 @@ class EngineConfig:
     """Tenant: prefixes of one salt are invisible to every other."""
 
     def __post_init__(self) -> None:
+        from ckv_jax.systems import system_of  # which builds its presets of this module
+
+        system_of(self.system)
         check_budget(self.budget)
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"got dtype={self.dtype!r}, expected bfloat16, float16 or float32")
@@ -235,5 +250,5 @@ class EngineConfig:
                 f"at most {TIMEOUT_MAX:.0f}"
             )
         if not isinstance(self.salt, str):
-            raise ValueError(f"got salt={self.salt!r}, expected a text")
+            raise WrongType(f"got salt={self.salt!r}, expected a text")
         check_text(self.salt)

@@ -15,7 +15,7 @@ from ckv_jax.storage import tenant
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
-from ckv_jax.validate import check_number
+from ckv_jax.validate import WrongType, check_number
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
@@ -49,7 +49,7 @@ class Request:
         if len(self.suffix) == 0:
             raise ValueError("got an empty suffix, expected text or at least one token")
         if self.id is not None and not isinstance(self.id, str):
-            raise ValueError(f"got id={self.id!r}, expected a text")
+            raise WrongType(f"got id={self.id!r}, expected a text")
         if self.deadline_s is not None:
             check_number("deadline_s", self.deadline_s)
             if not self.deadline_s > 0:
@@ -78,12 +78,15 @@ class Result:
     """
 
     request: Request
+    """What was asked."""
     trace: Trace
     """Of the batch that the request was in, with the request's own chunks and attention mass."""
     queued_ms: float = 0.0
     """From submission until its batch began; not part of the trace's time to first token."""
     error: CkvError | ValueError | None = None
+    """What was wrong with the request; None: nothing."""
     answer: FirstAnswer | None = field(default=None, repr=False)
+    """What `token_id`, `text`, `logits` and `codec` read; None beside an error."""
 
     def raise_for_error(self) -> None:
         """Raises `error`, if there is one."""
@@ -128,13 +131,17 @@ class Completion:
     """The text after one suffix, and what it stands on."""
 
     token_ids: np.ndarray
+    """int32 [n]; a stop token that ended it is the last."""
     text: str
+    """The tokens decoded, without stop tokens and stop strings; empty without a tokenizer."""
     finish_reason: FinishReason
+    """Why it ended, see `Generation.finish_reason`."""
     prefix: Prefix
     """As much of the request's prefix as was stored."""
     suffix: np.ndarray
     """int32 [S]: everything after it that was computed before the text."""
     budget: float | str
+    """The one that it was made with, see `Request.budget`."""
     kv: np.ndarray | None = field(default=None, repr=False)
     """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
     logprobs: tuple[Logprobs, ...] = ()
@@ -150,13 +157,17 @@ class Generation:
     """
 
     request: Request
+    """What was asked."""
     trace: Trace
     """Until the first token, see `Result.trace`; `tokens` tells of those after it."""
     queued_ms: float = 0.0
+    """From submission until its batch began, see `Result.queued_ms`."""
     decode_ms: float = 0.0
     """From the first token to the last."""
     error: CkvError | ValueError | None = None
+    """What was wrong with the request; None: nothing."""
     answer: Completion | None = field(default=None, repr=False)
+    """What `token_ids`, `text` and `finish_reason` read; None beside an error."""
 
     def raise_for_error(self) -> None:
         """Raises `error`, if there is one."""
@@ -209,7 +220,9 @@ class TokenEvent:
     index: int
     """Place of the request in the call."""
     request: Request
+    """The request itself."""
     token_id: int | None = None
+    """The token; None with an event that only ends the text."""
     text: str = ""
     """What is certain by now: often empty or one word."""
     logprobs: Logprobs | None = None

@@ -9,6 +9,7 @@ from typing import Literal
 
 from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig
 from ckv_jax.selection.select import Select
+from ckv_jax.validate import WrongType
 
 
 def _rival(
@@ -147,5 +148,14 @@ def with_codec(name: str, codec: str) -> SystemConfig:
 
 
 def system_of(system: str | SystemConfig) -> SystemConfig:
-    """A system given by its name, or itself. Raises `ValueError` for a name there is none of."""
-    return system_named(system) if isinstance(system, str) else system
+    """A system given by its name, or itself.
+
+    Raises `ValueError` for a name there is none of, `TypeError` for what is neither.
+    """
+    if isinstance(system, str):
+        return system_named(system)
+    if not isinstance(system, SystemConfig):
+        raise WrongType(
+            f"got system={system!r}, expected a SystemConfig or one of {', '.join(SYSTEMS)}"
+        )
+    return system

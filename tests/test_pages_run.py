@@ -24,6 +24,18 @@ TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in rang
 NOT_OURS = ("make ", "pip ", "hf ")
 """Beginnings of lines that need a network or a whole environment; `test_docs` checks targets."""
 
+SMALLER = {
+    "max_batch=8": "max_batch=1",
+    "max_suffix=64": "max_suffix=8",
+    "max_tokens=256": "max_tokens=3",
+    "max_tokens=200": "max_tokens=3",
+}
+"""What takes minutes to compile, and what compiles in seconds."""
+RUN = ("README.md", "docs/quickstart.md", "docs/requests.md", "docs/storage.md", "docs/kernels.md")
+"""Pages whose Python is run below."""
+INNER = {"layers", "pages", "periods", "settle", "worker"}
+"""Of `Engine`: for measurements and for other processes."""
+
 pytestmark = pytest.mark.slow
 
 
@@ -102,8 +114,15 @@ def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixtu
     request = Request(prefix=prefix, suffix="Which lamp?")
     names = {"engine": engine, "request": request, "requests": [request], "history": prefix}
     for code in blocks(DOCS / "requests.md", "python"):
-        exec(compile(code.replace("max_tokens=200", "max_tokens=3"), "requests.md", "exec"), names)
-    assert capsys.readouterr().out == names["generation"].text  # type: ignore[attr-defined]
+        for said, meant in SMALLER.items():
+            code = code.replace(said, meant)
+        exec(compile(code, "requests.md", "exec"), names)
+    generated = names["generation"].text  # type: ignore[attr-defined]
+    (first,) = engine.reprefill([request])
+    assert capsys.readouterr().out == generated + first.text + generated
+    assert names["whole"].token_id == names["dense"].token_id  # type: ignore[attr-defined]
+    assert len(names["chosen"]) == engine.periods  # type: ignore[arg-type]
+    assert names["compiled"] > 0  # type: ignore[operator]
     assert names["history"].num_tokens > prefix.num_tokens  # type: ignore[attr-defined]
 
 
@@ -130,3 +149,11 @@ def test_the_snippet_about_the_store_runs(home: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(smaller, "storage.md", "exec"), names)
     assert isinstance(names["kv"], np.ndarray)
+
+
+def test_every_method_of_an_engine_has_an_example() -> None:
+    code = "".join("".join(blocks(ROOT / page, "python")) for page in RUN)
+    public = {name for name in vars(Engine) if not name.startswith("_")} - INNER
+    entered = {"close"}  # by `with`
+    missing = {name for name in public - entered if f".{name}(" not in code}
+    assert not missing

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from ckv_jax.validate import check_number, check_whole
+from ckv_jax.validate import WrongType, check_number, check_whole
 
 __all__ = ["Logprobs", "SamplingArrays", "SamplingParams", "logprobs", "sample", "stack_params"]
 
@@ -36,7 +36,9 @@ class SamplingParams:
     top_k: int = 0
     """Only so many of the likeliest tokens; 0: all of them."""
     seed: int = 0
+    """Of the random draws."""
     max_tokens: int = 128
+    """Tokens at most, the one that ends the text included."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends with any of these, besides the model's own end-of-text ids."""
     stop: tuple[str, ...] = ()
@@ -60,7 +62,7 @@ class SamplingParams:
             check_whole("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
         for name in ("stop_token_ids", "stop", "forced_ids"):
             if not isinstance(getattr(self, name), tuple):
-                raise ValueError(f"got {name}={getattr(self, name)!r}, expected a tuple")
+                raise WrongType(f"got {name}={getattr(self, name)!r}, expected a tuple")
         for name in ("stop_token_ids", "forced_ids"):
             for token in getattr(self, name):
                 check_whole(name, token, least=0)
