@@ -8,7 +8,7 @@ topics and of different lengths over all prefixes, with all budgets. Every load 
 `Engine.reprefill` call, again and again; nothing is cached from one call to the next but the
 digest. Times are from the call to each answer.
 
-Bars, for eight questions on one prefix against one: three times the requests a second; and, where
+Bars, for eight questions on one prefix against one: three times the requests per second; and, where
 selections overlap by half or more, at most 1.5 times the bytes, and never more than the union.
 
 `ssd_bytes` is what one call reads in all; `ssd_kv_bytes` leaves out what was speculated in vain.

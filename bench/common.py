@@ -91,7 +91,7 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=", ".join(SYSTEMS)
     )
-    p.add_argument("--repeats", type=int, help="measured requests a system and budget")
+    p.add_argument("--repeats", type=int, help="measured requests per system and budget")
     p.add_argument("--seed", type=int)
     p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
     p.add_argument(
@@ -104,7 +104,7 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument(
         "--test", type=existing_path, help='JSONL of {"text", "label"} for the questions'
     )
-    p.add_argument("--shots", type=int, help="examples a prefix")
+    p.add_argument("--shots", type=int, help="examples per prefix")
     p.set_defaults(_quick=quick, _full=full)
     return p
 

@@ -1,4 +1,4 @@
-"""Many texts at once: tokens a second on one prefix and on many, and waits beside an ingest.
+"""Many texts at once: tokens per second on one prefix and on many, and waits beside an ingest.
 
     python -m bench.serving --quick --json OUT
 

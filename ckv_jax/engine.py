@@ -165,7 +165,7 @@ class Engine:
         """An engine over the same model with another configuration, and perhaps another store.
 
         It shares the weights and what has been compiled for them, so that systems can be compared
-        side by side. It closes no store: its own is closed by whoever opened it. `dtype` must stay.
+        side by side. It closes no store: the caller that opened one closes it. `dtype` must stay.
         """
         check_processes(config, 1)
         if config.dtype != self.config.dtype:

@@ -88,7 +88,7 @@ class Ingest:
     ) -> Prefix:
         """Stores KV [L, 2, n, K, D] that has been computed, of `tokens[first:]`, as one prefix.
 
-        What is before `first` has to be stored, but for its partial last chunk. What has been
+        What is before `first` has to be stored, except its partial last chunk. What has been
         stored since is not written again. `provenance` says how the KV was made, see
         `storage.prefix`.
         """

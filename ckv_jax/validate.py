@@ -9,7 +9,7 @@ __all__ = ["WrongType", "check_number", "check_text", "check_whole"]
 
 class WrongType(TypeError, ValueError):
     """A value of a type that cannot be meant: a `TypeError` to Python, and like every other value
-    that a caller got wrong a `ValueError`, so that whoever answers for those answers for it."""
+    that a caller got wrong a `ValueError`, so that code which handles those handles it."""
 
 
 def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> None:

@@ -217,7 +217,7 @@ def _turn(codes: Any, wide: int) -> Any:
     """float32 [..., wide]: codes uint8 [..., wide] times the Hadamard matrix, exactly."""
     if isinstance(codes, np.ndarray):
         return _turned(codes.reshape(-1, wide).astype(np.float32)).reshape(codes.shape)
-    import jax  # only here: whoever gave an array of JAX's has it
+    import jax  # only here: a caller with an array of JAX's has it
 
     matrix = _hadamard(wide).astype(ml_dtypes.bfloat16)  # as are codes: no bit is lost
     return jax.numpy.matmul(

@@ -10,12 +10,12 @@ import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from command_line import Here, in_this_process
 
-from ckv_jax import Engine, Request
+from ckv_jax import ChunkStore, Engine, Request
 from ckv_jax.data.random_checkpoint import random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,8 +65,9 @@ def as_here(code: str, home: Path, prefix: str = "") -> str:
         ("~/models/Qwen2.5-0.5B-Instruct", str(home / "model")),
         ("models/Qwen2.5-0.5B-Instruct", str(home / "model")),
         ("file:///data/kv", str(home / "python-kv")),
+        ('"/data/kv"', f'"{home / "python-kv"}"'),
         ("~/kv", str(home / "kv")),
-        ("3f9a", prefix[:8]),
+        ("3f9a", prefix),
         *((name, str(home / name)) for name in
           ("handbook.txt", "questions.jsonl", "answers.jsonl", "map.png")),
     ):  # fmt: skip
@@ -81,7 +82,7 @@ def test_the_quickstart_works_as_written(home: Path, here: Here) -> None:
     assert len(ours) >= 9
     prefix = ""
     for line in ours:
-        arguments = shlex.split(as_here(line, home, prefix), comments=True)
+        arguments = shlex.split(as_here(line, home, prefix[:8]), comments=True)
         assert arguments[0] == "ckv", line
         code, out, err = here(*arguments[1:])
         assert code == 0, (line, out, err)
@@ -117,9 +118,9 @@ def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixtu
         for said, meant in SMALLER.items():
             code = code.replace(said, meant)
         exec(compile(code, "requests.md", "exec"), names)
-    generated = names["generation"].text  # type: ignore[attr-defined]
-    (first,) = engine.reprefill([request])
-    assert capsys.readouterr().out == generated + first.text + generated
+    (first,) = engine.reprefill([names["request"]])  # type: ignore[list-item]
+    told = (names["generation"].text, first.text, names["said"].text)  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "".join(told)
     assert names["whole"].token_id == names["dense"].token_id  # type: ignore[attr-defined]
     assert len(names["chosen"]) == engine.periods  # type: ignore[arg-type]
     assert names["compiled"] > 0  # type: ignore[operator]
@@ -142,13 +143,28 @@ def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
     assert [choice.implementation for choice in names["made"]] == ["reference"]  # type: ignore[attr-defined]
 
 
-def test_the_snippet_about_the_store_runs(home: Path) -> None:
-    (code, *_) = blocks(DOCS / "storage.md", "python")
-    smaller = re.sub(r"\b28\b", "4", as_here(code, home))
-    names: dict[str, object] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
+def test_the_snippets_about_the_store_run(home: Path) -> None:
+    written, by_zarr, mended, wishes, _ = blocks(DOCS / "storage.md", "python")  # the last: a codec
+    names: dict[str, Any] = {}
+
+    def run(code: str) -> None:
+        smaller = re.sub(r"\b28\b", "4", as_here(code, home, names["prefix"].id if names else ""))
         exec(compile(smaller, "storage.md", "exec"), names)
-    assert isinstance(names["kv"], np.ndarray)
+
+    run(written)
+    assert names["good"].all()
+    [span] = names["prefix"].spans
+    folder = home / "python-kv" / "segments" / span.segment_id[:2] / span.segment_id
+    kv = names["kv"]
+    run(re.sub(r"segments/[0-9a-f/]+", str(folder), by_zarr))
+    assert names["kv"].shape[-3:] == (16, 4, 128)
+    names["kv"] = kv
+    with ChunkStore.open(home / "python-kv") as names["store"]:
+        run(mended)
+    assert names["whole"].num_tokens == 5000
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run(wishes)
+    assert said.getvalue() == "None\n"  # nothing was evicted
 
 
 def test_every_method_of_an_engine_has_an_example() -> None:

@@ -10,7 +10,7 @@ loses a donation, falls to a reference although the device could do better, spil
 does not fit although the weights do. Nothing runs on a device; XLA's seconds are its own model's.
 Programs are of four layers; `fits` is about the whole model. Kernels also stand by themselves.
 Of a model that is split, bytes are one device's, and a row fails where devices send each other
-anything but two sums a layer and one a selection.
+anything other than two sums per layer and one per selection.
 """
 
 from __future__ import annotations

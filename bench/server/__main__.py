@@ -1,4 +1,4 @@
-"""The HTTP server under load: first tokens, gaps, tokens a second, and what it adds to the engine.
+"""The HTTP server under load: first tokens, gaps, tokens per second, what it adds to the engine.
 
     python -m bench.server --quick --json OUT
 

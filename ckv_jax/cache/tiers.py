@@ -384,6 +384,6 @@ class Tiers:
         scores = self._table.score[pages]
         order = np.argsort(-scores)
         ranked = scores[order]
-        if (ranked[1:] == ranked[:-1]).any():  # rare but for LRU
+        if (ranked[1:] == ranked[:-1]).any():  # rare except with LRU
             order = np.lexsort((pages, -scores))
         return pages[order], slots[order]

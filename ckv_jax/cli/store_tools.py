@@ -58,7 +58,7 @@ def inspect(
 ) -> None:
     """Show which prefixes a store holds; for one of them, statistics of its keys and values.
 
-    Of a checkpoint: its family and sizes, the bytes of KV a token in --dtype, and what fits where.
+    Of a checkpoint: its family and sizes, the bytes of KV per token in --dtype, what fits where.
     """
     terminal = Terminal(as_json=json)
     if is_checkpoint(store):

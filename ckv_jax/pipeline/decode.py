@@ -146,7 +146,7 @@ class Decoder:
         return {old: new for new, old in enumerate(left)}
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for so many tokens a row."""
+        """Makes room for so many tokens per row."""
         rows = rows_bucket(tokens)
         if self._buffers and rows > self.capacity:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]

@@ -152,7 +152,7 @@ class Layers:
         """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
         as many of them as hold a `share` of the score.
 
-        `probes`: one a layer, whose scores are summed; `start`: position of each row's first
+        `probes`: one per layer, whose scores are summed; `start`: position of each row's first
         token in `hidden`; `window`: only so many last queries score.
         """
         if share is None:  # the same program

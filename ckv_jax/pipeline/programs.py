@@ -60,7 +60,7 @@ class Programs:
     ) -> Program:
         """`function` jitted, with these arguments static or donated, by name.
 
-        The same function gives the same program: whoever asks again compiles nothing again.
+        The same function gives the same program: asking again compiles nothing.
         """
         made = Program(self, function, tuple(static), tuple(donate))
         return self._jitted.setdefault((function, made.static, made.donate), made)

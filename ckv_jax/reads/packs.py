@@ -102,7 +102,7 @@ class Packs:
         return already + len(missing)
 
     def ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
-        """The same at low priority, where there is room; may turn out to be in vain."""
+        """The same at low priority, where there is room; may turn out not to be used."""
         state = self._groups.setdefault((which, group), _Group())
         device, host = self._tiers.lookup(self._sources[which].prefix.pages(group, chunks))
         absent = chunks[(device < 0) & (host < 0)].tolist()
@@ -179,7 +179,7 @@ class Packs:
             state.used.clear()
 
     def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
-        """Gives up what was read ahead of a group but for these chunks, and reads under way."""
+        """Gives up what was read ahead of a group, except these chunks, and reads under way."""
         state = self._groups.setdefault((which, group), _Group())
         for job in list(state.jobs):
             idle = not job.demanded and job.state is not State.RUNNING

@@ -140,7 +140,7 @@ class Prefetcher:
         for thread in self._threads:
             thread.join(self._patience_s)
 
-    # From here on, the lock is held, but for `_run` and `_read`.
+    # From here on, the lock is held, except in `_run` and `_read`.
 
     def _queue_of(self, job: ReadJob) -> OrderedDict[ReadJob, None]:
         return self._demanded if job.demanded else self._speculated

@@ -24,7 +24,7 @@ class PackReader(Protocol):
         *,
         rows: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Fills `rows` of `out`, or all of it; bool [n], False for packs not to be had."""
+        """Fills `rows` of `out`, or all of it; bool [n], False for packs that could not be read."""
         ...
 
 

@@ -40,7 +40,7 @@ class _Known:
 class Reorderer:
     """Averages token importance and rewrites prefixes in a thread of its own.
 
-    Engine thread only, but for the rewriting itself. A context manager's duties are `close`'s.
+    Engine thread only, except the rewriting itself. A context manager's duties are `close`'s.
 
     Args:
         replaced: told of a prefix that is served from its reordered segments from now on.

@@ -15,7 +15,7 @@ class Job:
 
     Args:
         num_bytes: device bytes that it holds while it is under way.
-        ready: whether it could go on now; if not, whoever it waits for wakes the scheduler.
+        ready: whether it could go on now; if not, what it waits for wakes the scheduler.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Job:
             with suppress(InvalidStateError):
                 self.future.set_result(end.value)
             return False
-        except Exception as error:  # whoever waits for the job gets it
+        except Exception as error:  # raised in the thread that waits for the job
             self.fail(error)
             return False
         return True

@@ -183,8 +183,8 @@ class Running:
         self._batches.clear()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
-        """Makes room for so many tokens a row in the batches of these sequences, and compiles what
-        it takes for others to join, in batches of up to as many of up to `suffix` tokens."""
+        """Makes room for so many tokens per row in the batches of these sequences, and compiles
+        what it takes for others to join, in batches of up to as many of up to `suffix` tokens."""
         wanted = {id(sequence) for sequence in sequences}
         for batch in self._batches:
             if any(id(going.sequence) in wanted for going in batch.going.values()):

@@ -108,7 +108,7 @@ class Sequence:
         """Calls `call(self)` once the outcome is there, in the engine thread or at once."""
         self._future.add_done_callback(lambda future: call(self))
 
-    # From here on: for the engine thread and whoever submits.
+    # From here on: for the engine thread and the submitting one.
 
     def place(self, prefix: Prefix, suffix: np.ndarray, budget: float | str) -> None:
         """Where it stands: what is stored, and the tokens int32 [S] to compute after that."""
@@ -246,7 +246,7 @@ class Sequence:
         self.settle()
 
     def crash(self, error: BaseException) -> None:
-        """A fault that is not the request's: whoever waits gets it raised."""
+        """A fault that is not the request's: raised in the threads that wait."""
         with suppress(InvalidStateError):
             self._future.set_exception(error)
         self.settle()

@@ -29,7 +29,7 @@ def warm(
     budgets: Several[float | str],
     max_tokens: int,
 ) -> Generator[None, None, None]:
-    """Runs made-up requests over `prefix` in every combination of bucketed sizes, one a step.
+    """Runs made-up requests over `prefix` in every combination of bucketed sizes, one per step.
 
     They count as use of the prefix's most attended chunks, as any request does.
     """

@@ -50,7 +50,7 @@ from ckv_jax.trace import Trace
 
 
 class Worker:
-    """Computes for one engine. Engine thread only, but for `close`."""
+    """Computes for one engine. Engine thread only, except `close`."""
 
     def __init__(
         self,

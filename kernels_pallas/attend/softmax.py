@@ -2,7 +2,7 @@
 
 Maxima are kept of the bare logits; their scale and the step from e to 2 are one factor inside the
 exponential, so that a logit costs one multiplication. A row's maximum stands in every lane, and its
-total is kept lane by lane: nothing moves between lanes but for the maximum of each block.
+total is kept lane by lane: nothing moves between lanes except the maximum of each block.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Holds:
 
 
 class Hold:
-    """One lock; released by whoever got it, may be released twice."""
+    """One lock; its holder releases it, once or twice."""
 
     def __init__(self, file: _File | None, place: int) -> None:
         self._file = file

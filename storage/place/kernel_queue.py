@@ -41,7 +41,7 @@ _EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("mo
 
 
 _IN_FLIGHT: set[KernelRead] = set()
-"""Reads that the kernel may still write for: they outlive whoever asked, and their store."""
+"""Reads that the kernel may still write for: they outlive their caller and their store."""
 
 
 def fits(out: np.ndarray, align: int = MEMORY_ALIGN) -> bool:

@@ -57,8 +57,8 @@ def judge(place: str, data: bytes) -> None:
 def write(root: Path) -> None:
     """Make an empty folder ours; raises OSError.
 
-    The marker is the first thing that is made, so that whoever dies here leaves a folder that is
-    still empty, or known by the marker's beginning.
+    The marker is the first thing that is made, so that a process that dies here leaves a folder
+    that is still empty, or known by the marker's beginning.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(root / FILE, flags, 0o600)

@@ -236,7 +236,7 @@ class ObjectFiles:
 
 
 class ObjectClaim:
-    """Object stores have no locks: whoever claims a segment gets it."""
+    """Object stores have no locks: every claim of a segment succeeds."""
 
     def __init__(self, remove: Callable[[str], Callable[[], None]], segment_id: str) -> None:
         self._remove = remove

@@ -49,8 +49,8 @@ class Gate:
 class Deadline:
     """The time that the reads of one call may take together; used by one thread.
 
-    A context manager: what leaves it by an error, but for ReadTimeout, waits until nothing is in
-    flight any more, since whoever gets the error takes the buffer as free. Raises ReadTimeout
+    A context manager: what leaves it by an error other than ReadTimeout waits until nothing is in
+    flight any more, since the caller then takes the buffer as free. Raises ReadTimeout
     instead when time is up.
     """
 

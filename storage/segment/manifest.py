@@ -44,7 +44,7 @@ class Manifest:
       order: int32 [T] or None; token i on disk is token `order[i]` of the segment.
       pack_crc: uint32 [groups, M].
       probe_crc: uint32 [P, M], P = 0 without a probe.
-      digest_crc: uint32 [R, 3] for (params, scale, codes), a row a layer that has a digest.
+      digest_crc: uint32 [R, 3] for (params, scale, codes), a row per layer that has a digest.
       created: seconds since the epoch.
     """
 

@@ -216,7 +216,7 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
 
 
 def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
-    """Add one layer group's packs to `totals`, one a layer; returns the bad packs."""
+    """Add one layer group's packs to `totals`, one per layer; returns the bad packs."""
     prefix, layout = reader.prefix, reader.prefix.layout
     kinds = (0, 1) if layout.kv_together else (group % 2,)
     step = max(1, _PIECE_BYTES // layout.pack_bytes)
@@ -284,7 +284,7 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
     drawn = np.ma.masked_less_equal(importance, 0)  # what drew nothing stays white
     high = float(drawn.max()) if drawn.count() else 1.0
     low = max(float(drawn.min()) if drawn.count() else 0.1, high / 1e6)
-    figure = Figure(figsize=(10, 1.6 + 0.14 * min(len(drawn), 40)), layout="constrained")
+    figure = Figure(figsize=(10, 2.8 + 0.12 * min(len(drawn), 40)), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(
         drawn, aspect="auto", interpolation="nearest", cmap="cividis", origin="lower",
@@ -297,7 +297,7 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
         f"Attention that each chunk drew: prefix {found.id[:12]}, {found.num_tokens:,} tokens",
         loc="left",
     )
-    figure.colorbar(image, ax=axes, label="attention drawn (logarithmic)")
+    figure.colorbar(image, ax=axes, label="attention drawn (log scale)", format="%g")
     figure.savefig(path, format="png", dpi=120)
 
 
