@@ -46,6 +46,22 @@ def test_commands_and_options_exist(page: Path) -> None:
         assert used <= options[command] | {"--help"}, (command, used)
 
 
+BENCHES = [*PAGES, ROOT / "bench" / "README.md", ROOT / "bench" / "results" / "README.md"]
+
+
+@pytest.mark.parametrize("page", BENCHES, ids=lambda page: f"{page.parent.name}-{page.name}")
+def test_benchmarks_that_are_named_exist_with_their_options(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", " ", page.read_text("utf-8"))
+    shared = (ROOT / "bench" / "common.py").read_text("utf-8")
+    for module, rest in re.findall(r"python -m (bench[.a-z_]*[a-z])([^`\n|#]*)", text):
+        path = ROOT / module.replace(".", "/")
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert file.is_file(), module
+        source = file.read_text("utf-8") + shared
+        for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", rest):
+            assert f'"--{option}"' in source, (module, option)
+
+
 def test_the_readme_keeps_its_shape() -> None:
     page = ROOT / "README.md"
     (example,) = blocks(page, "python")

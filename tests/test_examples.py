@@ -52,6 +52,24 @@ def test_questions_over_a_folder(checkpoint: Path, tmp_path: Path) -> None:
     assert example(*command, "--checkpoint", checkpoint) == first
 
 
+def test_without_a_model_an_example_says_that_it_prints_noise(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("The lamp is red. " * 20)
+    command = [
+        sys.executable,
+        str(EXAMPLES / "folder_questions.py"),
+        str(tmp_path),
+        "Which colour?",
+    ]
+    done = subprocess.run(
+        [*command, "--store", str(tmp_path / "kv")],
+        capture_output=True, text=True, timeout=240, check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert "their answers are noise" in done.stderr
+    assert "hf download Qwen/Qwen2.5-0.5B-Instruct" in done.stderr
+    assert "one.txt" in done.stdout
+
+
 def test_a_chat_stores_its_history(checkpoint: Path, tmp_path: Path) -> None:
     out = example(
         "chat.py", "--store", tmp_path / "kv", "--checkpoint", checkpoint, "--max-tokens", 5,

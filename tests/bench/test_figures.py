@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from bench.figures import FIGURES, result_of
+from bench.figures import FIGURES, result_of, save
 from bench.figures.pieces import differences
 from bench.figures.style import COLORS, RC, half_width, machine_line
 
@@ -30,6 +30,19 @@ def test_a_committed_result_can_be_drawn_again(name: str) -> None:
     assert any(labels), "no axis says what it shows"
     assert FIGURES[name].conclude(result).endswith(".")
     assert (RESULTS / f"{name}.png").is_file()
+
+
+def test_figures_without_a_committed_result_are_drawn_from_their_rows(tmp_path: Path) -> None:
+    speeds = [
+        {"system": name, "sequences": 8, "place": "ssd", "tokens_s": 9.5, "exposed_share": share}
+        for name, share in (("ckv", 0.25), ("flexgen", None))
+    ]
+    shapes = [{"requests": n, "programs": 10 + n, "mappings": 100 * n} for n in (1, 20)]
+    for name, rows in (("decode", speeds), ("shapes", shapes)):
+        save(name, {"rows": rows}, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "ckv is fastest, 9.5 tokens per second" in FIGURES["decode"].conclude({"rows": speeds})
+    assert "30 programs" in FIGURES["shapes"].conclude({"rows": shapes})
 
 
 def test_every_committed_picture_has_a_figure() -> None:
