@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -65,6 +66,23 @@ def damaged(engine: Engine, store: Path) -> dict[str, Any]:
     }
 
 
+def starved(engine: Engine, follower: int) -> dict[str, Any]:
+    """A text that the other process alone cannot read, for want of descriptors, and then can."""
+    text, suffix = texts()
+    request = Request(prefix=engine.ingest(text[5:]), suffix=suffix, budget=0.2)
+    dense = engine.recompute(request)
+    few, most = 3, resource.prlimit(follower, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(follower, resource.RLIMIT_NOFILE, (few, most))
+    without = engine.reprefill([request])[0]
+    resource.prlimit(follower, resource.RLIMIT_NOFILE, (most, most))
+    after = engine.reprefill([request])[0]
+    return {
+        "dense": dense.logits.tolist(),
+        "without": without.logits.tolist(),
+        "after": after.logits.tolist(),
+    }
+
+
 def lost(engine: Engine, follower: int) -> dict[str, Any]:
     """What becomes of a long text whose second token never comes, and of everything after."""
     text, suffix = texts()
@@ -93,8 +111,10 @@ def main(folder: Path, address: str, process: int) -> None:
         return
     with lead(**place, config=told) as engine:
         found = led(engine)
+        follower = int((folder / "follower").read_text())
+        found["starved"] = starved(engine, follower)
         found["damaged"] = damaged(engine, folder / "store")
-        found["lost"] = lost(engine, int((folder / "follower").read_text()))
+        found["lost"] = lost(engine, follower)
     print(json.dumps(found), flush=True)
 
 

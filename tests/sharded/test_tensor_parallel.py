@@ -108,6 +108,14 @@ def test_what_a_process_cannot_read_all_compute_again(led: dict[str, Any]) -> No
     assert np.array_equal(sparse, dense)
 
 
+def test_what_one_process_alone_cannot_read_all_compute_again(led: dict[str, Any]) -> None:
+    dense, without, after = (
+        np.array(led["starved"][name]) for name in ("dense", "without", "after")
+    )
+    assert np.array_equal(without, dense)
+    assert not np.array_equal(after, dense)  # a fifth of it takes part, once it can be read
+
+
 def test_a_process_that_is_killed_fails_what_runs_and_leaves_the_store_sound(
     home: Path, led: dict[str, Any]
 ) -> None:
