@@ -66,7 +66,12 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
     assert len(made.questions) == 50
     text, questions = demo_document(1, 480, questions=4)  # longer ones compile for longer
     made = replace(made, text=text, questions=tuple(questions), compared=2)
-    report = made.run(tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0)).to_json()
+    first: list[object] = []
+    found = made.run(
+        tmp_path / "store", system="contiguous-kv", budgets=(0.25, 1.0), answered=first.extend
+    )
+    report = found.to_json()
+    assert first == report["asked"]
     assert report["trained"]
     assert report["rows"][-1]["accuracy"] >= 0.75  # of four, all KV in attention
     assert all(4 * row["accuracy"] in range(5) for row in report["rows"])
@@ -75,6 +80,14 @@ def test_the_trained_demo_also_reports_accuracy(tmp_path: Path) -> None:
     shown = [one["answers"]["1"] == one["expected"] for one in report["asked"]]
     assert sum(shown) >= 2  # of three, all KV in attention
     assert all(set(one["answers"]) == {"0.25", "1"} for one in report["asked"])
+
+
+def test_the_quickstart_shows_what_the_demo_asks() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "quickstart.md").read_text("utf-8")
+    _, *shown = page.split("```text\n")[1].split("```")[0].splitlines()
+    rows = [line.split("  ") for line in shown]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [(row[0], row[-1]) for row in cells] == demo_document()[1][:SHOWN]
 
 
 def test_a_question_of_ones_own_goes_to_the_trained_checkpoint(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,8 +51,8 @@ def demo(
 
     Needs no model, no network and no GPU: a small checkpoint and a long text come with the
     package. Shows three questions with their answers, then a row per budget: time to the first
-    token, what was read from SSD, and how far the answer is from reading everything. Takes about a
-    minute on two free cores the first time, most of it compilation, and less after that.
+    token, what was read from SSD, and how far the answer is from reading everything. Takes one to
+    two minutes on two cores the first time, most of it compilation, and half a minute after that.
     """
     if question is not None and not question.strip():
         raise ValueError("the question is empty")
@@ -66,10 +68,16 @@ def demo(
         folder = cache or cache_folder()
         made = Demo.prepare(folder, text=own, question=question)
     terminal.say(made.headline)
-    terminal.say("About a minute on two free cores the first time; less after that.")
+    terminal.say("One to two minutes on two cores the first time, half a minute after that.")
     with terminal.progress() as bar:
         store = folder / f"store-{VERSION}"
-        report = made.run(store, system=system, ingesting=bar("tokens"), asking=bar("questions"))
+        report = made.run(
+            store,
+            system=system,
+            ingesting=bar("tokens"),
+            asking=bar("questions"),
+            answered=partial(_show_answers, terminal) if made.trained else _silent,
+        )
     if json:
         terminal.json(report.to_json())
     else:
@@ -79,8 +87,6 @@ def demo(
 def _show(terminal: Terminal, report: Report) -> None:
     from rich.table import Table
 
-    if report.trained:
-        _show_answers(terminal, report)
     right = "accuracy" in report.rows[0]
     table = Table(box=None, padding=(0, 2, 0, 0))
     names = ["budget", "TTFT ms", "speed-up", "SSD MiB", "read", "mass", "KL", "agrees"]
@@ -118,17 +124,27 @@ def _show(terminal: Terminal, report: Report) -> None:
         terminal.say("With random weights attention is flat, so mass follows the budget.")
 
 
-def _show_answers(terminal: Terminal, report: Report) -> None:
+def _silent(asked: Sequence[dict[str, Any]]) -> None:
+    """Nothing is shown of answers that are noise."""
+
+
+def _show_answers(terminal: Terminal, asked: Sequence[dict[str, Any]]) -> None:
     """A few questions, with what was answered at the smallest budget and in full."""
     from rich.table import Table
 
-    low, full = (f"{row['budget']:g}" for row in (report.rows[0], report.rows[-1]))
-    known = report.asked[0]["expected"] is not None
+    if terminal.as_json:
+        return
+    low = next(iter(asked[0]["answers"]))
+    known = asked[0]["expected"] is not None
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("question", f"at {float(low):.0%}", "in full", *(["right"] if known else [])):
         table.add_column(name, no_wrap=True)
-    for one in report.asked:
-        answers = [one["answers"][low], one["answers"][full]]
-        table.add_row(one["question"], *answers, *([one["expected"]] if known else []))
-    terminal.out.print(table)
-    terminal.out.print()
+    for one in asked:
+        expected = [one["expected"]] if known else []
+        table.add_row(one["question"], *one["answers"].values(), *expected)
+    # Beside a bar on the same terminal, the bar's console knows where to print.
+    console = (
+        terminal.err if terminal.err.is_terminal and terminal.out.is_terminal else terminal.out
+    )
+    console.print(table)
+    console.print()
