@@ -3,7 +3,8 @@
     python -m bench.io_reduction --quick --json OUT --plot PNG
 
 Counted are the keys and values that requests demanded, in whole tokens (all layers, keys and
-values); `with_probe` adds the keys read to choose them, `with_waste` what was speculated in vain.
+values); `with_probe` adds the keys read to choose them, `with_waste` what was speculated and then
+not used.
 """
 
 from __future__ import annotations

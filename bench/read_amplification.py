@@ -4,8 +4,8 @@
 
 A request's read amplification is what it demanded of the SSD over the keys and values of important
 tokens in it. Where whole chunks take part in attention it is 1 by construction; `with_waste` counts
-what was speculated in vain as well. Cold, and with caches (`warm`), where the few tokens that are
-missing still cost whole chunks: the paper's extreme values.
+what was speculated and not used as well. Cold, and with caches (`warm`), where the few tokens that
+are missing still cost whole chunks: the paper's extreme values.
 """
 
 from __future__ import annotations

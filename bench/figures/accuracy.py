@@ -140,7 +140,7 @@ def draw_coverage(figure: Any, result: dict[str, Any]) -> None:
         step = max(1, -(-len(layers) // 6))
         panel.set(xlabel="layer", ylim=(0, 100), xticks=list(layers)[::step])
     panels[0].set_ylabel(f"own choice covered, %\n(budget {percent(budget)})")
-    panels[0].text(0.97, 0.58, "paper, periods of 8", fontsize=7.5, va="center", ha="right",
+    panels[0].text(0.84, 0.58, "paper, periods of 8", fontsize=7.5, va="center", ha="right",
                    transform=panels[0].transAxes, color=INK)  # fmt: skip
     handles, words = panels[0].get_legend_handles_labels()
     figure.legend(handles, words, loc="outside lower center", ncols=2)

@@ -9,11 +9,11 @@ from bench.figures.style import NEEDED, PROBED, SPARE, WASTED, machine_line, per
 AMPLIFICATION_CAPTION = (
     "Bytes of keys and values read for each byte that takes part in attention, means over requests "
     "that read anything: needed (always 1), demanded with it because a block is larger than a "
-    "token, and read ahead in vain. The black line reaches to the 95th percentile of the whole."
+    "token, and read ahead but not used. The black line reaches to the 95th percentile of all."
 )
 LOADED_CAPTION = (
     "Tokens' worth of keys and values loaded per request: those that take part in attention, those "
-    "that came along in their blocks, the keys read to choose, and what was read ahead in vain."
+    "that came along in their blocks, the keys to choose by, and what was read ahead but not used."
 )
 
 
@@ -29,7 +29,11 @@ def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
         ]
         for row in rows
     ]
-    parts = (("needed", NEEDED), ("came along in its block", SPARE), ("in vain", WASTED))
+    parts = (
+        ("needed", NEEDED),
+        ("came along in its block", SPARE),
+        ("read ahead, not used", WASTED),
+    )
     labels = [f"{row['system']}, {row['variant']}, {percent(row['budget'])}" for row in rows]
     stack(axis, widths, parts, labels)
     for at, row in enumerate(rows):
@@ -53,7 +57,7 @@ def conclude_amplification(result: dict[str, Any]) -> str:
         f"{row['system']} {row['variant']} {row['with_waste']['mean']:.2f}"
         for row in result["rows"]
     ]
-    return f"Bytes read per byte needed, with what was read in vain: {', '.join(parts)}."
+    return f"Bytes read per byte needed, read ahead and not used included: {', '.join(parts)}."
 
 
 def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
@@ -71,7 +75,7 @@ def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
         widths.append([least, tokens["critical"] - least, probe, vain])
     parts = (
         ("needed", NEEDED), ("came along in its block", SPARE), ("keys to choose by", PROBED),
-        ("in vain", WASTED),
+        ("read ahead, not used", WASTED),
     )  # fmt: skip
     stack(axis, widths, parts, [f"{row['system']}, {percent(row['budget'])}" for row in rows])
     for at, (row, found) in enumerate(zip(rows, widths, strict=True)):

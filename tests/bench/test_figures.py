@@ -10,9 +10,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from bench.figures import FIGURES, result_of, save
+from bench.figures import FIGURES, breakdown, result_of, save
 from bench.figures.pieces import differences
 from bench.figures.style import COLORS, RC, half_width, machine_line
+from ckv_jax.trace import STAGES
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 DRAWN = [name for name in FIGURES if result_of(name, RESULTS) is not None]
@@ -56,6 +57,11 @@ def test_systems_of_one_figure_differ_in_lightness_or_hue() -> None:
             abs(a - b) for a, b in zip(*map(to_rgb, (COLORS[one], COLORS[other])), strict=True)
         )
         assert apart > 0.4, (one, other)
+
+
+def test_every_stage_of_a_trace_has_a_colour_of_its_own() -> None:
+    assert {*STAGES, "other"} == set(breakdown.STAGES)
+    assert len(set(breakdown.STAGES.values())) == len(breakdown.STAGES)
 
 
 def test_an_interval_comes_from_the_median_and_the_95th_percentile() -> None:
