@@ -24,7 +24,7 @@ class Selections:
     num_chunks: int
     """M."""
     chunks: np.ndarray
-    """int [P, Q, G, N]: distinct chunk ids for each selection group; G packs a chunk."""
+    """int [P, Q, G, N]: distinct chunk ids for each selection group; G packs per chunk."""
     attention: np.ndarray
     """float [P, Q, G, N]: Equation 1's A of each."""
     important: np.ndarray

@@ -48,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """What the device does at best: bytes a second copied (read and write), FLOP a second."""
+    """What the device does at best: bytes per second copied (read and write), FLOP per second."""
 
     bytes_per_s: float
     flop_per_s: float

@@ -3,7 +3,7 @@
     python -m bench.memory --json OUT
 
 Each length is ingested in a process of its own, by a small model whose keys and values weigh more
-than its layers (4 KiB a token): those of 64,000 tokens are 262 MB. `before_mb` is what the process
+than its layers (4 KiB per token): of 64,000 tokens, 262 MB. `before_mb` is what the process
 holds with model and engine made, `peak_mb` the most during the ingest (Linux's VmHWM, set back when
 it begins), `ingest_mb` the difference: buffers, compiled programs and blocks on their way to disk.
 

@@ -19,7 +19,7 @@ from ckv_jax.systems import SYSTEMS, system_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """A disk and a bus, bytes a second."""
+    """A disk and a bus, bytes per second."""
 
     read_latency: float = 80e-6
     packs: float = 6.5e9
@@ -212,7 +212,7 @@ def beside(
     rows: Sequence[Json], device: str, model: str, prefix: int, rates: Mapping[str, float]
 ) -> list[float | None]:
     """Predictions in ms for measured rows of `bench.ttft`, with the disk and bus that were measured
-    there: `packs`, `probes` and `link` in bytes a second. None on a device not known here."""
+    there: `packs`, `probes` and `link` in bytes per second. None on a device not known here."""
     chip = DEVICES.get(device)
     if chip is None or model not in MODELS:
         return [None] * len(rows)

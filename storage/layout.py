@@ -215,7 +215,7 @@ class Layout:
         """Chunks of one probe block of a segment of `chunks` chunks."""
         return min(max(1, _PROBE_BLOCK // self.chunk_tokens), chunks)
 
-    # -- digest: one record of bytes a layer of `digest_layers`: params | scale | codes ----------
+    # -- digest: one record of bytes per layer of `digest_layers`: params | scale | codes ----------
 
     @property
     def digest_params(self) -> int:

@@ -62,7 +62,7 @@ def context_bucket(tokens: int, block: int) -> int:
 
 
 class Prefills:
-    """Makes dense prefills over one model: `block` tokens a call, four layers a call."""
+    """Makes dense prefills over one model: `block` tokens per call, four layers per call."""
 
     def __init__(self, layers: Layers, *, block: int, window: int) -> None:
         self.layers = layers

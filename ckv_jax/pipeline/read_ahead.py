@@ -34,7 +34,7 @@ class Pace:
 
     A guess at the next period, the call that makes it and the packs it reads for nothing cost about
     as much as a selection does; at best it hides the time that the period's packs take to read. On
-    two CPU cores a selection took 2.5 ms: for 2 ms of reads a period, guessing made a request 7%
+    two CPU cores a selection took 2.5 ms: for 2 ms of reads per period, guessing made a request 7%
     slower, for 8 ms 13% faster.
     """
 

@@ -110,7 +110,7 @@ def sampled(
     if sampling is None or isinstance(sampling, SamplingParams):
         sampling = [sampling or default] * len(asked)
     if len(sampling) != len(asked):
-        raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one a request")
+        raise ValueError(f"got {len(sampling)} samplings, expected {len(asked)}, one per request")
     kept = [keep_kv] * len(asked) if isinstance(keep_kv, bool) else keep_kv
     return asked, [
         Way(sampling=params, keep_kv=keep) for params, keep in zip(sampling, kept, strict=True)
