@@ -38,17 +38,19 @@ class PrefixNotFound(StoreError):
 
     Attributes:
       prefix_id: the id that was asked for.
-      close: stored ids that look like it, best first; all that begin so, if several do.
+      close: stored ids that look like it, best first; if several begin so, the first of those.
+      several: how many stored ids begin so, if more than one.
     """
 
     def __init__(self, prefix_id: str, close: Sequence[str] = (), *, several: int = 0) -> None:
         """`several`: how many ids begin with what was asked for."""
         self.prefix_id = prefix_id
         self.close = tuple(close)
+        self.several = several if several > 1 else 0
         if several > 1:
             more = f" and {several - len(self.close)} more" if several > len(self.close) else ""
-            said = f"{several} stored prefixes begin with {prefix_id!r}: "
-            super().__init__(f"{said}{', '.join(self.close)}{more}")
+            said = f"{several} stored prefixes begin with {prefix_id!r}"
+            super().__init__(f"{said}: {', '.join(self.close)}{more}" if self.close else said)
             return
         hint = f"; close ids: {', '.join(self.close)}" if self.close else ""
         super().__init__(f"no stored prefix with id {prefix_id!r}{hint}")

@@ -59,10 +59,12 @@ _TABLES = {
         "bytes",
         "used",
         "score",
+        "tenant",
     ),
     "quarantine": ("id", "checksum", "chunk", "reason"),
     "scores": ("id", "rows", "importance", "frequency"),
-    "reservations": ("name", "bytes"),
+    "reservations": ("name", "bytes", "tenant"),
+    "evictions": ("number", "id", "prefix", "tenant", "bytes", "time", "reason"),
 }
 
 

@@ -35,6 +35,8 @@ BASE_S, PER_MB_S = 0.5, 1.0
 MEMORY = 1 << 30
 """Bytes of address space that reading an input may take beyond what the process has."""
 _BY_HAND_S = 20.0
+_GONE = "e" * 64
+"""The id of a prefix that was evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,9 @@ def _served(folder: Path) -> bool:
             whole &= served.whole and found.num_tokens == len(tokens)
             if found.spans:
                 store.load_scores(found.spans[0].segment_id)
+        gone = store.why_evicted(_GONE[:9])
+        if gone is not None:
+            assert time.localtime(gone.time).tm_year and gone.prefix_id + gone.reason
         store.usage()
     return whole
 
@@ -214,6 +219,9 @@ def _rows(data: bytes, folder: Path) -> bool:
         with contextlib.closing(sqlite3.connect(store / "catalog.sqlite")) as db:
             try:
                 with db:
+                    row = ("e" * 32, _GONE, "", 1000, 1.7e9, "room was needed")
+                    columns = "id, prefix, tenant, bytes, time, reason"
+                    db.execute(f"INSERT INTO evictions({columns}) VALUES(?,?,?,?,?,?)", row)
                     kept = (
                         value if isinstance(value, int | float | str | None) else json.dumps(value)
                     )

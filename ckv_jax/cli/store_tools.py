@@ -15,6 +15,7 @@ from ckv_jax.cli.model_inspection import inspect_checkpoint, is_checkpoint
 from ckv_jax.cli.options import Dtype, Json
 from ckv_jax.cli.output import Terminal, byte_size, check_writable
 from ckv_jax.storage.errors import PrefixNotFound, StoreError
+from ckv_jax.storage.place.url import folder_of
 
 if TYPE_CHECKING:
     from ckv_jax.storage.config import StoreConfig
@@ -214,8 +215,8 @@ def open_store(
     """A store that is there already, `readonly` only to look; `ValueError` where there is none."""
     from ckv_jax.storage.store import ChunkStore
 
-    path = url.removeprefix("file://")
-    if "://" not in path and not (Path(path).is_dir() and any(Path(path).iterdir())):
+    folder = folder_of(url)
+    if folder is not None and not (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
     return ChunkStore.open(url, config=config, readonly=readonly)
 
@@ -246,7 +247,7 @@ def store_config(
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
     """The same error, with what became of the prefix where that is known."""
-    found = store.why_evicted(error.prefix_id)
+    found = None if error.several > 1 else store.why_evicted(error.prefix_id)
     if found is None:
         return error
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.time))

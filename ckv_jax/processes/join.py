@@ -32,6 +32,7 @@ from ckv_jax.processes.following import Following
 from ckv_jax.processes.leading import Leading
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.url import folder_of
 from ckv_jax.storage.store import ChunkStore
 
 __all__ = ["follow", "lead"]
@@ -190,11 +191,11 @@ def _accepted(said: Message, process: int) -> Message:
 
 def _mark(store: Url) -> str | list[int]:
     """What tells a store from others: of a folder its marker file, else the URL."""
-    text = os.fspath(store)
-    if "://" in text and not text.startswith("file://"):
-        return text
+    folder = folder_of(store)
+    if folder is None:
+        return os.fspath(store)
     try:
-        found = (Path(text.removeprefix("file://")) / marker.FILE).stat()
+        found = (folder / marker.FILE).stat()
     except OSError as error:
         return f"no store: {error}"
     return [found.st_ino, found.st_mtime_ns]

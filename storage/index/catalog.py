@@ -172,8 +172,8 @@ class Catalog:
             "SELECT prefix, time, bytes, reason FROM evictions WHERE substr(prefix, 1, ?) = ?"
             " AND (? IS NULL OR tenant = ?) ORDER BY number DESC LIMIT 1"
         )
-        rows = self._db.read(query, (len(prefix_id), prefix_id, tenant, tenant))
-        return Eviction(*rows[0]) if rows and prefix_id else None
+        found = self._db.read(query, (len(prefix_id), prefix_id, tenant, tenant))
+        return rows.eviction(found[0]) if found and prefix_id else None
 
     # -- finding ---------------------------------------------------------------------------------
 

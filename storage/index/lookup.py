@@ -232,9 +232,10 @@ def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> 
             if whose is None or loaded.manifest.tenant == whose:
                 with contextlib.suppress(SegmentDamaged):
                     return resolve(loaded, loaded.manifest.links.index(link) + 1, load, salt)
-    if len(ids) > 1:
-        raise PrefixNotFound(prefix_id, ids[:5], several=len(ids))
     ends = sorted(set(catalog.ends(tenant.PUBLIC if whose is None else whose)))
+    if len(ids) > 1:
+        named = set(ends)
+        raise PrefixNotFound(prefix_id, [i for i in ids if i in named][:5], several=len(ids))
     close = [e for e in ends if prefix_id and e.startswith(prefix_id[:6])]
     close += difflib.get_close_matches(prefix_id[:64], ends[:1000], n=3, cutoff=0.4)
     raise PrefixNotFound(prefix_id, list(dict.fromkeys(close))[:5])

@@ -30,6 +30,7 @@ CREATE INDEX IF NOT EXISTS evictions_prefix ON evictions(prefix)
 """
 VERSION = 3  # of the schema
 MOST_EVICTIONS = 10_000  # that are remembered
+_LATEST = float(1 << 36)  # seconds since 1970: a time that calendars can write
 SANE = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"
 
 
@@ -81,6 +82,16 @@ def used(tenant: str | None) -> tuple[str, tuple[str | None, ...]]:
     mine = f"{SANE} AND (? IS NULL OR tenant = ?)"
     parts = (f"(SELECT total(bytes) FROM {t} WHERE {mine})" for t in ("segments", "reservations"))
     return f"SELECT {' + '.join(parts)}", (tenant,) * 4
+
+
+def eviction(row: tuple[object, ...]) -> Eviction | None:
+    """What (prefix, time, bytes, reason) say; None for a damaged row."""
+    prefix, when, size, reason = row
+    if not isinstance(prefix, str) or not isinstance(reason, str) or not isinstance(size, int):
+        return None
+    if not isinstance(when, float) or not 0 <= when < _LATEST:
+        return None
+    return Eviction(prefix, when, size, reason)
 
 
 def sane(row: tuple[object, ...]) -> bool:

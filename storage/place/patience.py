@@ -32,7 +32,7 @@ def may_be_left_behind() -> None:
 
 
 class Refused(StoreUnavailable):
-    """The work was not even started, as too much before it is stuck."""
+    """The work was not even started: too much before it is stuck, or there is no thread for it."""
 
 
 class Patience:
@@ -100,7 +100,10 @@ class Patience:
             if self._stuck >= _MOST_STUCK:
                 raise Refused(f"the disk answers none of {self._stuck} requests")
         worker = _Worker(self._back)
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as e:  # the system gives no more threads
+            raise Refused(f"no thread to ask the disk on: {e}") from e
         return worker
 
     def _back(self, worker: _Worker, left: bool) -> None:

@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import tensorstore as ts
 
@@ -21,6 +20,7 @@ from ckv_jax.storage.place.kernel_queue import KernelQueues
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.place.objects import ObjectFiles
 from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.url import folder_of
 from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 
@@ -63,11 +63,8 @@ def open_place(
     text = os.fspath(url)
     if not text:
         raise ValueError("url: got nothing, expected a folder, file://, s3://, gs:// or memory://")
-    parts = urlsplit(text) if "://" in text else None
-    if parts is None or parts.scheme == "file":
-        path = Path(unquote(parts.path) if parts else text)
-        if parts and parts.netloc not in ("", "localhost"):
-            raise ValueError(f"url: got {text!r}, expected file:///path")
+    path = folder_of(text)
+    if path is not None:
         local = LocalFiles(path, readonly=readonly)
         direct = _use_direct_io(local.root, config.direct_io)
         context = _context(config, direct=direct)

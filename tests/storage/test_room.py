@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +233,22 @@ def test_a_tenants_quota_costs_that_tenant(folder: Path) -> None:
         why = store.why_evicted(mine[0].id, salt="a")
         assert why is not None and "tenant_bytes" in why.reason
         assert store.why_evicted(mine[0].id, salt="b") is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("time", "soon"), ("time", 1e300), ("bytes", "many"), ("reason", b"\xff")],
+)
+def test_a_damaged_note_of_an_eviction_is_none(folder: Path, column: str, value: object) -> None:
+    with ChunkStore.open(folder) as store:
+        gone = ingest(store, some_tokens(64))
+        store.delete(gone)
+        why = store.why_evicted(gone.id)
+        assert why is not None and why.prefix_id == gone.id
+    with closing(sqlite3.connect(folder / "catalog.sqlite")) as db, db:
+        db.execute(f"UPDATE evictions SET {column} = ?", (value,))
+    with ChunkStore.open(folder) as store:
+        assert store.why_evicted(gone.id) is None
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,22 @@ def test_another_tenants_prefix_does_not_exist(store: ChunkStore) -> None:
     assert [p.salt for p in store.prefixes(salt=SECRET)] == [SECRET]
 
 
+def test_ids_that_begin_alike_are_named_to_their_tenant_alone(store: ChunkStore) -> None:
+    texts = [some_tokens(16, seed) for seed in range(40)]
+    mine = [ingest(store, text, salt=SECRET).id for text in texts]
+    public = [ingest(store, text).id for text in texts]
+    start = next(s for s in "0123456789abcdef" if sum(i[0] == s for i in mine + public) > 5)
+    several = [i for i in mine + public if i[0] == start]
+    with pytest.raises(PrefixNotFound, match=f"^{len(several)} stored prefixes begin") as error:
+        store.prefix(start)
+    assert error.value.several == len(several)
+    assert error.value.close == tuple(sorted(i for i in public if i[0] == start)[:5])
+    assert not any(i in str(error.value) for i in mine)
+    with pytest.raises(PrefixNotFound) as error:
+        store.prefix(start, salt=SECRET)
+    assert error.value.close == tuple(sorted(i for i in mine if i[0] == start)[:5])
+
+
 def test_a_tool_that_says_no_salt_gets_one_that_is_nobodys(store: ChunkStore) -> None:
     mine = ingest(store, some_tokens(64), salt=SECRET)
     found = store.prefix(mine.id)

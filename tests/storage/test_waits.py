@@ -349,3 +349,22 @@ def test_threads_that_are_stuck_are_bounded() -> None:
             time.sleep(0.01)
     else:
         pytest.fail("the threads did not come back")
+
+
+def test_a_system_without_threads_costs_a_miss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ChunkStore.open(folder) as store:
+        tokens = some_tokens(64)
+        prefix = ingest(store, tokens)
+        store._place.patience.close()  # it has no idle threads now
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert store.longest_prefix(tokens, **ASKED).num_tokens == 0
+            assert store.stats()["unread"] == 1
+            with pytest.raises(StoreUnavailable, match="can't start new thread"):
+                store.prefixes()
+        assert store.longest_prefix(tokens, **ASKED) == prefix
