@@ -24,7 +24,7 @@ from bench.fault_kinds.tally import HANG_S, Tally
 
 TARGETS = (
     "manifest", "layout", "config.json", "safetensors", "catalog", "catalog rows", "digest",
-    "digest that fits",
+    "digest that fits", "store.json",
 )  # fmt: skip
 GUIDED = ("manifest", "layout", "config.json", "safetensors")
 """Targets that coverage guides atheris through: those that are Python's alone."""

@@ -27,6 +27,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
 from ckv_jax.storage import ChunkStore, Layout
+from ckv_jax.storage.place import marker
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 
@@ -124,6 +125,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "digest that fits": Target(
             _records(folder), lambda data: _digest(data, folder, fit=True), cost=20
         ),
+        "store.json": Target((json.loads(marker.DATA),), lambda data: _marker(data, folder)),
     }
 
 
@@ -154,6 +156,13 @@ def _config(data: bytes, folder: Path) -> bool:
     assert all(type(id_) is int for id_ in config.eos_token_ids), config.eos_token_ids
     assert math.isfinite(config.rope_theta) and math.isfinite(config.rms_norm_eps)
     return True
+
+
+def _marker(data: bytes, folder: Path) -> bool:
+    root = folder / "marked"
+    root.mkdir(exist_ok=True)
+    (root / marker.FILE).write_bytes(data)
+    return marker.check(root)
 
 
 def _header(folder: Path) -> Any:

@@ -25,7 +25,7 @@ from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.files import Claim
 from ckv_jax.storage.place.holds import Hold, Holds
 from ckv_jax.storage.place.patience import progress
-from ckv_jax.storage.place.plain import is_there, names_in, open_plain
+from ckv_jax.storage.place.plain import is_gone, is_there, names_in, open_plain
 from ckv_jax.storage.place.workspace import (
     FOLDER,
     LocalWorkspace,
@@ -37,7 +37,6 @@ from ckv_jax.storage.place.workspace import (
 )
 from ckv_jax.storage.segment import manifest as manifests
 
-_FOLDERS = ("segments", "pins", "tmp")
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
 _LARGEST_PIN = 4096
 
@@ -76,7 +75,7 @@ class LocalFiles:
                 return
             if not ours:
                 marker.write(self.root)
-            if any([self._make_folder(self.root / name) for name in _FOLDERS]):
+            if any([self._make_folder(self.root / name) for name in marker.FOLDERS]):
                 sync_folder(self.root.resolve())  # else a crash may take what is published in them
         except FileExistsError as e:
             raise StoreError(f"{e.filename}: is a file, expected a folder") from e
@@ -86,7 +85,7 @@ class LocalFiles:
 
     def require(self) -> None:
         try:
-            if os.path.lexists(self.root / marker.FILE):
+            if not is_gone(self.root / marker.FILE):
                 return
             around = next(p for p in (self.root, *self.root.parents) if p.exists())
             device = os.stat(around).st_dev
@@ -260,7 +259,7 @@ class LocalFiles:
         found = set()
         for name in names:
             with contextlib.suppress(OSError):  # unknown: alive
-                if not os.path.lexists(self.root / "tmp" / name):
+                if is_gone(self.root / "tmp" / name):
                     found.add(name)
                 elif (fd := lock_entry(self.root / "tmp" / name)) is not None:
                     let_go(fd)
@@ -366,7 +365,11 @@ class LocalClaim:
         try:
             os.rename(folder, aside)
         except OSError as e:
-            if os.path.lexists(folder):
+            try:
+                removed = e.errno == errno.ENOENT and is_gone(folder)
+            except OSError:
+                removed = False
+            if not removed:
                 raise as_unavailable(folder, e) from e
         finally:
             self.release()

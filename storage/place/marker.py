@@ -15,7 +15,7 @@ FILE = "store.json"
 _FORMAT = {"format": "ckv-store", "version": VERSION}
 DATA = json.dumps(_FORMAT).encode()
 _LARGEST = 1000  # bytes
-_FIRST = frozenset((FILE, "segments", "pins", "tmp", "holds"))  # made before the marker is durable
+FOLDERS = ("segments", "pins", "tmp")
 
 
 def check(root: Path) -> bool:
@@ -35,7 +35,7 @@ def check(root: Path) -> bool:
     try:
         judge(str(root), data)
     except ValueError:  # torn by the death of who made it, or hurt since
-        if _torn(data) and {e.name for e in os.scandir(root)} <= _FIRST:
+        if _torn(data) and _fresh(root):
             return False
         if not _segments(root):
             raise StoreError(f"{root}: not a store") from None
@@ -44,7 +44,10 @@ def check(root: Path) -> bool:
 
 def judge(place: str, data: bytes) -> None:
     """Raises StoreError for another store's marker, ValueError for what is no marker at all."""
-    found = json.loads(data)
+    try:
+        found = json.loads(data)
+    except RecursionError as e:
+        raise ValueError(f"{place}: nested too deeply") from e
     if not isinstance(found, dict) or found.get("format") != _FORMAT["format"]:
         raise StoreError(f"{place}: not a store")
     if found != _FORMAT:
@@ -80,6 +83,21 @@ def _plain(path: str, flags: int) -> int:
 
 def _torn(data: bytes) -> bool:
     return DATA.startswith(data) or not data.strip(b"\0")
+
+
+def _fresh(root: Path) -> bool:
+    """Whether a folder holds no more than its maker made at once: what is not ours stays."""
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name in FOLDERS and entry.is_dir(follow_symlinks=False):
+                fresh = not _any(Path(entry.path))
+            elif entry.name == "holds":
+                fresh = entry.is_file(follow_symlinks=False) and not entry.stat().st_size
+            else:
+                fresh = entry.name == FILE
+            if not fresh:
+                return False
+    return True
 
 
 def _any(root: Path) -> bool:

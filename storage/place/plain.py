@@ -47,3 +47,15 @@ def is_there(kind: Callable[[int], bool], path: str, size: int | None = None) ->
         raise as_unavailable(path, e) from e
     progress()
     return kind(found.st_mode) and size in (None, found.st_size)
+
+
+def is_gone(path: str | Path) -> bool:
+    """Whether there is no such name, not even a dangling link; raises OSError where none can say.
+
+    `os.path.lexists` takes every error for absence.
+    """
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    return False

@@ -106,6 +106,43 @@ def test_who_dies_while_making_a_store_leaves_one_that_opens(folder: Path, data:
     assert json.loads((folder / marker.FILE).read_bytes())["format"] == "ckv-store"
 
 
+@pytest.mark.parametrize("data", [b"", marker.DATA[:9], bytes(30)])
+@pytest.mark.parametrize("names", [["segments/orange.txt", "tmp/" + "ab" * 16], ["holds"]])
+def test_a_torn_marker_makes_nobody_elses_folder_ours(
+    folder: Path, data: bytes, names: list[str]
+) -> None:
+    folder.mkdir()
+    (folder / marker.FILE).write_bytes(data)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("precious")
+    before = picture(folder)
+    with pytest.raises(StoreError, match="not a store"):
+        ChunkStore.open(folder)
+    assert picture(folder) == before
+
+
+def test_who_dies_after_making_the_folders_leaves_one_that_opens(folder: Path) -> None:
+    ChunkStore.open(folder).close()
+    for path in folder.glob("catalog.sqlite*"):
+        path.unlink()
+    (folder / marker.FILE).write_bytes(b"")
+    (folder / "holds").touch()
+    assert all((folder / name).is_dir() for name in marker.FOLDERS)
+    with ChunkStore.open(folder) as store:
+        assert ingest(store, some_tokens(20)).num_tokens == 20
+
+
+@pytest.mark.parametrize("nest", [b"[", b'{"a":'])
+def test_a_marker_that_nests_without_end_is_none(folder: Path, nest: bytes) -> None:
+    folder.mkdir()
+    (folder / marker.FILE).write_bytes(nest * (999 // len(nest)))
+    with pytest.raises(StoreError, match="not a store"):
+        ChunkStore.open(folder)
+    with pytest.raises(ValueError):
+        marker.judge("s3://x", b"[" * 100_000)
+
+
 def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:
     """TensorStore's own file driver stands in for a bucket, behind the code of object stores."""
     from ckv_jax.storage.place import objects

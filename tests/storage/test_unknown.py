@@ -22,6 +22,7 @@ from ckv_jax.storage import (
     StoreConfig,
     StoreError,
     StoreFull,
+    StoreUnavailable,
     pin_prefix,
     prune_store,
     verify_store,
@@ -260,6 +261,54 @@ def test_an_index_is_kept_when_the_folder_cannot_be_listed(
 def _tiny(folder: Path) -> None:
     with ChunkStore.open(folder, config=StoreConfig(max_bytes=1000)) as store:
         ingest(store, some_tokens(300, 5))
+
+
+@contextmanager
+def hidden(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[None]:
+    """One name cannot be looked at, nor renamed."""
+    lstat, rename = os.lstat, os.rename
+
+    def refuse(real: Callable[..., object], at: object, *args: object, **named: object) -> object:
+        if os.fspath(at) == str(path):  # type: ignore[call-overload]
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(at, *args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lambda at, *a, **n: refuse(lstat, at, *a, **n))
+        patch.setattr(os, "rename", lambda at, *a, **n: refuse(rename, at, *a, **n))
+        yield
+
+
+def test_a_living_writers_room_stays_its_own_when_it_cannot_be_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = StoreConfig(max_bytes=1 << 20)
+    with ChunkStore.open(folder, config=config) as store, ChunkStore.open(folder) as other:
+        with store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=some_tokens(64)):
+            (entry,) = (folder / "tmp").iterdir()
+            before = other.usage()
+            assert before
+            with hidden(monkeypatch, entry):
+                assert other.usage() == before
+            assert other.usage() == before
+        assert other.usage() == 0
+
+
+def test_what_could_neither_be_removed_nor_looked_at_is_not_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        id_ = prefix.spans[0].segment_id
+        with hidden(monkeypatch, folder / "segments" / id_[:2] / id_):
+            with pytest.raises(StoreUnavailable):
+                store.bounds.remove(id_, "test")
+            with pytest.raises(StoreUnavailable):
+                prune_store(store, 0)
+        assert store.usage() and [p.id for p in store.prefixes()] == [prefix.id]
+        with hidden(monkeypatch, folder / "store.json"), pytest.raises(StoreUnavailable):
+            store.files.require()
+        assert prune_store(store, 0).removed == 1
 
 
 # -- one manifest that can never be read -------------------------------------------------------
