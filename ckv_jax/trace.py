@@ -86,6 +86,7 @@ class Trace:
             speculated and never used.
         chunks: "selected" and "total", summed over periods.
         counters: everything else that was counted, such as "demanded" and "covered" packs.
+        prefixes: what was counted of single prefixes, by id; see `of`.
         period_attention_mass: for each period, the share of the probe's attention that the
             selected chunks hold.
         period_chunks: for each period, how many chunks (or tokens) one request selected; empty
@@ -100,6 +101,7 @@ class Trace:
         self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "waste": 0}
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
+        self.prefixes: dict[str, dict[str, int]] = {}
         self.period_attention_mass: list[float] = []
         self.period_chunks: list[int] = []
         self.tokens: list[TokenTrace] = []
@@ -113,15 +115,27 @@ class Trace:
         """Records a span that is over; times are those of `time.perf_counter_ns`."""
         self._spans.append((name, lane, start_ns, end_ns, args))
 
-    def count(self, name: str, n: int) -> None:
-        """Adds to a counter."""
+    def count(self, name: str, n: int, *, prefix: str | None = None) -> None:
+        """Adds to a counter, and to that of the prefix with the id that it was for."""
         with self._lock:
             self.counters[name] = self.counters.get(name, 0) + n
+            self._count_of(prefix, name, n)
 
-    def count_bytes(self, source: str, n: int) -> None:
-        """Adds bytes moved from a source."""
+    def count_bytes(self, source: str, n: int, *, prefix: str | None = None) -> None:
+        """Adds bytes moved from a source, and to those of the prefix that they are of."""
         with self._lock:
             self.bytes[source] = self.bytes.get(source, 0) + n
+            self._count_of(prefix, source, n)
+
+    def _count_of(self, prefix: str | None, name: str, n: int) -> None:
+        if prefix is not None:
+            counts = self.prefixes.setdefault(prefix, {})
+            counts[name] = counts.get(name, 0) + n
+
+    def of(self, prefix: str, name: str) -> int:
+        """What was counted for one prefix of the batch, by its id: bytes from "ssd", or
+        "recomputed_chunks"."""
+        return self.prefixes.get(prefix, {}).get(name, 0)
 
     def count_chunks(self, *, selected: int, total: int) -> None:
         """Adds one period's selection."""

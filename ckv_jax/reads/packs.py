@@ -239,8 +239,11 @@ class Packs:
     def _job_into(
         self, room: Room, which: int, group: int, chunks: np.ndarray, *, demand: bool
     ) -> ReadJob:
-        reader = self._sources[which].reader
-        return ReadJob(reader, group, chunks, room, demanded=demand, trace=self._trace)
+        source = self._sources[which]
+        return ReadJob(
+            source.reader, group, chunks, room, demanded=demand, trace=self._trace,
+            prefix=source.prefix.prefix.id,
+        )  # fmt: skip
 
     def _start(self, state: _Group, jobs: list[ReadJob]) -> None:
         if jobs:
@@ -309,7 +312,8 @@ class Packs:
         fresh = {(which, chunk) for chunk in chunks} - self._recomputed
         self._recomputed |= fresh
         self._trace.count("recomputed_packs", len(chunks))
-        self._trace.count("recomputed_chunks", len(fresh))
+        prefix = self._sources[which].prefix.prefix.id
+        self._trace.count("recomputed_chunks", len(fresh), prefix=prefix)
         slots = self._slots(len(chunks))
         self._memory.write(packs, slots)
         self._own(state, chunks, slots)

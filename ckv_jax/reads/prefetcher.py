@@ -215,5 +215,5 @@ class Prefetcher:
             size = job.num_bytes if why is None else 0
             args = {"group": job.group, "packs": len(job.chunks), "demanded": job.demanded}
             job.trace.add("pack_read", "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
-            job.trace.count_bytes("ssd", size)
+            job.trace.count_bytes("ssd", size, prefix=job.prefix)
         return ok, why, settled

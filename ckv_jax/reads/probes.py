@@ -156,7 +156,8 @@ class Probes:
         except CkvError:
             return None  # a read that was given up may still write: this memory is not used again
         self._trace.add("probe_read", "ssd", start, time.perf_counter_ns(), layer=layer)
-        self._trace.count_bytes("ssd", tokens * keys[0].nbytes)
+        size, prefix = tokens * keys[0].nbytes, self._resident.prefix.id
+        self._trace.count_bytes("ssd", size, prefix=prefix)
         return keys if good == tokens else None
 
     def _load_digest(self, residents: Residents) -> dict[int, Probe]:
@@ -170,7 +171,8 @@ class Probes:
             layers = self._resident.prefix.layout.digest_layers
             return {layer: self._recomputed(layer) for layer in layers}
         residents.keep_digest(self._resident, data)
-        self._trace.count_bytes("ssd", sum(array.nbytes for array in data.arrays.values()))
+        size = sum(array.nbytes for array in data.arrays.values())
+        self._trace.count_bytes("ssd", size, prefix=self._resident.prefix.id)
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
         assert self._resident.digest is not None
         return self._resident.digest

@@ -57,6 +57,7 @@ class ReadJob:
         *,
         demanded: bool,
         trace: Trace | None = None,
+        prefix: str | None = None,
     ) -> None:
         self.reader = reader
         self.group = group
@@ -64,6 +65,7 @@ class ReadJob:
         self.room = room
         self.demanded = demanded
         self.trace = trace
+        self.prefix = prefix
         self.state = State.QUEUED
         self.ok = np.zeros(len(chunks), np.bool_)
         self.error: str | None = None

@@ -13,7 +13,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Request
 from ckv_jax.server.config import SPARSE, ServerConfig
-from ckv_jax.server.errors import ApiError, invalid
+from ckv_jax.server.errors import ApiError, invalid, what_clients_sent
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, Message, Sampled
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.prefix import Prefix
@@ -88,19 +88,28 @@ class Asking:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def chat(self, body: ChatRequest, tenant: Tenant) -> Asked:
-        """Raises `ApiError`, `ValueError` and `CkvError` for what cannot be served."""
-        tokens = self._engine.encode(self.chat_text(body.messages), begins=True)
+        """Raises `ApiError` and `CkvError` for what cannot be served."""
+        tokens = self.encode(self.chat_text(body.messages))
         limit = self._engine.model_config.max_position_embeddings
         usual = min(self._config.max_tokens, max(1, limit - len(tokens)))
         return self._asked(body, tenant, [tokens], body.new_tokens or usual, body.told_logprobs)
 
     def chat_text(self, messages: list[Message]) -> str:
         """Messages as the model's own template writes them, up to where its answer begins."""
-        return self._engine.chat([{"role": _role(m.role), "content": m.text} for m in messages])
+        with what_clients_sent():
+            return self._engine.chat([{"role": _role(m.role), "content": m.text} for m in messages])
+
+    def encode(self, text: str | list[int]) -> np.ndarray:
+        """int32 [T]: what a prompt or a prefix consists of. Raises `ApiError`."""
+        with what_clients_sent():
+            tokens = self._engine.encode(text, begins=True)
+        if not len(tokens):
+            raise invalid("got an empty text, expected at least one token")
+        return tokens
 
     def completion(self, body: CompletionRequest, tenant: Tenant) -> Asked:
         """The same for prompts that are text or token ids."""
-        tokens = [self._engine.encode(prompt, begins=True) for prompt in body.prompts]
+        tokens = [self.encode(prompt) for prompt in body.prompts]
         return self._asked(body, tenant, tokens, body.new_tokens, body.told_logprobs)
 
     def check(self, body: ChatRequest | CompletionRequest) -> None:
@@ -128,8 +137,6 @@ class Asking:
         choices = body.n or 1
         limit = self._engine.model_config.max_position_embeddings
         for tokens in prompts:
-            if not len(tokens):
-                raise invalid("got an empty prompt, expected at least one token", param="prompt")
             if len(tokens) + new_tokens > limit:
                 raise invalid(
                     f"got a prompt of {len(tokens)} tokens and room for {new_tokens} new ones; "
@@ -143,13 +150,14 @@ class Asking:
             for name in ("temperature", "top_p", "top_k")
             if (value := getattr(body, name)) is not None
         }
-        sampling = dataclasses.replace(
-            self._engine.default_sampling,
-            max_tokens=new_tokens,
-            stop=body.stops,
-            logprobs=logprobs,
-            **said,
-        )
+        with what_clients_sent():
+            sampling = dataclasses.replace(
+                self._engine.default_sampling,
+                max_tokens=new_tokens,
+                stop=body.stops,
+                logprobs=logprobs,
+                **said,
+            )
         return Asked(
             tenant=tenant,
             model=body.model,

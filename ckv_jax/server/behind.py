@@ -46,6 +46,7 @@ class Behind:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._busy = 0
+        self._closed = False
         self._idle = threading.Condition(self._lock)
         self._prune_at = time.monotonic() + config.prune_s
         self._thread = threading.Thread(target=self._run, name="ckv-behind", daemon=True)
@@ -81,7 +82,7 @@ class Behind:
             answer = generation.completion()
             computed = len(answer.suffix)
             self.pace.computed(computed, generation.trace.ttft_ms / 1e3)
-            if generation.trace.counters.get("recomputed_chunks"):
+            if generation.trace.of(answer.prefix.id, "recomputed_chunks"):
                 self._put(partial(self._mend, answer.prefix))
             if answer.kv is None:
                 continue
@@ -97,14 +98,22 @@ class Behind:
                     self._put(partial(self._keep, prompt.prefix, asked.retain_s))
 
     def flush(self, seconds: float) -> bool:
-        """Waits until nothing is left to be written; False if that takes longer."""
+        """Waits until nothing is left to be written; False if that takes longer, or is given up."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._busy, seconds)
+            self._idle.wait_for(lambda: not self._busy or self._closed, seconds)
+            return not self._busy
 
-    def close(self) -> None:
-        """Ends the thread once it has written what it is writing; the rest is given up."""
+    def give_up(self) -> None:
+        """What waits to be written is not written any more; returns at once."""
+        with self._idle:
+            self._closed = True
+            self._idle.notify_all()
         self._queue.put(None)
-        self._thread.join(self._config.drain_s)
+
+    def close(self, seconds: float) -> None:
+        """Gives up what waits, and has the thread so long to finish what it is writing."""
+        self.give_up()
+        self._thread.join(seconds)
 
     def _put(self, work: Callable[[], None]) -> None:
         with self._lock:
@@ -112,7 +121,7 @@ class Behind:
         self._queue.put(work)
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        while (work := self._next()) is not None and not self._closed:
             try:
                 work()
             except (CkvError, OSError, ValueError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -86,6 +88,15 @@ def invalid(message: str, *, param: str | None = None, code: str = "invalid_valu
     return ApiError(400, message, code=code, param=param)
 
 
+@contextmanager
+def what_clients_sent() -> Iterator[None]:
+    """Around what reads a request: a `ValueError` in it is the client's fault, and told to it."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(str(error)) from error
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of a fault below the server; the log has the rest.
 
@@ -97,7 +108,7 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case ContextOverflow():
             return invalid(str(error), param="messages", code="context_length_exceeded")
-        case CheckpointError() | ValueError():
+        case CheckpointError():
             return invalid(str(error))
         case PrefixNotFound():
             return ApiError(404, "no such prefix is stored", code="prefix_not_found")
@@ -139,7 +150,6 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(CkvError, api)
-    app.add_exception_handler(ValueError, api)
     app.add_exception_handler(Exception, api)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, validation)

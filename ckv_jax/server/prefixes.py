@@ -64,7 +64,7 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
             text: str | list[int] = service.asking.chat_text(body.messages)
         else:
             text = body.tokens or body.text or ""
-        prefix = engine.ingest(text, salt=tenant.salt)
+        prefix = engine.ingest(service.asking.encode(text), salt=tenant.salt)
         wish = body.over(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish)
@@ -82,8 +82,13 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
+        wish, freed = wish_of(prefix), 0
         engine.store.set_wish(prefix.id, Wish(), salt=tenant.salt)
-        freed = engine.store.delete(prefix)
+        try:
+            freed = engine.store.delete(prefix)
+        finally:
+            if not freed:  # it stays, and so does what was wanted of it
+                engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         if not freed:
             message = "this prefix is being read, or what continues it is pinned; it stays"
             raise ApiError(409, message, code="in_use", retry_s=1)

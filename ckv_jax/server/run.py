@@ -78,11 +78,14 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called in the main thread, in which the event loop runs."""
+        loop = asyncio.get_running_loop()
         if self._draining is None:
-            loop = asyncio.get_running_loop()
             self._draining = loop.create_task(self._drain(sig))
         else:
             self.should_exit = self.force_exit = True
+            loop.call_soon_threadsafe(
+                self._service.give_up
+            )  # it takes a lock that may be held here
 
     async def _drain(self, sig: int) -> None:
         log.event("draining", signal=signal.Signals(sig).name, texts=self._service.gate.inside)

@@ -59,6 +59,7 @@ class Service:
         self.metrics = Metrics(engine, self.gate, self.behind)
         self.latest = Latest()
         self._spans = Spans(tracing)
+        self._end_at: float | None = None
         self._answering = Answering(engine, self.behind)
         self._tokenizer = engine.tokenizer
         self._cold = threading.Thread(
@@ -107,15 +108,31 @@ class Service:
 
     async def drain(self) -> None:
         """Refuses who comes, waits for those inside and for what is written behind them, as long
-        as `drain_s` says."""
+        as `drain_s` says, `close` included."""
         self.gate.close()
+        self._end_at = time.monotonic() + self.config.drain_s
         try:
-            async with asyncio.timeout(self.config.drain_s):
+            async with asyncio.timeout(self._left_s):
                 await self.gate.empty()
-                await asyncio.to_thread(self.behind.flush, self.config.drain_s)
+            written = await asyncio.to_thread(self.behind.flush, self._left_s)
         except TimeoutError:
+            written = False
+        if not written:
             log.event("drain_over", left=self.gate.inside)
 
+    def give_up(self) -> None:
+        """Nothing is waited for any more: `drain` and `close` return as soon as they can."""
+        self._end_at = time.monotonic()
+        self.behind.give_up()
+
     def close(self) -> None:
-        """Ends what writes behind answers."""
-        self.behind.close()
+        """Ends what writes behind answers: what it is writing is finished within what is left of
+        `drain_s`, what waits is given up."""
+        self.behind.close(self._left_s)
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that are left to stop in."""
+        if self._end_at is None:
+            return self.config.drain_s
+        return max(0.0, self._end_at - time.monotonic())

@@ -231,7 +231,8 @@ def totals(asked: Asked, generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def cost(asked: Asked, choice: int, generation: Generation) -> dict[str, Any]:
-    """What one text stood on and cost. Bytes are those of the batch that it was in.
+    """What one text stood on and cost. Bytes and chunks are those of its own prefix: what others
+    in its batch read is nobody else's business.
 
     `attention_covered`: share of the probe's attention on the chunks that took part; 1 where
     nothing was left out.
@@ -242,8 +243,8 @@ def cost(asked: Asked, choice: int, generation: Generation) -> dict[str, Any]:
         "budget": asked.budget,
         "attention_covered": trace.attention_mass,
         "prefix_tokens": answer.prefix.num_tokens,
-        "ssd_bytes": trace.bytes["ssd"],
-        "chunks_recomputed": trace.counters.get("recomputed_chunks", 0),
+        "ssd_bytes": trace.of(answer.prefix.id, "ssd"),
+        "chunks_recomputed": trace.of(answer.prefix.id, "recomputed_chunks"),
         "ttft_ms": trace.ttft_ms,
         "queued_ms": generation.queued_ms,
         "ended_by": answer.finish_reason,

@@ -76,9 +76,9 @@ class Spans:
                 "ckv.ttft_ms": (first - before[0]) / 1e6,
                 "ckv.prefix_tokens": answer.prefix.num_tokens,
                 "ckv.generated_tokens": len(answer.token_ids),
-                "ckv.ssd_bytes": measured.bytes["ssd"],
+                "ckv.ssd_bytes": measured.of(answer.prefix.id, "ssd"),
                 "ckv.attention_covered": measured.attention_mass,
-                "ckv.chunks_recomputed": measured.counters.get("recomputed_chunks", 0),
+                "ckv.chunks_recomputed": measured.of(answer.prefix.id, "recomputed_chunks"),
             },
         )
         marks = (*before, measured.start_ns, first)

@@ -176,6 +176,22 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
         assert web.post("/prefixes", json={"text": "lamp " * 9000}).status_code == 400
 
 
+def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        wanted = {"pinned": True, "retain_s": 900.0, "priority": 7}
+        prefix = web.post("/prefixes", json={"text": TEXT} | wanted).json()
+        path = f"/prefixes/{prefix['id']}"
+        onward = {"text": f"{TEXT} And down again, until the evening.", "pinned": True}
+        later = web.post("/prefixes", json=onward).json()
+        kept = web.delete(path)
+        assert kept.status_code == 409
+        assert kept.json()["error"]["code"] == "in_use"
+        assert web.get(path).json() == prefix
+        assert wanted.items() <= prefix.items()
+        web.patch(f"/prefixes/{later['id']}", json={"pinned": False})
+        assert web.delete(path).json()["deleted"]
+
+
 def test_three_tenants_see_their_own_alone(fresh: Engine, tmp_path: Path) -> None:
     names = ("alice", "bob", "carol")
     file = tmp_path / "keys.toml"

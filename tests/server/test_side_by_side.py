@@ -1,0 +1,97 @@
+"""Two tenants in one batch: what either is told, and what is put right, is about its own alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.applications import TEXT, WAY
+from server.serving import MODEL
+
+from ckv_jax import Engine
+from ckv_jax.request import Generation
+from ckv_jax.server.asked import Asked, Asking
+from ckv_jax.server.behind import Behind
+from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.schema import CompletionRequest
+from ckv_jax.server.shapes import cost
+from ckv_jax.server.tenants import Tenant
+from ckv_jax.storage.store import ChunkStore
+
+CONFIG = ServerConfig(model=MODEL, turn_tokens=10_000)
+NAMES = ("alice", "bob")
+
+
+@pytest.fixture
+def cold(fresh: Engine) -> Iterator[Engine]:
+    """An engine that has nothing in its caches, over a store with one text of each tenant."""
+    for name in NAMES:
+        fresh.ingest(f"{name}: {TEXT}", salt=name)
+    with fresh.variant(fresh.config, store=fresh.store) as engine:
+        yield engine
+
+
+def ask(engine: Engine, names: tuple[str, ...]) -> tuple[list[Asked], list[Generation]]:
+    """One question of each tenant about its text, all in one batch."""
+    asking = Asking(engine, CONFIG)
+    asked = [
+        asking.completion(
+            CompletionRequest(prompt=f"{name}: {TEXT} so", **WAY), Tenant(name=name, salt=name)
+        )
+        for name in names
+    ]
+    requests = [request for one in asked for request in one.requests()]
+    ways = [way for one in asked for way in one.sampling]
+    texts = engine.generate(requests, ways).results()
+    assert len({text.trace.start_ns for text in texts}) == 1
+    return asked, texts
+
+
+def told(asked: list[Asked], texts: list[Generation]) -> list[dict]:
+    return [cost(one, 0, text) for one, text in zip(asked, texts, strict=True)]
+
+
+def test_nobody_is_told_what_others_read(cold: Engine) -> None:
+    (alone,) = told(*ask(cold, ("alice",)))
+    assert alone["ssd_bytes"] > 0
+    asked, texts = ask(cold, NAMES)  # hers is in the caches by now
+    alice, bob = told(asked, texts)
+    whole = texts[0].trace.bytes["ssd"]
+    assert bob["ssd_bytes"] > 0
+    assert alice["ssd_bytes"] + bob["ssd_bytes"] == whole
+    assert alice["ssd_bytes"] < alone["ssd_bytes"]
+
+
+def test_nobody_is_told_of_damage_to_others_or_mends_it(cold: Engine, tmp_path: Path) -> None:
+    (prefix,) = cold.store.prefixes(salt="alice")
+    hers = {span.segment_id for span in prefix.spans}
+    for pack in (tmp_path / "kv").glob("segments/*/*/packs/c.*"):
+        if pack.parts[-3] in hers:
+            content = bytearray(pack.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            pack.write_bytes(content)
+    asked, texts = ask(cold, NAMES)
+    alice, bob = told(asked, texts)
+    assert alice["chunks_recomputed"] > 0
+    assert bob["chunks_recomputed"] == 0
+    behind = Behind(cold, CONFIG)
+    try:
+        behind.ended(asked[1], [texts[1]])
+        assert behind.flush(60)
+        assert damaged(cold)
+        behind.ended(asked[0], [texts[0]])
+        assert behind.flush(60)
+        assert not damaged(cold)
+    finally:
+        behind.close(60)
+
+
+def damaged(engine: Engine) -> bool:
+    """Whether less of her text can be found than was stored."""
+    tokens = engine.encode(f"alice: {TEXT}", begins=True)
+    store: ChunkStore = engine.store
+    found = store.longest_prefix(
+        tokens, fingerprint=engine.fingerprint, layout=engine.layout, salt="alice"
+    )
+    return found.num_tokens < len(tokens)
