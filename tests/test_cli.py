@@ -205,6 +205,42 @@ def test_a_text_larger_than_the_bound_is_refused(home: Path, here: Here, tmp_pat
     assert len(err.strip().splitlines()) == 1 and "10000" in err.replace(",", "")
 
 
+def test_a_tenant_over_its_quota_makes_room_of_its_own(
+    home: Path, here: Here, tmp_path: Path
+) -> None:
+    (tmp_path / "more.txt").write_text(TEXT.replace("lamp", "desk"))
+    model, kv = home / "checkpoint", ("--store", tmp_path / "kv")
+    mine = ("--salt", "correct horse")
+
+    def ingested(text: Path, *options: object) -> dict:
+        code, out, _ = here("ingest", model, text, *kv, *options, "--json")
+        assert code == 0
+        found: dict = json.loads(out)
+        return found
+
+    other = ingested(home / "text.txt", "--salt", "other")
+    quota = ("--tenant-bytes", other["store_bytes"] * 3 // 2)
+    first = ingested(home / "text.txt", *mine, *quota)
+    second = ingested(tmp_path / "more.txt", *mine, *quota)
+    with ChunkStore.open(tmp_path / "kv", readonly=True) as store:
+        assert {p.id for p in store.prefixes()} == {other["prefix"], second["prefix"]}
+        why = store.why_evicted(first["prefix"])
+        assert why is not None and "tenant_bytes" in why.reason
+    code, _, err = here("ingest", model, home / "text.txt", *kv, *mine, "--tenant-bytes", "10kB")
+    assert code == 1 and len(err.strip().splitlines()) == 1 and "tenant_bytes" in err
+    with ChunkStore.open(tmp_path / "kv", readonly=True) as store:
+        assert {p.id for p in store.prefixes()} == {other["prefix"], second["prefix"]}
+
+
+def test_ingest_prints_no_salt(home: Path, here: Here, tmp_path: Path) -> None:
+    salt = "correct horse"
+    ingest = ("ingest", home / "checkpoint", home / "text.txt", "--store", tmp_path / "kv")
+    code, out, err = here(*ingest, "--salt", salt)
+    assert code == 0 and out.rstrip().endswith("--salt …")
+    assert salt not in out + err
+    assert salt not in here(*ingest, "--salt", salt, "--json")[1]
+
+
 def test_help_is_there_for_every_command(tmp_path: Path, here: Here) -> None:
     overview = ckv("--help", cache=tmp_path).stdout
     for command in (

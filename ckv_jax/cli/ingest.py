@@ -23,6 +23,7 @@ from ckv_jax.cli.options import (
     Salt,
     Store,
     System,
+    TenantBytes,
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size
@@ -45,6 +46,7 @@ def ingest(
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
     max_bytes: MaxBytes = None,
+    tenant_bytes: TenantBytes = None,
     eviction: Eviction = "attention",
     direct_io: DirectIo = None,
     io_concurrency: IoConcurrency = 32,
@@ -85,6 +87,7 @@ def ingest(
     terminal = Terminal(as_json=json)
     settings = store_config(
         max_bytes=max_bytes,
+        tenant_bytes=tenant_bytes,
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,

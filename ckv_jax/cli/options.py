@@ -20,6 +20,7 @@ __all__ = [
     "Salt",
     "Store",
     "System",
+    "TenantBytes",
     "TensorParallel",
 ]
 
@@ -46,6 +47,15 @@ MaxBytes = Annotated[
         metavar="SIZE",
         help="What the store may hold, such as 50GB or 10GiB: whole prefixes that are worth least "
         "go to make room. Without it: as much as the disk has.",
+    ),
+]
+TenantBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant-bytes",
+        metavar="SIZE",
+        help="What the prefixes of one --salt may take of the store, those without one too: others "
+        "of the same salt go to make room. Without it: as much as the store may hold.",
     ),
 ]
 Eviction = Annotated[

@@ -232,13 +232,19 @@ def _open_to_look(url: str) -> ChunkStore:
 
 
 def store_config(
-    *, max_bytes: str | None, eviction: str, direct_io: bool | None, io_concurrency: int
+    *,
+    max_bytes: str | None,
+    eviction: str,
+    direct_io: bool | None,
+    io_concurrency: int,
+    tenant_bytes: str | None = None,
 ) -> StoreConfig:
     """The store's settings as the command line says them; `ValueError` for wrong ones."""
     from ckv_jax.storage.config import StoreConfig
 
     return StoreConfig(
         max_bytes=None if max_bytes is None else parse_size(max_bytes),
+        tenant_bytes=None if tenant_bytes is None else parse_size(tenant_bytes),
         eviction=eviction,
         direct_io=direct_io,
         io_concurrency=io_concurrency,
