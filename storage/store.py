@@ -24,6 +24,7 @@ from ckv_jax.storage.opened import OpenStore
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.mending import locate, mend
+from ckv_jax.storage.segment.open_segments import Opened
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.remaking import remake
 from ckv_jax.storage.segment.segment import Segment
@@ -261,20 +262,20 @@ class ChunkStore(OpenStore):
     def reader(self, prefix: Prefix, *, deadline_s: float | None = None) -> PrefixReader:
         """Open a prefix for reading; its segments stay until the reader is closed.
 
-        A segment that is gone already reads as missing packs, never as an error. `deadline_s`:
-        seconds for each of its calls; default: the store's.
+        A segment that is gone already, or cannot be opened just now, reads as missing packs, never
+        as an error. `deadline_s`: seconds for each of its calls; default: the store's.
         """
 
-        def work() -> list[Segment | None]:
+        def work() -> list[Opened]:
             found = self._segments.acquire_all(prefix.spans)
             self.bounds.touch(s.segment_id for s in prefix.spans)
             return found
 
         try:
             segments = self._run("opening segments", work, late=self._segments.release)
-        except StoreUnavailable:
+        except StoreUnavailable as e:
             self._counts.add("unread")
-            segments = [None] * len(prefix.spans)
+            segments = [e.with_traceback(None)] * len(prefix.spans)
         return PrefixReader(
             prefix,
             segments,

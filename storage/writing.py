@@ -19,7 +19,8 @@ from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest, check_order
-from ckv_jax.storage.segment.open_segments import OpenSegments
+from ckv_jax.storage.segment.open_segments import Opened, OpenSegments
+from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.segment.writer import SegmentWriter, draft_manifest
 
 
@@ -64,7 +65,7 @@ def open_writer(
         size = layout.segment_bytes(len(tokens))
         workspace = place.files.workspace()
         bounds.reserve(workspace.name, size, draft.tenant)
-        inherited = held[-1].digest_params() if held and held[-1] else None
+        inherited = _params(held[-1]) if held else None
         if parent is None:
             inherited = inherit(index, segments, index.catalog.children(draft.segment_id))
     except BaseException:
@@ -108,12 +109,16 @@ def inherit(index: Index, segments: OpenSegments, ids: Iterable[str]) -> np.ndar
         if loaded is not None:
             held = segments.acquire_all([whole_span(loaded.manifest, loaded.checksum)])
             try:
-                found = held[0].digest_params() if held[0] else None
+                found = _params(held[0])
             finally:
                 segments.release(held)
             if found is not None:
                 return found
     return None
+
+
+def _params(segment: Opened) -> np.ndarray | None:
+    return segment.digest_params() if isinstance(segment, Segment) else None
 
 
 def whole_span(manifest: Manifest, checksum: str) -> Span:

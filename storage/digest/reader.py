@@ -11,10 +11,12 @@ import tensorstore as ts
 
 from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, turn
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline
+from ckv_jax.storage.segment.open_segments import Opened
 from ckv_jax.storage.segment.runs import Run
 from ckv_jax.storage.segment.segment import Segment
 
@@ -52,7 +54,7 @@ def read_digest(
     prefix: Prefix,
     runs: list[Run],
     deadline: Deadline,
-    prove: Callable[[Segment | None, int, int], bool],
+    prove: Callable[[Opened, int, int], bool],
 ) -> DigestData | None:
     """Read and check the digests of all runs; None when any of it is bad or missing.
 
@@ -74,7 +76,7 @@ def read_digest(
         bad = _read_run(run, layout, parts, deadline)
         if bad:  # once more before the segment is given up
             bad = _read_run(run, layout, parts, deadline)
-        if segment is None or bad:
+        if bad or isinstance(segment, StoreError):
             all(prove(segment, row, part) for row, part in bad or [(0, 0)])
             return None
         if not np.array_equal(found, params):
@@ -105,7 +107,7 @@ def _read_run(
 ) -> list[tuple[int, int]]:
     """Read one run's (params, scale, codes), each [R, ...]; (row, part) of what is not good."""
     span, segment, _, _ = run
-    if segment is None:
+    if isinstance(segment, StoreError):
         return []
     sizes = layout.digest_record(len(segment.manifest.tokens))
     starts = (0, sizes[0], sizes[0] + sizes[1])

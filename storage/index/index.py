@@ -236,8 +236,11 @@ class Index:
     # -- quarantine ------------------------------------------------------------------------------
 
     def report(self, segment: Segment | None, chunk: int, reason: str, proof: bool) -> None:
-        """A chunk could not be read: count it, and quarantine it where it is proven bad."""
-        if segment is not None and not proof:
+        """A chunk could not be read: count it, and quarantine it where it is proven bad.
+
+        `segment`: None where it could not be opened; `proof` then says that it is gone.
+        """
+        if not proof:
             self._counts.add("unread")
             return
         self._counts.add("bad_packs")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ckv_jax.storage.errors import StoreError, StoreUnavailable
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
+
+Opened = Segment | StoreError
+"""A segment that is held open, or why it could not be opened: gone, or out of reach just now."""
 
 
 class OpenSegments:
@@ -35,18 +38,17 @@ class OpenSegments:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], Segment] = {}
 
-    def acquire_all(self, spans: Iterable[Span]) -> list[Segment | None]:
-        """The segments of spans; None for those that are gone, or cannot be opened now."""
-        held: list[Segment | None] = []
+    def acquire_all(self, spans: Iterable[Span]) -> list[Opened]:
+        """The segments of spans; for those that are gone, or cannot be opened now, the error."""
+        held: list[Opened] = []
         try:
             for span in spans:
-                held.append(None)
                 try:
-                    held[-1] = self.acquire(span)
-                except StoreUnavailable:
-                    self._count("unread")
-                except StoreError:
-                    continue
+                    held.append(self.acquire(span))
+                except StoreError as e:
+                    if isinstance(e, StoreUnavailable):
+                        self._count("unread")
+                    held.append(e.with_traceback(None))  # frames would keep what they hold
         except BaseException:
             self.release(held)
             raise
@@ -84,12 +86,12 @@ class OpenSegments:
             found.users += 1
         return found
 
-    def release(self, segments: list[Segment | None]) -> None:
+    def release(self, segments: Sequence[Opened]) -> None:
         """Give up segments that were acquired."""
         unused = []
         with self._lock:
             for segment in segments:
-                if segment is None:
+                if isinstance(segment, StoreError):
                     continue
                 segment.users -= 1
                 if not segment.users:

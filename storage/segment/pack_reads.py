@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.place.kernel_queue import KernelRead, fits
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.segment.deadline import Deadline
+from ckv_jax.storage.segment.open_segments import Opened
 from ckv_jax.storage.segment.proof import Proof
 from ckv_jax.storage.segment.runs import Runs, rows_of
 from ckv_jax.storage.segment.segment import Segment
@@ -18,7 +20,7 @@ from ckv_jax.storage.segment.segment import Segment
 _PIECE_BYTES = 8 << 20
 _PIECES = 2
 
-_Read = tuple[Segment | None, Any, np.ndarray, Any]  # segment, rows of the piece, chunks, future
+_Read = tuple[Opened, Any, np.ndarray, Any]  # segment, rows of the piece, chunks, future
 
 
 class PackReads:
@@ -71,7 +73,9 @@ class PackReads:
         def start() -> list[_Read]:
             reads: list[_Read] = []
             for segment, rows, local in parts:
-                direct = segment and segment.begin_packs_direct(group, local, data, places[rows])
+                direct = None
+                if isinstance(segment, Segment):
+                    direct = segment.begin_packs_direct(group, local, data, places[rows])
                 deadline.follow(direct)
                 reads.append((segment, rows, local, direct))
             return reads
@@ -80,8 +84,8 @@ class PackReads:
             begun = deadline.start(self._patience, f"starting to read {len(chunks)} packs", start)
         else:
             begun = [(*part, None) for part in parts]
-        reads = [read for read in begun if read[0] is None or read[3] is not None]
-        through = [read for read in begun if read[0] is not None and read[3] is None]
+        through = [r for r in begun if isinstance(r[0], Segment) and r[3] is None]
+        reads = [r for r in begun if isinstance(r[0], StoreError) or r[3] is not None]
         if through:
             reads += self._begin_batch(group, through, data, places, deadline)
         return reads
@@ -101,7 +105,8 @@ class PackReads:
         with ts.Batch() as batch:
             for segment, rows, local, _ in parts:
                 target = rows_of(data, places[rows])
-                future = segment and segment.begin_packs(group, local, target, batch)
+                assert isinstance(segment, Segment)
+                future = segment.begin_packs(group, local, target, batch)
                 reads.append((segment, rows, local, future))
         deadline.watch([read[3] for read in reads], size)
         return reads
@@ -119,11 +124,13 @@ class PackReads:
         """Wait for a batch, and note which of its packs are good."""
         for segment, rows, local, future in reads:
             what = f"reading {len(local)} packs"
-            if segment and isinstance(future, KernelRead):  # some are checked while others arrive
+            if isinstance(segment, StoreError):
+                continue
+            if isinstance(future, KernelRead):  # some are checked while others arrive
                 at, ids = places[piece][rows], np.arange(len(good))[piece][rows]
                 while (some := deadline.wait_some(future, what)) is not None:
                     good[ids[some]] = segment.packs_good(group, local[some], data, at[some])
-            elif segment and deadline.wait(future, what):
+            elif deadline.wait(future, what):
                 good[piece][rows] = segment.packs_good(group, local, data, places[piece][rows])
 
     def _read_again(
@@ -142,12 +149,15 @@ class PackReads:
             ids, row = np.array([local]), places[at : at + 1]
             part = data[row[0] : row[0] + 1]
             deadline.admit(part.nbytes, "waiting to read a pack again")
-            future = segment and segment.begin_packs(group, ids, part, None)
+            future = None
+            if isinstance(segment, Segment):
+                future = segment.begin_packs(group, ids, part, None)
             deadline.watch([future], part.nbytes)
             again.append((at, segment, ids, row, future))
         for at, segment, ids, row, future in again:
             arrived = deadline.wait(future, "reading a pack again")
-            good[at] = segment and arrived and segment.packs_good(group, ids, data, row)[0]
+            if arrived and isinstance(segment, Segment):
+                good[at] = segment.packs_good(group, ids, data, row)[0]
             if not good[at]:
                 part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
                 part[:] = 0

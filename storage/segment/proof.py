@@ -6,14 +6,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.errors import (
+    SegmentDamaged,
+    SegmentForeign,
+    StoreError,
+    StoreUnavailable,
+)
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.segment.deadline import Deadline
+from ckv_jax.storage.segment.open_segments import Opened
 from ckv_jax.storage.segment.segment import Segment
 
 Report = Callable[[Segment | None, int, str, bool], None]
-"""Told of a chunk that was not read: segment (None: it is gone), chunk within it, reason, and
-whether it is proven to be bad."""
+"""Told of a chunk that was not read: segment (None: it could not be opened), chunk within it,
+reason, and whether it is proven to be bad, or gone."""
+
+
+def is_gone(error: StoreError) -> bool:
+    """Whether a segment could not be opened as it is gone, and not because of the disk."""
+    return isinstance(error, SegmentDamaged | SegmentForeign)
 
 
 class Proof:
@@ -25,7 +36,7 @@ class Proof:
 
     def prove(
         self,
-        segment: Segment | None,
+        segment: Opened,
         kind: str,
         row: int,
         column: int,
@@ -39,8 +50,8 @@ class Proof:
         Only what its own bytes prove bad is reported as bad: the reads may have failed for other
         reasons. Returns whether the piece turned out to be good.
         """
-        if segment is None:
-            self._tell(None, chunk, f"{what}: gone", False)
+        if isinstance(segment, StoreError):
+            self._tell(None, chunk, f"{what}: {segment}", is_gone(segment))
             return False
         try:
             data = self._patience.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,14 +11,21 @@ import numpy as np
 
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.digest.reader import read_digest
-from ckv_jax.storage.errors import ReadTimeout, SegmentDamaged, StoreClosed
+from ckv_jax.storage.errors import (
+    ReadTimeout,
+    SegmentDamaged,
+    StoreClosed,
+    StoreError,
+    StoreUnavailable,
+)
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import probe_reads
 from ckv_jax.storage.segment.deadline import Deadline, Gate
+from ckv_jax.storage.segment.open_segments import Opened
 from ckv_jax.storage.segment.pack_reads import PackReads
-from ckv_jax.storage.segment.proof import Proof, Report
+from ckv_jax.storage.segment.proof import Proof, Report, is_gone
 from ckv_jax.storage.segment.runs import Runs
 from ckv_jax.storage.segment.segment import Segment
 
@@ -32,14 +39,14 @@ class PrefixReader:
     def __init__(
         self,
         prefix: Prefix,
-        segments: list[Segment | None],
+        segments: Sequence[Opened],
         *,
         deadline_s: float,
         gate: Gate,
         report: Report,
         count: Callable[[str], None],
         patience: Patience,
-        release: Callable[[list[Segment | None]], None],
+        release: Callable[[Sequence[Opened]], None],
     ) -> None:
         self.prefix = prefix
         self._runs = Runs(prefix, segments)
@@ -120,7 +127,7 @@ class PrefixReader:
                 shape = (skip + end - start, *data.shape[1:])
                 part = np.empty(shape, data.dtype) if skip else data[start:end]
                 whole = 0
-                if segment is not None:
+                if isinstance(segment, Segment):
                     whole = probe_reads.read_part(segment, row, part, deadline, self._patience)
                 good = max(0, whole - skip)
                 if skip:
@@ -144,7 +151,7 @@ class PrefixReader:
             return None
         deadline = self._deadline(deadline_s)
 
-        def prove(segment: Segment | None, row: int, part: int) -> bool:
+        def prove(segment: Opened, row: int, part: int) -> bool:
             return self._proof.prove(segment, "digest", row, part, 0, "digest", deadline)
 
         try:
@@ -161,14 +168,19 @@ class PrefixReader:
     def order(self) -> np.ndarray:
         """int32 [T]: the prefix position of each token as stored; not the identity if reordered.
 
-        Raises SegmentDamaged where that is lost with its segment: look the prefix up again.
+        Raises SegmentDamaged where that is lost with its segment: look the prefix up again; and
+        StoreUnavailable where the segment cannot be opened just now.
         """
         self._open()
         order = np.arange(self.prefix.num_tokens, dtype=np.int32)
         for span, segment, start, end in self._runs.of_tokens():
-            if segment is None and self.prefix.layout.reordered:
-                raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
-            if segment and segment.manifest.order is not None:
+            if isinstance(segment, StoreError):
+                if self.prefix.layout.reordered and is_gone(segment):
+                    raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
+                if self.prefix.layout.reordered:
+                    said = f"segment {span.segment_id}: its order cannot be read: {segment}"
+                    raise StoreUnavailable(said)
+            elif segment.manifest.order is not None:
                 order[start:end] = start + segment.manifest.order
         return order
 

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.segment.open_segments import Opened
 
-Run = tuple[Span, Segment | None, int, int]
-"""A span, its segment (None: gone), its first and its end token in the prefix."""
+Run = tuple[Span, Opened, int, int]
+"""A span, its segment, its first and its end token in the prefix."""
 
 
 class Runs:
-    """The spans of a prefix with their segments, None where one is gone."""
+    """The spans of a prefix with their segments, or why one could not be opened."""
 
-    def __init__(self, prefix: Prefix, segments: list[Segment | None]) -> None:
+    def __init__(self, prefix: Prefix, segments: Sequence[Opened]) -> None:
         self.prefix = prefix
         self.segments = segments
         self._starts = np.cumsum([0, *(s.num_chunks for s in prefix.spans)])
 
-    def split(self, chunks: np.ndarray) -> list[tuple[Segment | None, Any, np.ndarray]]:
+    def split(self, chunks: np.ndarray) -> list[tuple[Opened, Any, np.ndarray]]:
         """(segment, rows, chunks within it) of every span that `chunks` touch."""
         spans, segments = self.prefix.spans, self.segments
         if len(spans) == 1:
             return [(segments[0], slice(None), chunks + spans[0].first_chunk)]
         which = np.searchsorted(self._starts, chunks, side="right") - 1
-        parts: list[tuple[Segment | None, Any, np.ndarray]] = []
+        parts: list[tuple[Opened, Any, np.ndarray]] = []
         for i in np.unique(which):
             rows = np.flatnonzero(which == i)
             local = chunks[rows] - self._starts[i] + spans[i].first_chunk
@@ -36,7 +37,7 @@ class Runs:
             parts.append((segments[i], slice(rows[0], rows[-1] + 1) if run else rows, local))
         return parts
 
-    def locate(self, chunk: int) -> tuple[Segment | None, int]:
+    def locate(self, chunk: int) -> tuple[Opened, int]:
         """The segment of a chunk, and the chunk within it."""
         i = int(np.searchsorted(self._starts, chunk, side="right")) - 1
         return self.segments[i], chunk - int(self._starts[i]) + self.prefix.spans[i].first_chunk

@@ -5,6 +5,7 @@ Errors of the kernel that cannot be had on demand are put in the place of its an
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
@@ -117,6 +118,33 @@ def test_out_of_descriptors_nothing_healthy_is_lost(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert store.stats()["quarantined"] == 0
         assert serve(store).whole
+
+
+def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = dataclasses.replace(LAYOUT, reordered=True)
+    order = np.random.default_rng(0).permutation(64)
+    with ChunkStore.open(folder, config=CONFIG) as store:
+        prefix = ingest(store, some_tokens(64), layout=layout, order=order)
+        out = np.empty((4, *layout.stored_shape), layout.stored_dtype)
+        probe = np.empty((64, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
+        with failing(monkeypatch, "open", errno.EMFILE, lambda _: True):
+            reader = store.reader(prefix)
+        with reader:
+            assert not reader.read_packs(0, np.arange(4), out).any() and not out.any()
+            assert reader.read_probe(layout.probe_layers[0], probe) == 0
+            assert reader.read_digest() is None
+            with pytest.raises(StoreUnavailable, match="its order cannot be read"):
+                _ = reader.order
+        counts = store.stats()
+        assert counts["unread"] > 4
+        assert counts["bad_packs"] == counts["gone"] == counts["quarantined"] == 0
+        assert store.delete(prefix) > 0
+        with store.reader(prefix) as reader:
+            assert not reader.read_packs(0, np.arange(4), out).any()
+        counts = store.stats()
+        assert counts["bad_packs"] == counts["gone"] == 4
 
 
 def test_a_long_chat_holds_no_descriptor_for_each_turn(folder: Path) -> None:

@@ -1,0 +1,72 @@
+"""Ingest and append over a stored text that is late: a miss that is computed, never an error."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import tokens
+from engine_tiny import tiny_engine
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.storage import ReadTimeout, StoreUnavailable
+from ckv_jax.storage.segment import reader as readers
+from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.stored_kv import read_kv
+
+
+def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """No read of a digest, or no read at all, comes in time from now on."""
+    if what == "all":
+        config = dataclasses.replace(engine.store.config, deadline_s=1e-9)
+        monkeypatch.setattr(engine.store, "config", config)
+
+    def late(*_: object) -> None:
+        raise ReadTimeout("reading a digest", 1e-9, lambda: True)
+
+    real = Segment.reread
+
+    def reread(self: Segment, kind: str, *where: int, **named: object) -> bytes | None:
+        if kind == "digest":
+            raise StoreUnavailable("the disk has not answered")
+        return real(self, kind, *where, **named)
+
+    monkeypatch.setattr(readers, "read_digest", late)
+    monkeypatch.setattr(Segment, "reread", reread)
+
+
+@pytest.mark.parametrize("what", ["digest", "all"])
+def test_ingest_goes_on_over_a_late_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    text = tokens(16 * 20)
+    with tiny_engine(tmp_path / "a") as engine, tiny_engine(tmp_path / "b") as other:
+        expected = read_kv(other.store, other.ingest(text))
+        parent = engine.ingest(text[: 16 * 9])
+        assert parent.layout.digest_params
+        with monkeypatch.context() as patch:
+            make_late(engine, patch, what)
+            stored = engine.ingest(text)
+        assert stored.num_tokens == len(text) and stored.provenance == "exact"
+        assert (len(stored.spans) == 2) == (what == "digest")  # else computed as a whole
+        np.testing.assert_allclose(read_kv(engine.store, stored), expected, atol=1e-5)
+        assert engine.store.stats()["quarantined"] == 0
+
+
+@pytest.mark.parametrize("what", ["digest", "all"])
+def test_append_goes_on_over_a_late_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with tiny_engine(tmp_path / "a") as engine, tiny_engine(tmp_path / "b") as other:
+        document = engine.ingest(tokens(16 * 9 + 5))  # its last chunk is read, to be written again
+        asked = Request(prefix=document, suffix=tokens(16, 1).tolist(), budget=1.0)
+        with monkeypatch.context() as patch:
+            make_late(engine, patch, what)
+            (turn,) = engine.generate(asked, SamplingParams(max_tokens=8), keep_kv=True).results()
+            stored = engine.append(turn)
+        assert stored.num_tokens > document.num_tokens and stored.provenance == "exact"
+        expected = read_kv(other.store, other.ingest(stored.tokens))
+        np.testing.assert_allclose(read_kv(engine.store, stored), expected, atol=1e-5)
+        assert engine.store.stats()["quarantined"] == 0
