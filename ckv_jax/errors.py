@@ -46,4 +46,4 @@ class ProcessFailed(StoreError):
 
 
 class ProcessLost(EngineClosed):
-    """Another process of the engine has ended or does not answer; nothing can be computed."""
+    """A process of the engine has ended, failed or does not answer; nothing can be computed."""

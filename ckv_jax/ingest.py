@@ -64,7 +64,8 @@ class Ingest:
 
         What is stored and marked as bad is put right where it lies, as far as that is worth it.
         Raises `StoreFull` and other `CkvError`s of the store, with nothing half-written left
-        behind. In the caller's thread, which waits.
+        behind; `ValueError` for a text too long for several processes. In the caller's thread,
+        which waits.
         """
         longest = partial(self._longest, salt=salt)
         stored = longest(tokens)
@@ -73,6 +74,7 @@ class Ingest:
             stored = self._mending.mend(tokens, longest, progress)
         if stored.num_tokens == len(tokens):
             return stored
+        self._prefills.check_stored(len(tokens))  # before others make room for it
         size = self._layout.chunk_tokens
         whole = stored.num_tokens // size * size
         parent = longest(tokens[:whole]) if whole else None
@@ -212,7 +214,8 @@ class _Way:
         prefill = prefills.begin(tokens, start=start, earlier=self._earlier)
         while True:
             block = prefill.advance()
-            block.hidden.block_until_ready()
+            with prefills.layers.peers.together():
+                block.hidden.block_until_ready()
             self._computed, self._needs = block.first + block.length, prefill.needs
             self.blocks.put(block)
             if prefill.done:

@@ -4,7 +4,8 @@ Every process makes the same jitted calls in the same order; that is all that de
 processes need to work together. The leader's engine thread decides which calls those are, and
 tells the others before it makes them (`tell`). What each process does by itself, reading from the
 store above all, may fail or differ: before its outcome decides what is called next, all processes
-agree on it (`local`, `least`).
+agree on it (`local`, `least`). A failure that they have not agreed on ends all of them, since the
+others wait for calls that this one does not make (`together`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ class Peers:
         Raises `ProcessFailed` in all of them where it raised in one; `fits` where it does in all.
         """
         yield Agreed()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What all processes do, once they have been told.
+
+        Raises `ProcessLost`, and no process goes on, for anything that is raised here alone.
+        """
+        yield
 
     def least(self, value: int) -> int:
         """The smallest of what the processes have."""

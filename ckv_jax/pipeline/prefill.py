@@ -108,20 +108,25 @@ class Prefills:
         number = next(self._numbers)
         if not self.layers.peers.alone:
             self._tell(number, tokens, start, earlier, bounded)
-        prefill = Prefill(self, tokens, start, earlier, bounded, number)
+        with self.layers.peers.together():
+            prefill = Prefill(self, tokens, start, earlier, bounded, number)
         self._live[number] = prefill
         return prefill
+
+    def check_stored(self, total: int) -> None:
+        """Raises `ValueError` for more tokens than several processes can compute to be stored."""
+        if not self.layers.peers.alone and total > self.window:
+            raise ValueError(
+                f"got {total} tokens over several processes, expected at most "
+                f"prefill_window={self.window}, as many as their devices keep"
+            )
 
     def _tell(
         self, number: int, tokens: np.ndarray, start: int, earlier: Earlier | None, bounded: bool
     ) -> None:
         """What other processes have to know of a prefill; they keep no others than `live`."""
-        total = start + len(tokens)
-        if bounded and total > self.window:
-            raise ValueError(
-                f"got {total} tokens over several processes, expected at most "
-                f"prefill_window={self.window}, as many as their devices keep"
-            )
+        if bounded:
+            self.check_stored(start + len(tokens))
         before = earlier.prefix if earlier is not None else None
         self.layers.peers.tell(
             "prefill", number=number, tokens=tokens.tolist(), start=start, bounded=bounded,
@@ -156,7 +161,7 @@ class Prefill:
             raise ValueError("got no tokens, expected at least one")
         self._own = own
         self.number = number
-        self._bounded = bounded
+        self.bounded = bounded
         self._tokens = tokens
         self._start = start
         self._earlier = earlier
@@ -192,8 +197,12 @@ class Prefill:
 
     def advance(self) -> Block:
         """Computes the next block; blocks end where multiples of the block size do."""
+        self._own.layers.peers.tell("block", number=self.number)
+        with self._own.layers.peers.together():
+            return self._block()
+
+    def _block(self) -> Block:
         own, first = self._own, self._next
-        own.layers.peers.tell("block", number=self.number)
         stop = min(self.total, (first // own.block + 1) * own.block)
         padded = np.zeros((1, own.block), np.int32)
         padded[0, : stop - first] = self._tokens[first - self._start : stop - self._start]
@@ -219,7 +228,7 @@ class Prefill:
             key = (len(layers), self._rows)
             new.append(own.join(key, self._buffers[step], at[0], block=own.block))
         kv = jnp.concatenate(new)
-        return own.layers.shardings.gathered(kv) if self._bounded else kv, hidden
+        return own.layers.shardings.gathered(kv) if self.bounded else kv, hidden
 
     def _in_pieces(self, hidden: Array, at: np.ndarray) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])

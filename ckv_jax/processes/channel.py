@@ -1,6 +1,7 @@
 """Messages between two processes: JSON lines over TCP, and a sign of life every two seconds.
 
 Whoever waits for the other is woken when the connection ends or `SILENT_S` pass without a word.
+Before both ends `watch` nobody gives a sign of life: what is waited for then has its own deadline.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ class Channel:
     """One connection. `send` in any thread; what comes goes to `on_message` in a thread of ours."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(SILENT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._file = connection.makefile("rb")
         self._lock = threading.Lock()
         self._closed = False
+
+    def wait_until(self, until: float) -> None:
+        """How long (monotonic) the other end may be silent, before `watch`."""
+        self._socket.settimeout(max(0.01, until - time.monotonic()))
 
     def send(self, message: Message) -> None:
         """Raises `OSError` where nobody takes it."""
@@ -40,7 +44,7 @@ class Channel:
     def receive(self) -> Message:
         """The next message that is no sign of life.
 
-        Raises `OSError` where the other end is gone or silent.
+        Raises `OSError` where the other end is gone or silent, `ValueError` for what is no JSON.
         """
         while True:
             line = self._file.readline()
@@ -54,6 +58,7 @@ class Channel:
         self, on_message: Callable[[Message], None], on_lost: Callable[[OSError], None]
     ) -> None:
         """Starts the two threads; `on_lost` is called once, unless the channel was closed here."""
+        self._socket.settimeout(SILENT_S)
         for work in (lambda: self._read(on_message, on_lost), self._beat):
             threading.Thread(target=work, name="ckv-process", daemon=True).start()
 
@@ -62,6 +67,7 @@ class Channel:
         self._closed = True
         with suppress(OSError):  # it may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()  # nobody reads any more: what is shut down ends at once
         self._socket.close()
 
     def _read(
@@ -70,9 +76,9 @@ class Channel:
         try:
             while True:
                 on_message(self.receive())
-        except OSError as error:
+        except Exception as error:  # nobody else reads: whatever it is, the other end is lost
             if not self._closed:
-                on_lost(error)
+                on_lost(error if isinstance(error, OSError) else _wrong(error))
 
     def _beat(self) -> None:
         while not self._closed:
@@ -81,6 +87,10 @@ class Channel:
                 self.send({})
             except OSError:
                 return  # whoever reads finds out
+
+
+def _wrong(error: Exception) -> ConnectionError:
+    return ConnectionError(f"it sent what nobody understands: {type(error).__name__}: {error}")
 
 
 def address_of(address: str) -> tuple[str, int]:
@@ -101,7 +111,9 @@ def accept(listening: socket.socket, until: float) -> Channel:
     """The next connection. Raises `TimeoutError` at `until` (monotonic)."""
     listening.settimeout(max(0.01, until - time.monotonic()))
     connection, _ = listening.accept()
-    return Channel(connection)
+    channel = Channel(connection)
+    channel.wait_until(until)
+    return channel
 
 
 def connect(address: str, until: float) -> Channel:
@@ -109,7 +121,9 @@ def connect(address: str, until: float) -> Channel:
     host, port = address_of(address)
     while True:
         try:
-            return Channel(socket.create_connection((host, port + 1), timeout=5.0))
+            channel = Channel(socket.create_connection((host, port + 1), timeout=5.0))
+            channel.wait_until(until)
+            return channel
         except OSError as error:
             if time.monotonic() > until:
                 raise TimeoutError(f"nobody leads at {address}: {error}") from error

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ckv_jax.errors import CkvError, ProcessFailed
+from ckv_jax.errors import ProcessFailed
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.peers import Peers
 from ckv_jax.pipeline.prefill import Block, Prefill
@@ -29,8 +29,8 @@ Stored = tuple[str, str, str, list[int]]
 class Follower:
     """One engine's worker without its scheduler: what comes next is said by the leader.
 
-    What fails by the store fails in all processes at once, and the leader decides what becomes of
-    it; anything else that is raised here ends the process, which the leader notices.
+    What fails where a process works by itself fails in all at once, and the leader decides what
+    becomes of it; anything else that is raised here ends the process, which the leader notices.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Follower:
         """See `Worker.first_tokens`."""
         try:
             sequences = [self._sequence(**facts) for facts in batch]
-        except CkvError:
+        except Exception:  # whatever it is, the leader is to know
             self._failed()
         self._worker.first_tokens(sequences)
 
@@ -78,16 +78,21 @@ class Follower:
             try:
                 if before is not None:
                     reader = stack.enter_context(self._store.reader(self._found(before)))
-            except CkvError:
+                earlier = EarlierKv(layout, self._worker.system.coder, start, reader, None)
+            except Exception:  # as above
                 self._failed()
-            earlier = EarlierKv(layout, self._worker.system.coder, start, reader, None)
             self._prefills[number] = self._worker.prefills.begin(
                 np.array(tokens, np.int32), start=start, earlier=earlier, bounded=bounded
             )
 
     def block(self, number: int) -> None:
         """See `Prefill.advance`."""
-        self._blocks[number] = self._prefills[number].advance()
+        prefill = self._prefills[number]
+        block = prefill.advance()
+        if not prefill.bounded:
+            self._blocks[number] = block  # a first token may be asked for
+        elif prefill.done:
+            del self._prefills[number]  # its device memory is for others now
 
     def first(self, number: int, last: int, sequence: dict[str, Any]) -> None:
         """The first token after a prefill that stores nothing, and what goes on from it."""

@@ -51,6 +51,16 @@ class Following(Peers):
             failure = error
         agreed.fits = bool(self._round(int(agreed.fits), failure))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Peers`: this process ends, which the leader notices."""
+        try:
+            yield
+        except (ProcessFailed, ProcessLost):
+            raise  # the leader knows
+        except Exception as error:
+            raise ProcessLost(f"this process failed: {type(error).__name__}: {error}") from error
+
     def least(self, value: int) -> int:
         """See `Peers`."""
         return self._round(value, None)
@@ -62,7 +72,10 @@ class Following(Peers):
 
     def _round(self, value: int, failure: Exception | None) -> int:
         why = None if failure is None else f"{type(failure).__name__}: {failure}"
-        self._channel.send({"value": value, "failed": why})
+        try:
+            self._channel.send({"value": value, "failed": why})
+        except OSError as error:
+            raise self._lost(error) from error
         while "agreed" not in (message := self._receive()):
             self._later.append(message)  # what is to be done after this
         if message["failed"] is not None:
@@ -73,9 +86,12 @@ class Following(Peers):
     def _receive(self) -> Message:
         message = self._came.get()
         if isinstance(message, OSError):
-            self._noticed.set()
-            raise ProcessLost(f"the leader is gone: {message}")
+            raise self._lost(message)
         return message
+
+    def _lost(self, why: OSError) -> ProcessLost:
+        self._noticed.set()
+        return ProcessLost(f"the leader is gone: {why}")
 
     def _gone(self, why: OSError) -> None:
         """The main thread notices, unless it waits for devices that wait for others."""

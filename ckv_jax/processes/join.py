@@ -39,6 +39,9 @@ __all__ = ["follow", "lead"]
 
 Url = str | os.PathLike[str]
 
+_HELLO_S = 5.0
+"""How long who has connected may take to say that it is one of the processes."""
+
 
 def lead(
     folder: Url,
@@ -69,8 +72,14 @@ def lead(
     with listen(address) as listening:
         try:
             while len(channels) < config.processes - 1:
-                channel = accept(listening, until)
-                channels[_welcomed(channel, channels, mine, config.processes)] = channel
+                try:
+                    channel = accept(listening, until)
+                except TimeoutError as error:
+                    came = f"{1 + len(channels)} of {config.processes} processes came"
+                    raise TimeoutError(f"{came} in {wait_s:g} s") from error
+                process = _welcomed(channel, channels, mine, config.processes, until)
+                if process is not None:
+                    channels[process] = channel
             ordered = [channels[process] for process in sorted(channels)]
             ChunkStore.open(store, config=store_config).close()
             for channel in ordered:
@@ -81,10 +90,6 @@ def lead(
         except BaseException as error:
             for channel in channels.values():
                 _refuse(channel, error)
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(
-                    f"{1 + len(channels)} of {config.processes} processes came in {wait_s:g} s"
-                ) from error
             raise
     return _loaded(Leading(ordered), folder, store, config, store_config)
 
@@ -112,7 +117,10 @@ def follow(
     channel = connect(address, time.monotonic() + wait_s)
     try:
         channel.send({"process": process, "facts": mine})
-        found, said = None, _accepted(channel.receive(), 0)
+        try:
+            found, said = None, _accepted(channel.receive(), 0)
+        except TimeoutError as error:
+            raise TimeoutError(f"the leader had not found all in {wait_s:g} s") from error
         if (own := _mark(store)) != said["store"]:
             found = f"got store {os.fspath(store)} ({own}), expected the leader's ({said['store']})"
         channel.send({"refused": found})
@@ -153,18 +161,31 @@ def _named(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _welcomed(channel: Channel, known: dict[int, Channel], mine: Message, processes: int) -> int:
-    """The number of a process that has come. Raises `ValueError` for one that does not fit."""
+def _welcomed(
+    channel: Channel, known: dict[int, Channel], mine: Message, processes: int, until: float
+) -> int | None:
+    """The number of a process that has come; None: something else has connected, and is let go.
+
+    Raises `ValueError` for a process that does not fit.
+    """
+    channel.wait_until(min(until, time.monotonic() + _HELLO_S))
     try:
         said = channel.receive()
-        process, theirs = said["process"], said["facts"]
-        if process in known or not 0 < process < processes:
-            raise ValueError(f"got process {process} (again), expected 1 to {processes - 1}")
+        process, theirs = int(said["process"]), dict(said["facts"])
+    except Exception:  # a health check, a scan of ports: whatever it says
+        channel.close()
+        return None
+    try:
         _same(mine, theirs, f"process {process}")
+        if not 0 < process < processes:
+            raise ValueError(f"got process {process}, expected 1 to {processes - 1}")
+        if process in known:
+            raise ValueError(f"got process {process} twice, expected each of them once")
     except BaseException as error:
         _refuse(channel, error)
         raise
-    return int(process)
+    channel.wait_until(until)
+    return process
 
 
 def _same(mine: Message, theirs: Message, who: str, at: str = "") -> None:
@@ -234,14 +255,11 @@ def _loaded(
                     folder, store=store, config=config, store_config=store_config, peers=peers
                 )
             ]
-    except ProcessFailed as error:
+    except BaseException as error:
         for engine in made:
             engine.close()
         peers.leave()
-        if error.__cause__ is not None:
+        if isinstance(error, ProcessFailed) and error.__cause__ is not None:
             raise error.__cause__ from None
-        raise
-    except BaseException:
-        peers.leave()
         raise
     return made[0]

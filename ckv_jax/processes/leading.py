@@ -49,6 +49,20 @@ class Leading(Peers):
             failure = error
         agreed.fits = bool(self._round(int(agreed.fits), failure))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Peers`: lets all others go, who would wait for ever."""
+        try:
+            yield
+        except (ProcessFailed, ProcessLost):
+            raise  # they know
+        except Exception as error:
+            why = f"process 0 of {self.size} failed: {type(error).__name__}: {error}"
+            lost = self._lose(ProcessLost(why))
+            for channel in self._channels:
+                channel.close()
+            raise lost from error
+
     def least(self, value: int) -> int:
         """See `Peers`."""
         return self._round(value, None)
@@ -102,14 +116,18 @@ class Leading(Peers):
 
     def _gone(self, index: int, why: OSError) -> None:
         self._left[index].set()
+        self._lose(ProcessLost(f"process {index + 1} of {self.size} is gone: {why}"))
+
+    def _lose(self, error: ProcessLost) -> ProcessLost:
+        """Everybody gets `error`, or what came before it."""
         with self._lock:
             if self._lost is not None:
-                return
-            self._lost = ProcessLost(f"process {index + 1} of {self.size} is gone: {why}")
-            tell = self._on_lost
+                return self._lost
+            self._lost, tell = error, self._on_lost
         for reports in self._reports:
             reports.put(None)
-        tell(self._lost)
+        tell(error)
+        return error
 
 
 def _over() -> ProcessLost:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import CkvError, ProcessLost
 from ckv_jax.model.sampling import (
     SamplingArrays,
     SamplingParams,
@@ -18,6 +18,7 @@ from ckv_jax.model.sampling import (
     sample,
     stack_params,
 )
+from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
@@ -68,6 +69,7 @@ class Running:
         hold_slots: device slots that all windows may have together.
         window: slots of a window for each chunk of a choice, where there are so many.
         check: ends a text that nobody waits for any more.
+        peers: who makes the same steps.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Running:
         window: float,
         max_batch: int,
         check: Callable[[Sequence], None] = Sequence.check,
+        peers: Peers = ALONE,
     ) -> None:
         self._check = check
+        self._peers = peers
         self._decoder = decoder
         self._choices = choices
         self._recovery = recovery
@@ -152,7 +156,10 @@ class Running:
         self._widen()
 
     def step(self) -> list[Job]:
-        """One token for every sequence. Returns jobs that some of them have to wait for."""
+        """One token for every sequence. Returns jobs that some of them have to wait for.
+
+        Raises `ProcessLost` where no process makes another one.
+        """
         jobs = []
         before = len(self)
         for batch in list(self._batches):
@@ -162,7 +169,10 @@ class Running:
                 continue
             try:
                 batch.waits_for = None
-                self._step(batch)
+                with self._peers.together():
+                    self._step(batch)
+            except ProcessLost:
+                raise  # there is no next token for anybody
             except RecoveryNeeded as needed:
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)

@@ -8,6 +8,7 @@ ones while there is room; jobs take turns.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ _T = TypeVar("_T")
 
 _STUCK_S = 5.0
 """How long `close` waits for a thread whose devices wait for a process that is gone."""
+_LOOK_S = 1.0
+"""How often it looks whether there is such a process."""
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
@@ -164,7 +167,11 @@ class Scheduler:
             thread = self._thread
         forked = os.getpid() != self._process
         if not forked and thread is not None and thread is not threading.current_thread():
-            thread.join(None if self._abandoned is None else _STUCK_S)
+            stuck = math.inf
+            while thread.is_alive() and time.monotonic() < stuck:
+                thread.join(_LOOK_S)
+                if self._abandoned is not None:  # by now: perhaps nothing ends it any more
+                    stuck = min(stuck, time.monotonic() + _STUCK_S)
 
     def _open(self) -> None:
         """Refuses work that nobody would do; starts the thread."""

@@ -109,6 +109,7 @@ class Worker:
             window=system.window,
             max_batch=config.max_batch,
             check=Sequence.check if self._peers.alone else (lambda _: None),  # see `step`
+            peers=self._peers,
         )
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
@@ -151,6 +152,10 @@ class Worker:
             sequence.begin()
         if not self._peers.alone:
             self._peers.tell("first_tokens", batch=[sequence.to_json() for sequence in batch])
+        with self._peers.together():
+            self._first_tokens(batch, texts)
+
+    def _first_tokens(self, batch: Several[Sequence], texts: bool) -> None:
         trace = Trace()
         with ExitStack() as stack:
             with trace.span("open", lane="host"), self._peers.local():
@@ -335,8 +340,10 @@ class Worker:
         if self.system.selector != "none" and len(sequence.tokens) > self.prefills.window:
             if self._peers.alone:
                 self._store_prompt(sequence)
-            else:
-                sequence.fail(_too_long(len(sequence.tokens), self.prefills.window))
+                return None
+            says = "that are not stored, or cannot be read, over several processes"
+            most = f"expected at most prefill_window={self.prefills.window}"
+            sequence.fail(ContextOverflow(f"got {len(sequence.tokens)} tokens {says}, {most}"))
             return None
         return self.dense_job(sequence)
 
@@ -390,10 +397,3 @@ class Worker:
             self.reorderer.close()
         self.prefetcher.close()
         self.leases.close()
-
-
-def _too_long(tokens: int, most: int) -> ContextOverflow:
-    return ContextOverflow(
-        f"got {tokens} tokens that are not stored, or cannot be read, over several processes, "
-        f"expected at most prefill_window={most}"
-    )

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Several
 import pytest
 
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed
+from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded, EngineClosed, ProcessLost
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.request import Request, Result
 from ckv_jax.serving.job import Job
@@ -316,6 +316,23 @@ def test_close_fails_what_waits_and_stops_the_thread() -> None:
     assert threading.active_count() == before
     with pytest.raises(EngineClosed):
         desk.ask("a2")
+
+
+def test_close_does_not_wait_for_a_thread_that_is_abandoned_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckv_jax.serving.scheduler._LOOK_S", 0.01)
+    monkeypatch.setattr("ckv_jax.serving.scheduler._STUCK_S", 0.05)
+    desk = Desk()  # whose thread computes what does not end
+    closing = threading.Thread(target=desk.scheduler.close, daemon=True)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    desk.scheduler.abandon(ProcessLost("process 1 of 2 is gone"))
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+    assert isinstance(desk.error("-"), ProcessLost)
+    desk.notes.gate.set()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that forks beside threads are risky

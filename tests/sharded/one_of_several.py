@@ -1,7 +1,7 @@
 """One process of two, each of which sees its CPU as two devices: what they answer together, what
-becomes of packs that cannot be read, and of a process that is killed.
+becomes of packs that cannot be read, of a process that is killed, and of a fault of the leader's.
 
-    python one_of_several.py FOLDER ADDRESS PROCESS
+    python one_of_several.py FOLDER ADDRESS PROCESS answers|killed|fault
 
 The leader (process 0) prints one line of JSON.
 """
@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from checkpoint import config
 
@@ -24,6 +25,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import numpy as np
 from answers import answers, texts
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -46,6 +48,10 @@ def led(engine: Engine) -> dict[str, Any]:
     stream.cancel()
     found["cancelled"] = stream.results()[0].finish_reason
     found["refused"] = str(engine.generate(new, keep_kv=True).results()[0].error)
+    try:
+        engine.ingest(np.tile(text, 3))
+    except ValueError as error:
+        found["too long"] = str(error)
     return found
 
 
@@ -86,6 +92,7 @@ def starved(engine: Engine, follower: int) -> dict[str, Any]:
 def lost(engine: Engine, follower: int) -> dict[str, Any]:
     """What becomes of a long text whose second token never comes, and of everything after."""
     text, suffix = texts()
+    engine.ingest(text[:20])
     stream = engine.generate(Request(prefix=[], suffix=suffix), SamplingParams(max_tokens=5000))
     next(iter(stream))
     os.kill(follower, signal.SIGKILL)
@@ -99,24 +106,39 @@ def lost(engine: Engine, follower: int) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, address: str, process: int) -> None:
+def faulty(engine: Engine) -> dict[str, Any]:
+    """What becomes of a text in the middle of which the leader alone fails, and of others."""
+    _, suffix = texts()
+    new = Request(prefix=[], suffix=suffix)
+    with mock.patch.object(engine.layers, "embed", side_effect=MemoryError("no room")):
+        error = engine.generate(new).results()[0].error
+    found: dict[str, Any] = {"error": [type(error).__name__, str(error)]}
+    try:
+        engine.generate(new)
+    except ProcessLost as again:
+        found["again"] = str(again)
+    return found
+
+
+def main(folder: Path, address: str, process: int, what: str) -> None:
     """What this process does."""
-    place: dict[str, Any] = {
-        "folder": folder / "model", "store": folder / "store", "address": address,
-    }  # fmt: skip
+    store = folder / ("store" if what == "answers" else f"store-{what}")
+    place: dict[str, Any] = {"folder": folder / "model", "store": store, "address": address}
     told = config("ckv", 4, processes=2)
     if process:
-        (folder / "follower").write_text(str(os.getpid()))
+        (folder / f"follower-{what}").write_text(str(os.getpid()))
         follow(**place, process=process, config=told)
         return
     with lead(**place, config=told) as engine:
-        found = led(engine)
-        follower = int((folder / "follower").read_text())
-        found["starved"] = starved(engine, follower)
-        found["damaged"] = damaged(engine, folder / "store")
-        found["lost"] = lost(engine, follower)
+        follower = int((folder / f"follower-{what}").read_text())
+        if what == "answers":
+            found = led(engine)
+            found["starved"] = starved(engine, follower)
+            found["damaged"] = damaged(engine, store)
+        else:
+            found = lost(engine, follower) if what == "killed" else faulty(engine)
     print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])

@@ -14,8 +14,8 @@ from sharded.checkpoint import MODEL, checkpoint, config, free_address
 
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.model.shardings import Shardings
-from ckv_jax.processes.channel import connect
-from ckv_jax.processes.join import follow, lead
+from ckv_jax.processes.channel import address_of, connect
+from ckv_jax.processes.join import _facts, follow, lead
 from ckv_jax.storage import ChunkStore
 
 TOLD = config("ckv", 4, processes=2)
@@ -89,10 +89,50 @@ def test_nobody_comes(model: Path, tmp_path: Path) -> None:
 def test_somebody_else_connects(model: Path, tmp_path: Path) -> None:
     address = free_address()
     place: dict[str, Any] = {"folder": model, "store": tmp_path / "store", "address": address}
-    with ThreadPoolExecutor(1) as pool:
+    other = dataclasses.replace(TOLD, prefill_block=128)
+    with ThreadPoolExecutor(2) as pool:
         led = pool.submit(lead, config=TOLD, wait_s=20, **place)
         connect(address, time.monotonic() + 20).close()
-        assert isinstance(led.exception(timeout=30), OSError)
+        host, port = address_of(address)
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": 1}\n', b"\xff\n"):
+            with socket.create_connection((host, port + 1)) as stray:
+                stray.sendall(said)
+                assert stray.recv(1) == b""  # let go
+        followed = pool.submit(follow, config=other, process=1, wait_s=20, **place)
+        for work in (led, followed):  # who comes then is heard
+            assert "config.prefill_block=128 in process 1" in str(work.exception(timeout=30))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"), [((1, 1), "got process 1 twice"), ((4,), "got process 4, expected 1 to 3")]
+)
+def test_processes_whose_numbers_do_not_suit(
+    model: Path, tmp_path: Path, numbers: tuple[int, ...], says: str
+) -> None:
+    address, told = free_address(), dataclasses.replace(TOLD, processes=4)
+    place: dict[str, Any] = {"folder": model, "store": tmp_path / "store", "address": address}
+    with ThreadPoolExecutor(1) as pool:
+        led = pool.submit(lead, config=told, wait_s=20, **place)
+        channels = [connect(address, time.monotonic() + 20) for _ in numbers]
+        for number, channel in zip(numbers, channels, strict=True):
+            channel.send({"process": number, "facts": _facts(model, told)})
+        assert channels[-1].receive()["refused"].startswith(says)
+        for channel in channels:
+            channel.close()
+        assert str(led.exception(timeout=30)).startswith(says)
+
+
+def test_who_waits_for_others_to_come_may_wait_long(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.processes.channel.SILENT_S", 0.05)
+    told = dataclasses.replace(TOLD, processes=4)
+    place: dict[str, Any] = {"folder": model, "store": tmp_path / "s", "address": free_address()}
+    with ThreadPoolExecutor(2) as pool:
+        led = pool.submit(lead, config=told, wait_s=0.5, **place)
+        followed = pool.submit(follow, config=told, process=1, wait_s=20, **place)
+        assert "2 of 4 processes came in 0.5 s" in str(led.exception(timeout=30))
+        assert "2 of 4 processes came" in str(followed.exception(timeout=30))
 
 
 @pytest.mark.parametrize(

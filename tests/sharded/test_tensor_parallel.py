@@ -39,15 +39,28 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def led(home: Path) -> dict[str, Any]:
-    """What the leader of two processes printed; they store the text that all others read."""
-    address = free_address()
-    leader, follower = (started("one_of_several.py", home, address, process) for process in (0, 1))
-    said, complaint = leader.communicate(timeout=150)
-    assert leader.returncode == 0, complaint[-4000:]
-    assert follower.wait(timeout=20) == -signal.SIGKILL, follower.communicate()[1][-4000:]
-    follower.communicate()
-    read: dict[str, Any] = json.loads(said.splitlines()[-1])
+def pairs(home: Path) -> dict[str, Any]:
+    """What the leaders of three pairs of processes printed, and how their followers ended."""
+    running = {}
+    for what in ("answers", "killed", "fault"):
+        address = free_address()
+        running[what] = [
+            started("one_of_several.py", home, address, process, what) for process in (0, 1)
+        ]
+    found = {}
+    for what, (leader, follower) in running.items():
+        said, complaint = leader.communicate(timeout=150)
+        assert leader.returncode == 0, complaint[-4000:]
+        _, complaint = follower.communicate(timeout=20)
+        assert (follower.returncode == 0) == (what == "answers"), complaint[-4000:]
+        found[what] = json.loads(said.splitlines()[-1]) | {"follower": follower.returncode}
+    return found
+
+
+@pytest.fixture(scope="module")
+def led(pairs: dict[str, Any]) -> dict[str, Any]:
+    """Of the pair that was closed cleanly; they store the text that all others read."""
+    read: dict[str, Any] = pairs["answers"]
     return read
 
 
@@ -101,6 +114,7 @@ def test_two_processes_answer_as_one_device_does(
     assert led["together"] == [one["0.2"]["tokens"][:3], *[found["new text"]] * 2]
     assert led["cancelled"] == "cancelled"  # and what came after was computed
     assert "keep_kv over several processes" in led["refused"]
+    assert "expected at most prefill_window=512" in led["too long"]
 
 
 def test_what_a_process_cannot_read_all_compute_again(led: dict[str, Any]) -> None:
@@ -117,16 +131,24 @@ def test_what_one_process_alone_cannot_read_all_compute_again(led: dict[str, Any
 
 
 def test_a_process_that_is_killed_fails_what_runs_and_leaves_the_store_sound(
-    home: Path, led: dict[str, Any]
+    home: Path, led: dict[str, Any], pairs: dict[str, Any]
 ) -> None:
-    kind, said = led["lost"]["error"]
+    lost = pairs["killed"]
+    assert lost["follower"] == -signal.SIGKILL
+    kind, said = lost["error"]
     assert kind == "ProcessLost" and said.startswith("process 1 of 2 is gone")
-    assert led["lost"]["again"] == said
-    assert not list((home / "store" / "tmp").iterdir())
-    with ChunkStore.open(home / "store") as store:
-        report = verify_store(store)
-    damaged = {damage.segment_id for damage in report.damages}
-    assert damaged == {led["damaged"]["segment"]}  # overwritten by the test
+    assert lost["again"] == said
+    for name, expected in (("store-killed", set()), ("store", {led["damaged"]["segment"]})):
+        assert not list((home / name / "tmp").iterdir())
+        with ChunkStore.open(home / name) as store:
+            report = verify_store(store)
+        assert {damage.segment_id for damage in report.damages} == expected  # by the test
+
+
+def test_what_the_leader_alone_cannot_do_ends_all(pairs: dict[str, Any]) -> None:
+    says = "process 0 of 2 failed: MemoryError: no room"
+    assert pairs["fault"]["error"] == ["ProcessLost", says]
+    assert pairs["fault"]["again"] == says  # and the follower has ended, too
 
 
 def test_what_four_devices_wrote_one_reads(found: dict[str, Any]) -> None:
