@@ -29,6 +29,10 @@ class SegmentDamaged(StoreError):
     """Proof that a segment's manifest or files are missing, malformed, or not as written."""
 
 
+class SegmentUnfinished(SegmentDamaged):
+    """Objects without a manifest: being uploaded by somebody, or left by one who was killed."""
+
+
 class SegmentForeign(StoreError):
     """A whole segment of another version of the format: not damaged, and not readable here."""
 

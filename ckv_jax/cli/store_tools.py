@@ -130,12 +130,15 @@ def verify(
             terminal.say(f"would    {line}", wrap=False)
         for segment_id in report.foreign:
             terminal.say(f"foreign  {segment_id}: of another version, left alone; ingest again")
+        for segment_id in report.unfinished:
+            terminal.say(f"upload   {segment_id}: not finished, left alone")
         for segment_id in report.unindexed:
             terminal.say(f"index    {segment_id}: not as on disk")
         done = [
             f"{len(ids)} {name}"
             for name, ids in (
                 ("made whole", report.remade),
+                ("kept, as they could not be made whole", report.unrepaired),
                 ("removed", report.removed),
                 ("limited to their good chunks", report.quarantined),
                 ("found whole again", report.pardoned),

@@ -16,7 +16,12 @@ from urllib.parse import urlsplit
 
 import tensorstore as ts
 
-from ckv_jax.storage.errors import SegmentDamaged, StoreError, StoreUnavailable
+from ckv_jax.storage.errors import (
+    SegmentDamaged,
+    SegmentUnfinished,
+    StoreError,
+    StoreUnavailable,
+)
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.patience import progress
 from ckv_jax.storage.place.workspace import segment_folder
@@ -128,7 +133,7 @@ class ObjectFiles:
     def _arrived(self, segment_id: str, future: Any) -> bytes:
         found = self._wait(future, f"segment {segment_id}")
         if found.state != "value":
-            raise SegmentDamaged(f"segment {segment_id}: no manifest")
+            raise SegmentUnfinished(f"segment {segment_id}: no manifest")
         if len(found.value) > manifests.MAX_BYTES:
             raise SegmentDamaged(f"segment {segment_id}: the manifest is too large")
         return bytes(found.value)
@@ -229,7 +234,7 @@ class ObjectFiles:
         self._wait(self._store.write(f"pins/{prefix_id}", wish), f"pin {prefix_id}")
 
     def sweep(self) -> int:
-        return 0  # what an upload left has no manifest; verify_store(repair=True) removes it
+        return 0  # what an upload left looks like one that goes on: verify_store tells of both
 
     def close(self) -> None:
         """Nothing is kept open."""

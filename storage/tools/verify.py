@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ckv_jax.storage.errors import (
     ReadTimeout,
     SegmentDamaged,
     SegmentForeign,
+    SegmentUnfinished,
     StoreError,
     StoreUnavailable,
 )
@@ -54,8 +54,12 @@ class VerifyReport:
       damages: all that is proven to be damaged.
       unread: what could not be read in time, or at all just now; it may be whole.
       foreign: segments of another version of the format; they are left alone.
+      unfinished: objects of an object store without a manifest, as somebody uploads them now or was
+        killed while doing so; they are left alone.
       unindexed: segments that the index lacked, or had although they were gone.
       remade: segments whose probes or digests the repair made anew, and that are whole now.
+      unrepaired: damaged segments that could not be made whole just now, or not here, and may be
+        later; they are kept, and not served.
       removed: segments that the repair removed, as no chunk of them could be served.
       quarantined: segments that the repair limited to their good chunks.
       pardoned: segments that were marked as bad and are whole.
@@ -68,8 +72,10 @@ class VerifyReport:
     damages: list[Damage] = field(default_factory=list)
     unread: list[Damage] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
     unindexed: list[str] = field(default_factory=list)
     remade: list[str] = field(default_factory=list)
+    unrepaired: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     pardoned: list[str] = field(default_factory=list)
@@ -140,7 +146,7 @@ def verify_store(
       store: an open store.
       repair: make probes and digests anew, remove what is proven to be of no use, limit segments
         to their good chunks, lift marks from whole ones, rebuild the index and sweep what killed
-        writers left. What could not be read stays as it is.
+        writers left. What could not be read stays as it is, and what could not be made anew stays.
       progress: called with (bytes checked, bytes in all).
 
     Raises:
@@ -154,6 +160,8 @@ def verify_store(
             known.append((manifest, checksum, size))
         elif isinstance(manifest, SegmentForeign):
             report.foreign.append(id_)
+        elif isinstance(manifest, SegmentUnfinished):
+            report.unfinished.append(id_)
         elif isinstance(manifest, SegmentDamaged):
             report.damages.append(Damage(id_, 0, "the manifest is missing or damaged"))
         else:
@@ -162,10 +170,11 @@ def verify_store(
     indexed = {e.id for e in store.index.catalog.entries()}
     lacking = {manifest.segment_id for manifest, _, _ in known} - indexed
     report.unindexed = sorted(lacking | (indexed - set(ids)))
+    torn: dict[str, set[int]] = {}  # chunks with packs that are proven bad
     total = sum(size for _, _, size in known)
     usable: dict[str, Loaded] = {}
     for manifest, checksum, size in known:
-        damages, unread = _check(store, manifest, checksum, report)
+        damages, unread, torn[manifest.segment_id] = _check(store, manifest, checksum, report)
         report.damages += damages
         report.unread += unread
         report.segments += 1
@@ -175,9 +184,15 @@ def verify_store(
         if progress is not None:
             progress(report.bytes, total)
     if repair:
-        _remake(store, report, usable)
-    left = [d for d in report.damages if d.segment_id not in report.remade]
-    orphans = _orphans(usable, unknown={d.segment_id for d in report.unread})
+        _remake(store, report, usable, torn)
+    left = [
+        d
+        for d in report.damages
+        if d.segment_id not in usable or d.chunk >= usable[d.segment_id].usable  # else it is mended
+    ]
+    unknown = {d.segment_id for d in report.unread}
+    unknown.update(report.foreign, report.unfinished, report.unrepaired)
+    orphans = _orphans(usable, unknown)
     orphaned = [Damage(id_, 0, "what it continues is gone or damaged") for id_ in orphans]
     report.damages += orphaned
     if repair:
@@ -187,21 +202,28 @@ def verify_store(
 
 def _check(
     store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyReport
-) -> tuple[list[Damage], list[Damage]]:
-    """Read all of one segment, marking nothing: (what is damaged, what could not be read)."""
+) -> tuple[list[Damage], list[Damage], set[int]]:
+    """Read all of one segment, marking nothing.
+
+    Returns (what is damaged, what could not be read, chunks with packs that are proven bad).
+    """
     id_, layout, chunks = manifest.segment_id, manifest.layout, manifest.chunks
     damages: list[Damage] = []
     unread: list[Damage] = []
+    torn: set[int] = set()
+    at_packs = True
     try:
         segment = store.open_segment(manifest, checksum)
     except SegmentDamaged as e:
-        return [Damage(id_, 0, str(e))], []
+        return [Damage(id_, 0, str(e))], [], {0}
     except StoreUnavailable as e:
-        return [], [Damage(id_, 0, str(e))]
+        return [], [Damage(id_, 0, str(e))], torn
     whole = _alone(manifest, checksum)
 
     def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
         (damages if proof else unread).append(Damage(id_, chunk, reason))
+        if proof and at_packs:
+            torn.add(chunk)
 
     with store.segment_reader(whole, segment, note) as reader:
         step = max(1, _PIECE_BYTES // layout.stored_bytes)
@@ -212,6 +234,7 @@ def _check(
                     ids = np.arange(first, min(first + step, chunks))
                     reader.read_packs(group, ids, out[: len(ids)])
                     report.packs += len(ids)
+            at_packs = False
             shape = (len(manifest.tokens), layout.probe_heads, layout.head_dim)
             for layer in layout.probe_layers:
                 reader.read_probe(layer, np.empty(shape, layout.numpy_dtype))
@@ -221,7 +244,7 @@ def _check(
             found = reader.read_digest()
             if found is None and layout.digest != "none" and not (damages or unread):
                 unread.append(Damage(id_, 0, "digest: not read"))
-    return damages, unread
+    return damages, unread, torn
 
 
 def _alone(manifest: Manifest, checksum: str) -> Prefix:
@@ -270,22 +293,47 @@ def _line(loaded: Loaded, segments: dict[str, Loaded]) -> Iterator[str]:
         loaded = segments[id_]
 
 
-def _remake(store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded]) -> None:
-    """Make bad probes and digests anew; notes the segments that are whole again."""
+def _remake(
+    store: ChunkStore,
+    report: VerifyReport,
+    segments: dict[str, Loaded],
+    torn: dict[str, set[int]],
+) -> None:
+    """Make bad probes and digests anew; notes the segments that are whole again.
+
+    And those that are not, though no pack of theirs is proven to be why: making them anew may work
+    another time.
+    """
     for id_ in sorted({d.segment_id for d in report.damages} & segments.keys()):
-        manifest, checksum = segments[id_].manifest, segments[id_].checksum
-        if not known(manifest.layout):
-            continue  # its packs cannot be read here
-        for damage in report.damages:
-            if damage.segment_id == id_:
-                store.index.quarantine(id_, checksum, damage.chunk, damage.what)
-        with contextlib.suppress(StoreError):  # it stays as damaged as it is
-            codec = codec_of(manifest.layout)
-            store.remake_probes(_alone(manifest, checksum), codec=codec)
-            found = store.index.find(id_)
-            if found is not None and found.usable == manifest.chunks:
-                segments[id_] = found
-                report.remade.append(id_)
+        loaded = segments[id_]
+        why = min(torn[id_], default=loaded.manifest.chunks)
+        try:
+            tried = _remade(store, report, loaded)
+        except SegmentDamaged:
+            continue  # it is gone, or cannot even be opened
+        except StoreError:
+            tried = None
+        if tried is not None:
+            segments[id_] = tried
+        if tried is not None and tried.usable == loaded.manifest.chunks:
+            report.remade.append(id_)
+        elif (why > loaded.usable) if tried is None else not torn[id_]:
+            report.unrepaired.append(id_)
+
+
+def _remade(store: ChunkStore, report: VerifyReport, loaded: Loaded) -> Loaded | None:
+    """A segment after its bad probes and digests were made anew, or None: nobody here can."""
+    manifest, checksum, id_ = loaded.manifest, loaded.checksum, loaded.manifest.segment_id
+    if not known(manifest.layout):
+        return None  # its packs cannot be read here
+    for damage in report.damages:
+        if damage.segment_id == id_:
+            store.index.quarantine(id_, checksum, damage.chunk, damage.what)
+    store.remake_probes(_alone(manifest, checksum), codec=codec_of(manifest.layout))
+    found = store.index.find(id_)
+    if found is None:
+        raise SegmentDamaged(f"segment {id_}: gone")
+    return found
 
 
 def _repair(
@@ -296,7 +344,8 @@ def _repair(
     for damage in sorted(damages, key=lambda d: -d.chunk):
         first[damage.segment_id] = damage
     for id_, damage in first.items():
-        if damage.chunk == 0 and store.bounds.remove(id_, f"repair: {damage.what}"):
+        useless = damage.chunk == 0 and id_ not in report.unrepaired
+        if useless and store.bounds.remove(id_, f"repair: {damage.what}"):
             report.removed.append(id_)
         elif id_ in segments:
             store.index.quarantine(id_, segments[id_].checksum, damage.chunk, damage.what)

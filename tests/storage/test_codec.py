@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
@@ -148,3 +149,22 @@ def test_a_digest_is_of_the_keys_and_not_of_the_bytes(folder: Path) -> None:
                 assert digest is not None
                 digests.append(digest.keys())
     np.testing.assert_array_equal(digests[0], digests[1])
+
+
+def test_a_repair_keeps_what_only_its_codec_could_mend(folder: Path) -> None:
+    layout = coded(dataclasses.replace(SMALL, digest="int8"))
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder) as store:
+        prefix = write(store, tokens, kv_of(SMALL, tokens), layout)
+        digest = next(segment_folder(folder, prefix).glob("digest/c.*"))
+        pack = next(segment_folder(folder, prefix).glob("packs/c.0.*"))
+        hurt(digest, 0)
+        report = verify_store(store, repair=True)
+        id_ = prefix.spans[0].segment_id
+        assert report.unrepaired == report.quarantined == [id_] and not report.removed
+        assert find(store, tokens, layout).num_tokens == 0
+        hurt(digest, 0)  # as it was
+        assert verify_store(store, repair=True).pardoned == [id_]
+        assert find(store, tokens, layout).num_tokens == len(tokens)
+        hurt(pack, 0)  # for which no codec is needed
+        assert verify_store(store, repair=True).removed == [id_]

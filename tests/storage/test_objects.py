@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from bench.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
@@ -111,9 +112,47 @@ def test_s3_faults_are_misses(bucket: str) -> None:
         objects.write(manifest, None).result()
     with ChunkStore.open(f"{bucket}/faults") as store:  # an upload that was killed: no manifest
         assert store.prefixes() == []
-        assert verify_store(store, repair=True).removed == [id_]
-        assert verify_store(store).ok
+        report = verify_store(store, repair=True)  # which looks like one that goes on
+        assert report.unfinished == [id_] and not report.damages and not report.removed
         assert read_all(store, ingest(store, tokens)).right == SMALL.groups * 7
+        report = verify_store(store)
+        assert report.ok and not report.unfinished
+
+
+class BeforeTheManifest:
+    """A bucket's objects; does something just before a manifest is written."""
+
+    def __init__(self, objects: ts.KvStore, act: Callable[[], None]) -> None:
+        self._objects, self._act = objects, act
+
+    def write(self, name: str, data: bytes | None) -> object:
+        if name.endswith("/manifest.json") and data is not None:
+            self._act()
+        return self._objects.write(name, data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+
+def test_a_repair_leaves_an_upload_that_goes_on_alone(bucket: str) -> None:
+    """And what continues the segment that is being uploaded."""
+    tokens, url = some_tokens(100), f"{bucket}/beside"
+    with ChunkStore.open(url) as store, ChunkStore.open(url) as other:
+        parent, _ = ingest(store, tokens[:48]), ingest(store, tokens)
+        id_ = parent.spans[0].segment_id
+        assert store.bounds.remove(id_, "test")
+        reports = []
+        store.files._store = BeforeTheManifest(  # type: ignore[attr-defined]
+            store.files._store,  # type: ignore[attr-defined]
+            lambda: reports.append(verify_store(other, repair=True)),
+        )
+        again = ingest(store, tokens[:48])
+        (report,) = reports
+        assert report.unfinished == [id_] and not report.removed and not report.damages
+        assert read_all(store, again).right == SMALL.groups * 3
+        found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=SMALL)
+        assert read_all(store, found).right == SMALL.groups * 7
+        assert verify_store(other).segments == 2
 
 
 def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,13 +172,18 @@ def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
     """A whole manifest of another version, in a store of ours, is neither served nor damaged."""
     from bench.fault_kinds import disk
 
+    tokens = some_tokens(128)
     with ChunkStore.open(folder) as store:
-        ingest(store, some_tokens(64))
+        parent = ingest(store, tokens[:64]).spans[0].segment_id
+        child = ingest(store, tokens).spans[1].segment_id
         ingest(store, some_tokens(64, 1))
-    disk.forge(folder, lambda body: body["layout"].update(version=1))
+    ids = sorted(path.name for path in (folder / "segments").glob("*/*"))
+    disk.forge(folder, lambda body: body["layout"].update(version=1), ids.index(parent))
     with ChunkStore.open(folder) as store:
         report = verify_store(store, repair=True)
-        assert len(report.foreign) == 1 and not report.damages and not report.removed
-        assert report.segments == 1
+        assert report.foreign == [parent] and not report.damages and not report.removed
+        assert report.segments == 2
+        # Who reads that version can go on with what continues it.
+        assert (folder / "segments" / child[:2] / child / "manifest.json").exists()
         prune_store(store, 0)
     assert len(list((folder / "segments").glob("*/*"))) == 1

@@ -10,8 +10,18 @@ import pytest
 from segment_support import find, hurt, segment_folder
 
 from bench.fault_kinds.tally import read_prefix
-from bench.truth import SMALL, ingest, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
+from bench.truth import SMALL, ingest, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    Layout,
+    Prefix,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    verify_store,
+)
+from ckv_jax.storage.place.local import LocalFiles
+from ckv_jax.storage.segment.segment import Segment
 
 TOKENS = some_tokens(16 * 30 + 5)
 
@@ -106,6 +116,55 @@ def test_a_repair_gives_up_no_segment_for_its_digest(folder: Path) -> None:
         assert report.removed == [lost.spans[0].segment_id]
         assert find(store, TOKENS, layout).num_tokens == child.num_tokens == len(TOKENS)
         assert verify_store(store).ok
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "error"),
+    [
+        (LocalFiles, "mending", StoreUnavailable("somebody else is mending it")),
+        (LocalFiles, "mend", StoreFull("no room on the disk")),
+        (Segment, "whole", StoreUnavailable("no answer")),
+    ],
+)
+def test_what_could_not_be_mended_just_now_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: type, name: str, error: StoreError
+) -> None:
+    """And so does what continues it: no pack of either is bad."""
+    layout = layout_of("int8")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with ChunkStore.open(folder) as store:
+        parent = ingest(store, TOKENS[:160], layout=layout)
+        child = ingest(store, TOKENS, layout=layout)
+        lost = ingest(store, some_tokens(64, 9), layout=layout)
+        hurt(next(segment_folder(folder, parent).glob("digest/c.*")), 0)
+        hurt(next(segment_folder(folder, lost).glob("packs/c.0.*")), 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fail)
+            report = verify_store(store, repair=True)
+        id_ = parent.spans[0].segment_id
+        assert report.unrepaired == report.quarantined == [id_] and not report.remade
+        assert report.removed == [lost.spans[0].segment_id]
+        assert find(store, TOKENS, layout).num_tokens == 0
+        verify_store(store, repair=True)
+        assert find(store, TOKENS, layout).num_tokens == child.num_tokens == len(TOKENS)
+        report = verify_store(store)
+        assert report.ok and not report.unrepaired
+
+
+def test_a_repair_keeps_the_chunks_before_a_bad_pack_when_their_probes_are_made_anew(
+    folder: Path,
+) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=SMALL)
+        hurt(next(segment_folder(folder, prefix).glob("probe/c.*")), 0)
+        hurt(next(segment_folder(folder, prefix).glob("packs/c.0.*")), 5 * SMALL.pack_bytes)
+        report = verify_store(store, repair=True)
+        assert report.quarantined == [prefix.spans[0].segment_id] and not report.removed
+        found = find(store, TOKENS, SMALL)
+        assert found.num_tokens == 5 * 16 and read_all(store, found).refused == 0
 
 
 def test_a_segment_that_is_mended_and_continues_nothing_goes(folder: Path) -> None:
