@@ -22,12 +22,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            async with asyncio.timeout(self._seconds):
-                body = await self._body(scope, receive)
-        except TimeoutError:
-            message = f"the body was not there within {self._seconds:g} s"
-            await _refuse(ApiError(408, message, code="request_timeout"), scope, receive, send)
-            return
+            body = await read_body(scope, receive, max_bytes=self._max_bytes, seconds=self._seconds)
         except ApiError as error:
             await _refuse(error, scope, receive, send)
             return
@@ -44,26 +39,34 @@ class BodyLimit:
 
         await self._app(scope, replay, send)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None: it will never be whole."""
-        declared = dict(scope["headers"]).get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            raise self._too_large()
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_bytes:
-                raise self._too_large()
-            if not message.get("more_body"):
-                return b"".join(parts)
 
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._max_bytes} bytes"
-        return ApiError(413, message, code="request_too_large")
+async def read_body(
+    scope: Scope, receive: Receive, *, max_bytes: int, seconds: float
+) -> bytes | None:
+    """The whole body of a request; None: it will never be whole, the client is gone.
+
+    Raises `ApiError` 413 for more than `max_bytes`, 408 if it is not there after `seconds`.
+    """
+    large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > max_bytes:
+                    raise large
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError:
+        late = f"the body was not there within {seconds:g} s"
+        raise ApiError(408, late, code="request_timeout") from None
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,23 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from ckv_jax.server.beginning import beginning
+from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.errors import ApiError, as_api_error
+from ckv_jax.server.json_answer import JsonAnswer, encode
+from ckv_jax.server.limits import read_body
+
 _log = logging.getLogger("ckv_jax.server")
 _TRIES = 4
-_BEGINNING = 4096  # characters of a prompt that say which replica is warm for it
+_GONE = (ActorDiedError, ActorUnavailableError)
+_OWN = frozenset(("/health", "/ready"))
 _NOT_PASSED_ON = frozenset(("content-length", "transfer-encoding", "connection"))
 
 
@@ -45,13 +52,21 @@ class Settings:
     cpus: float = 1.0
     """Of each replica."""
     gpus: float = 0.0
-    dtype: str = "bfloat16"
     api_keys: str | None = None
     """The key file, on every node."""
-    max_requests: int = 64
-    """Texts under way in one replica."""
-    guard_disk: bool = True
-    drain_s: float = 60.0
+    server: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ServerConfig` beside the model's name, such as `max_requests` (of one replica),
+    `budget`, `store_tokens`, `warm_tokens`, `drain_s`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `EngineConfig`, such as `dtype`, `system`, `device_cache_bytes`; without a
+    `dtype`, bfloat16."""
+    storage: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `StoreConfig`, such as `max_bytes`; quotas are the key file's."""
+
+    @property
+    def config(self) -> ServerConfig:
+        """What each replica is told. Raises `TypeError` and `ValueError`."""
+        return ServerConfig(model=self.name, **self.server)
 
 
 class Warm(RequestRouter):  # type: ignore[misc]
@@ -82,7 +97,6 @@ class Replica:
         from ckv_jax.engine import Engine
         from ckv_jax.server import log
         from ckv_jax.server.app import create_app
-        from ckv_jax.server.config import ServerConfig
         from ckv_jax.server.tenants import Tenants
         from ckv_jax.storage.config import StoreConfig
 
@@ -92,16 +106,13 @@ class Replica:
         self._engine = Engine.from_pretrained(
             settings.checkpoint,
             store=settings.store,
-            config=EngineConfig(dtype=settings.dtype, budget=1.0),
-            store_config=StoreConfig(quotas=quotas),
+            config=EngineConfig(
+                **{"dtype": "bfloat16", "budget": settings.config.budget, **settings.engine}
+            ),
+            store_config=StoreConfig(**{**settings.storage, "quotas": quotas}),
         )
-        config = ServerConfig(
-            model=settings.name,
-            max_requests=settings.max_requests,
-            guard_disk=settings.guard_disk,
-            drain_s=settings.drain_s,
-        )
-        self._app = create_app(self._engine, config, tenants)
+        self._app = create_app(self._engine, settings.config, tenants)
+        self._app.state.service.warmed()
 
     async def answer(
         self, *, key: str, scope: Mapping[str, Any], body: bytes
@@ -136,19 +147,41 @@ class Replica:
 
     def __del__(self) -> None:
         if "_app" in self.__dict__:
-            self._app.state.service.close()
+            service = self._app.state.service
+            service.behind.flush(service.config.drain_s)
+            service.close()
             self._engine.close()
 
 
 class Door:
     """Takes requests in, finds a replica for each, and another where that one dies."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
         self._replicas = replicas.options(stream=True)
+        self._config = config
 
     async def __call__(self, request: Request) -> Response:
-        """One request."""
-        body = await request.body()
+        """One request. Whether it lives and is ready the door says itself: it is reached only
+        where replicas are there."""
+        if request.url.path in _OWN:
+            return JsonAnswer({"status": "ok"})
+        try:
+            return await self._answer(request)
+        except BackPressureError:
+            busy = "the server is busy"
+            return ApiError(429, busy, code="rate_limit_exceeded", retry_s=1).answer()
+        except Exception as error:
+            return as_api_error(error).answer()
+
+    async def _answer(self, request: Request) -> Response:
+        body = await read_body(
+            request.scope,
+            request.receive,
+            max_bytes=self._config.max_body_bytes,
+            seconds=self._config.body_s,
+        )
+        if body is None:
+            return Response(status_code=499)  # nobody is there to read it
         scope = {
             name: request.scope[name]
             for name in (
@@ -169,23 +202,12 @@ class Door:
                     return StreamingResponse(events, start["status"], headers)
                 whole = b"".join([message["body"] async for message in messages])
                 return Response(whole, start["status"], headers)
-            except RayError as error:
+            except _GONE as error:
                 if not left:
-                    raise
+                    raise lost() from error
                 _log.warning("a replica is gone: another is asked (%s)", type(error).__name__)
                 await asyncio.sleep(0.2)
         raise AssertionError("unreachable")
-
-
-def beginning(body: bytes) -> str:
-    """What requests over one prefix have in common: a digest of how their prompts begin."""
-    try:
-        asked = json.loads(body)
-        prompt = asked.get("messages") or asked.get("prompt") or ""
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-    except (ValueError, AttributeError, RecursionError):
-        text = ""  # the replica says what is wrong with it
-    return hashlib.sha256(text[:_BEGINNING].encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _headers(start: Mapping[str, Any]) -> dict[str, str]:
@@ -197,38 +219,42 @@ async def _events(
     first: Mapping[str, Any], messages: AsyncIterator[Mapping[str, Any]]
 ) -> AsyncIterator[bytes]:
     """The body of a stream. One that breaks off says so as an event: it cannot begin again."""
-    from ckv_jax.server.errors import ApiError
-    from ckv_jax.server.json_answer import encode
-
     yield first["body"]
     try:
         async for message in messages:
             yield message["body"]
-    except RayError:
-        lost = ApiError(503, "the replica was lost in the middle of this answer", code="lost")
-        yield b"data: " + encode(lost.body()) + b"\n\n"
+    except Exception as error:
+        told = lost() if isinstance(error, _GONE) else as_api_error(error)
+        yield b"data: " + encode(told.body()) + b"\n\n"
+
+
+def lost() -> ApiError:
+    """A replica died, and no other can go on where it was."""
+    return ApiError(503, "the replica was lost over this answer", code="lost", retry_s=5)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """The application for `serve run` and Serve's config files; `args` are `Settings`.
 
-    Raises `TypeError` for a setting that there is none of.
+    Raises `TypeError` for a setting that there is none of, `ValueError` for what means nothing.
     """
     settings = Settings(**args)
+    config = settings.config
     replicas = serve.deployment(
         Replica,
         name="replica",
         num_replicas=settings.replicas,
-        max_ongoing_requests=settings.max_requests,
+        max_ongoing_requests=config.max_requests,
+        max_queued_requests=settings.replicas * config.max_requests,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         request_router_config=RequestRouterConfig(request_router_class=Warm),
-        graceful_shutdown_timeout_s=settings.drain_s,
+        graceful_shutdown_timeout_s=config.drain_s,
     ).bind(settings)
     door = serve.deployment(
         Door,
         name="door",
-        max_ongoing_requests=10 * settings.replicas * settings.max_requests,
+        max_ongoing_requests=10 * settings.replicas * config.max_requests,
         ray_actor_options={"num_cpus": 0.1},
     )
-    application: serve.Application = door.bind(replicas)
+    application: serve.Application = door.bind(replicas, config)
     return application

@@ -73,6 +73,11 @@ class Service:
         """Whether what first requests need is still being compiled."""
         return self._cold.is_alive()
 
+    def warmed(self) -> None:
+        """Returns once nothing is being compiled ahead."""
+        if self.warming:
+            self._cold.join()
+
     def tenant(self, http: Request) -> Tenant:
         """Whose request this is; the log says so, too. Raises `ApiError` 401."""
         found = self.tenants.of(http.headers.get("authorization"))

@@ -35,7 +35,8 @@ def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     )  # fmt: skip
     settings = {
         "checkpoint": str(checkpoint), "store": str(tmp_path_factory.mktemp("ray") / "kv"),
-        "name": MODEL, "replicas": 2, "dtype": "float32", "guard_disk": False,
+        "name": MODEL, "replicas": 2, "engine": {"dtype": "float32"},
+        "server": {"guard_disk": False, "max_body_bytes": 100_000},
     }  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": 18_431})
     serve.run(build(settings), name="ckv", route_prefix="/")
@@ -57,6 +58,17 @@ def ask(url: str, question: str) -> httpx.Response:
 def cached(answer: httpx.Response) -> int:
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.timeout(500)
+def test_the_door_answers_what_needs_no_replica(url: str) -> None:
+    assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+    assert httpx.get(f"{url}/ready", timeout=60).status_code == 200
+    large = httpx.post(f"{url}/v1/completions", content=b"x" * 100_001, timeout=60)
+    assert large.status_code == 413
+    assert large.json()["error"]["code"] == "request_too_large"
+    wrong = httpx.post(f"{url}/v1/completions", json={"model": MODEL}, timeout=60)
+    assert wrong.status_code == 400
 
 
 @pytest.mark.timeout(500)
