@@ -34,7 +34,7 @@ class Answering:
                     generations[event.index] = event.generation
         texts = [generations[choice] for choice in range(asked.texts)]
         await client.whole(shape.whole(texts, found))
-        self._ended(asked, texts, watch)
+        self._behind.ended(asked, texts)
 
     async def streamed(self, asked: Asked, shape: Shape, client: Client, watch: Watch) -> None:
         """The same piece by piece, as it becomes certain."""
@@ -62,7 +62,7 @@ class Answering:
         if asked.told_usage:
             await client.event(shape.usage(texts))
         await client.end_of_events()
-        self._ended(asked, texts, watch)
+        self._behind.ended(asked, texts)
 
     @asynccontextmanager
     async def _events(self, asked: Asked, watch: Watch) -> AsyncIterator[AsyncIterator[TokenEvent]]:
@@ -73,13 +73,11 @@ class Answering:
         async with stream:
             yield _watched(stream, watch)
 
-    def _ended(self, asked: Asked, generations: list[Generation], watch: Watch) -> None:
-        self._behind.ended(asked, generations)
-        watch.answered(asked, generations)
-
 
 async def _watched(stream: AsyncIterator[TokenEvent], watch: Watch) -> AsyncIterator[TokenEvent]:
     async for event in stream:
         if event.token_id is not None:
             watch.token(event.index)
+        if event.generation is not None:
+            watch.ended(event.index, event.generation)
         yield event

@@ -113,7 +113,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case PrefixNotFound():
             return ApiError(404, "no such prefix is stored", code="prefix_not_found")
         case DeadlineExceeded() | Cancelled():
-            message = "the time for an answer was over before its first token"
+            message = "the time for an answer was over before there was one"
             return ApiError(503, message, code="deadline_exceeded", retry_s=1)
         case EngineClosed():
             return draining()

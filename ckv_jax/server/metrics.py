@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -44,14 +44,28 @@ class Metrics:
         )
         self.ttft = self._histogram("time_to_first_token", "From arrival.", _TTFT)
         self.gap = self._histogram("token_gap", "Between two tokens of a text.", _GAP)
-        self.queued = self._histogram("queue", "From arrival until computing began.", _TTFT)
+        self.queued = self._histogram(
+            "queue", "From submission to the engine until computing began.", _TTFT
+        )
 
-    def answered(self, asked: Asked, generations: Sequence[Generation]) -> None:
-        """One request is over. What a batch read is counted once, however many texts were in it."""
-        self._prompt.inc(sum(len(prompt.tokens) for prompt in asked.prompts))
-        self._generated.inc(sum(len(generation.token_ids) for generation in generations))
-        self._cached.inc(cached_tokens(asked, generations))
-        for generation in generations:
+    def answered(
+        self,
+        asked: Asked,
+        generations: Mapping[int, Generation],
+        *,
+        begun: Collection[int],
+        tokens: int,
+    ) -> None:
+        """One request is over, well or badly: `generations` that ended by choice, choices that
+        had a first token, `tokens` of all texts. What a batch read is counted once, however many
+        texts were in it; a prompt that led to no token is not counted."""
+        for i, prompt in enumerate(asked.prompts):
+            choices = range(i * asked.choices, (i + 1) * asked.choices)
+            if any(choice in begun for choice in choices):
+                self._prompt.inc(len(prompt.tokens))
+                self._cached.inc(cached_tokens(prompt, generations.get(choices[0])))
+        self._generated.inc(tokens)
+        for generation in generations.values():
             self.queued.observe(generation.queued_ms / 1e3)
             trace = generation.trace
             if trace.start_ns in self._batches:
@@ -65,7 +79,7 @@ class Metrics:
 
     def replied(self, path: str, status: int, *, delivered: bool) -> None:
         """A request of any kind has been replied to."""
-        route = next((known for known in ROUTES if path.startswith(known)), "other")
+        route = next((r for r in ROUTES if path == r or path.startswith(f"{r}/")), "other")
         self._requests.labels(route, str(status)).inc()
         if not delivered:
             self._undelivered.inc()

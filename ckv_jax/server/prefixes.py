@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,6 +13,7 @@ from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from ckv_jax.errors import DeadlineExceeded
 from ckv_jax.server.errors import ApiError, invalid
 from ckv_jax.server.json_answer import JsonAnswer
 from ckv_jax.server.schema import Message, Seconds, Strict, Tokens
@@ -64,10 +67,19 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
             text: str | list[int] = service.asking.chat_text(body.messages)
         else:
             text = body.tokens or body.text or ""
-        prefix = engine.ingest(service.asking.encode(text), salt=tenant.salt)
+        prefix = engine.ingest(
+            service.asking.encode(text),
+            salt=tenant.salt,
+            progress=partial(in_time, time.monotonic() + service.config.request_s),
+        )
         wish = body.over(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish)
+
+    def in_time(until: float, done: int, tokens: int) -> None:
+        """Called after each block. What has been computed of a text that is late is given up."""
+        if done < tokens and time.monotonic() > until:
+            raise DeadlineExceeded(f"got {done} of {tokens} tokens computed in time")
 
     def change(prefix_id: str, body: Wishes, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
@@ -104,7 +116,8 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
 
     @router.post("")
     async def post(body: NewPrefix, http: Request) -> Response:
-        """Stores a text; returns once it is there. What is stored already costs nothing."""
+        """Stores a text; returns once it is there, 503 if that takes longer than an answer may.
+        What is stored already costs nothing."""
         tenant = service.tenant(http)
         with service.gate.enter(tenant, 1):
             return JsonAnswer(await run_in_threadpool(put, body, tenant), status=201)

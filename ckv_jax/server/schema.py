@@ -66,7 +66,7 @@ class StreamOptions(Strict):
     """How a stream ends."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class TextPart(Strict):
@@ -145,7 +145,7 @@ class ChatRequest(Sampled):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    store: Literal[False] | None = None
     service_tier: str | None = None
 
     @property

@@ -100,7 +100,9 @@ class Service:
                     asked = await run_in_threadpool(self.asking.completion, body, tenant)
                     shape = CompletionShape(asked, self._tokenizer)
                 way = self._answering.streamed if body.stream else self._answering.whole
-                await way(asked, shape, client, self._watch(http, record))
+                watch = self._watch(http, record)
+                with watch.over(asked):
+                    await way(asked, shape, client, watch)
 
         return Delivery(deliver, undelivered=record.undelivered, send_s=self.config.send_s)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation
-from ckv_jax.server.asked import Asked
+from ckv_jax.server.asked import Asked, Prompt
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 
@@ -206,20 +206,23 @@ def usage(asked: Asked, generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens, as OpenAI counts them: each prompt once, whatever comes of it."""
     prompt = sum(len(prompt.tokens) for prompt in asked.prompts)
     completion = sum(len(generation.token_ids) for generation in generations)
+    cached = sum(
+        cached_tokens(prompt, generations[i * asked.choices])
+        for i, prompt in enumerate(asked.prompts)
+    )
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(asked, generations)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def cached_tokens(asked: Asked, generations: Sequence[Generation]) -> int:
-    """Prompt tokens whose KV was stored when they came, and still when they were needed."""
-    return sum(
-        min(prompt.prefix.num_tokens, generations[i * asked.choices].completion().prefix.num_tokens)
-        for i, prompt in enumerate(asked.prompts)
-    )
+def cached_tokens(prompt: Prompt, generation: Generation | None) -> int:
+    """Prompt tokens whose KV was stored when they came, and still when they were needed, as far
+    as its first text says; None: that did not end."""
+    stored = prompt.prefix.num_tokens
+    return stored if generation is None else min(stored, generation.completion().prefix.num_tokens)
 
 
 def totals(asked: Asked, generations: Sequence[Generation]) -> dict[str, Any]:

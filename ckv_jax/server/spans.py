@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from opentelemetry import propagate, trace
-from opentelemetry.trace import Span, SpanKind, TracerProvider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 
 from ckv_jax.request import Generation
 from ckv_jax.server.asked import Asked
@@ -26,13 +26,15 @@ class Spans:
         path: str,
         headers: Mapping[str, str],
         asked: Asked,
-        generations: Sequence[Generation],
+        generations: Mapping[int, Generation],
         *,
+        why: str | None,
         arrived_ns: int,
         submitted_ns: int,
     ) -> None:
-        """One request is over. `headers`: its own; a `traceparent` in them is the parent. Times
-        are those of `time.perf_counter_ns`.
+        """One request is over; `why`: what cut it off. `generations` that ended, by choice.
+        `headers`: its own; a `traceparent` in them is the parent. Times are those of
+        `time.perf_counter_ns`.
 
         Each text has the spans `prepare`, `queue` and `prefill`, which follow on one another and
         sum to its time to first token, and `decode`; within `prefill` are its stages.
@@ -52,8 +54,10 @@ class Spans:
             },
         )
         if root.is_recording():
-            for choice, generation in enumerate(generations):
+            for choice, generation in generations.items():
                 self._text(root, epoch, (arrived_ns, submitted_ns), choice, generation)
+            if why is not None:
+                root.set_status(Status(StatusCode.ERROR, why))
         root.end()
 
     def _text(

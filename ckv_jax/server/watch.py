@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fastapi import Request
 
@@ -28,6 +29,8 @@ class Watch:
         self._latest = latest
         self._submitted_ns = record.began_ns
         self._tokens_ns: dict[int, int] = {}
+        self._tokens = 0
+        self._ended: dict[int, Generation] = {}
 
     def submitted(self, asked: Asked) -> None:
         """It goes to the engine."""
@@ -38,21 +41,39 @@ class Watch:
         """One of its texts has one more token."""
         now, before = time.perf_counter_ns(), self._tokens_ns.get(choice)
         self._tokens_ns[choice] = now
+        self._tokens += 1
         if before is None:
             self._metrics.ttft.observe((now - self._record.began_ns) / 1e9)
         else:
             self._metrics.gap.observe((now - before) / 1e9)
 
-    def answered(self, asked: Asked, generations: Sequence[Generation]) -> None:
-        """All of its texts have ended well."""
-        self._metrics.answered(asked, generations)
-        for generation in generations:
+    def ended(self, choice: int, generation: Generation) -> None:
+        """One of its texts has ended, well or badly."""
+        if generation.error is None:
+            self._ended[choice] = generation
+
+    @contextmanager
+    def over(self, asked: Asked) -> Iterator[None]:
+        """Around all of it: however it ends, what is known by then is told."""
+        why: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            why = type(error).__name__
+            raise
+        finally:
+            self._over(asked, why)
+
+    def _over(self, asked: Asked, why: str | None) -> None:
+        self._metrics.answered(asked, self._ended, begun=self._tokens_ns, tokens=self._tokens)
+        for generation in self._ended.values():
             self._latest.add(generation.queued_ms, generation.trace)
         self._spans.answered(
             self._http.url.path,
             self._http.headers,
             asked,
-            generations,
+            self._ended,
+            why=why,
             arrived_ns=self._record.began_ns,
             submitted_ns=self._submitted_ns,
         )

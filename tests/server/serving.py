@@ -103,12 +103,15 @@ def post(url: str, path: str, body: object, **more: object) -> httpx.Response:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    """A figure as Prometheus' own parser reads it; 0 for one that is not there."""
+    """A figure as Prometheus' own parser reads it; 0 for labels that have not been met yet."""
     from prometheus_client.parser import text_string_to_metric_families
 
     text = httpx.get(f"{url}/metrics", timeout=60).text
+    known = False
     for family in text_string_to_metric_families(text):
+        known |= family.name == name.removesuffix("_total")
         for sample in family.samples:
             if sample.name == name and labels.items() <= sample.labels.items():
                 return sample.value
+    assert known, f"there is no metric {name}"
     return 0.0

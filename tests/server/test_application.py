@@ -65,6 +65,8 @@ def test_who_comes_when_it_is_full_comes_again_and_who_leaves_makes_room(engine:
             assert metric(url, "ckv_requests_running") == 1
         wait_for(lambda: metric(url, "ckv_undelivered_total") == 1)  # nobody reads it any more
         wait_for(lambda: metric(url, "ckv_requests_running") == 0)
+        assert 0 < metric(url, "ckv_prompt_tokens_total") < 2000
+        assert 0 < metric(url, "ckv_generated_tokens_total") < 2000  # of who vanished
         assert post(url, "chat/completions", chat("Hello")).status_code == 200
 
 
@@ -174,6 +176,24 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
             assert web.post("/prefixes", json=bad).status_code == 400
         assert web.get("/prefixes/..%2f..%2f").status_code in (400, 404)
         assert web.post("/prefixes", json={"text": "lamp " * 9000}).status_code == 400
+
+
+def test_storing_a_text_has_a_time(fresh: Engine) -> None:
+    with serving(fresh, request_s=1e-6) as url:
+        late = post(url, "prefixes", {"text": TEXT * 6})
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "deadline_exceeded"
+        assert httpx.get(f"{url}/v1/prefixes").json()["data"] == []
+
+
+def test_what_is_not_granted_is_refused(url: str) -> None:
+    for field in ({"store": True}, {"stream_options": {"include_obfuscation": True}}):
+        assert post(url, "chat/completions", chat("Hello", **field)).status_code == 400
+    granted = chat("Hello", store=False, user="me", metadata={"a": "b"}, service_tier="auto")
+    assert post(url, "chat/completions", granted).status_code == 200
+    assert metric(url, "ckv_requests_total", route="other", status="404") == 0
+    assert httpx.get(f"{url}/v1/modelsXYZ").status_code == 404
+    assert metric(url, "ckv_requests_total", route="other", status="404") == 1
 
 
 def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
@@ -289,9 +309,8 @@ def test_counters_equal_sums_over_answers(fresh: Engine) -> None:
         )
         details = [u["prompt_tokens_details"]["cached_tokens"] for u in usages]
         assert metric(url, "ckv_cached_tokens_total") == sum(details) > 0
-        assert metric(url, "ckv_read_bytes_total", source="ssd") == sum(
-            answer["ckv"]["ssd_bytes"] for answer in answers
-        )
+        read = sum(answer["ckv"]["ssd_bytes"] for answer in answers)
+        assert metric(url, "ckv_read_bytes_total", source="ssd") == read > 0
         assert metric(url, "ckv_time_to_first_token_seconds_count") == 3
         assert metric(url, "ckv_token_gap_seconds_count") == sum(
             u["completion_tokens"] - 1 for u in usages
@@ -315,7 +334,11 @@ def test_spans_nest_and_sum_to_the_time_to_first_token(engine: Engine) -> None:
     with serving(engine, tracing=provider) as url:
         post(url, "chat/completions", chat("Hello", n=2), headers={"traceparent": parent})
         wait_for(lambda: any(s.name.startswith("POST") for s in exporter.get_finished_spans()))
-    spans = exporter.get_finished_spans()
+        with serving(engine, tracing=provider, request_s=1e-6) as late:
+            assert post(late, "completions", WAY | {"prompt": "Hello"}).status_code == 503
+    (cut,) = [s for s in exporter.get_finished_spans() if s.name == "POST /v1/completions"]
+    assert (cut.status.status_code.name, cut.status.description) == ("ERROR", "DeadlineExceeded")
+    spans = [s for s in exporter.get_finished_spans() if s is not cut]
     by_id = {span.context.span_id: span for span in spans}
     (root,) = [span for span in spans if span.name == "POST /v1/chat/completions"]
     assert f"{root.context.trace_id:032x}" == parent.split("-")[1]
