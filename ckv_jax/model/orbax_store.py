@@ -47,7 +47,9 @@ def save_orbax(model: Transformer, folder: str | Path) -> None:
 def restore_orbax(
     folder: str | Path, *, dtype: str | None = None, target: Target | None = None
 ) -> Transformer:
-    """The model that `save_orbax` wrote, on the default device, in its own dtype or `dtype`.
+    """The model that `save_orbax` wrote, on this process's first device.
+
+    In its own dtype or `dtype`; the whole model, whatever it is split over later.
 
     Raises `CheckpointError` if the folder is not such a checkpoint or does not fit its config.
     """
@@ -64,7 +66,7 @@ def restore_orbax(
         out_first=saved.get(_ORDER, False),
         target=target,
     )
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = jax.tree.map(
         lambda leaf: leaf.update(sharding=place), nnx.to_pure_dict(nnx.state(model))
     )

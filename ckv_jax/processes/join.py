@@ -23,6 +23,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import ProcessFailed
 from ckv_jax.fitting import system_for
 from ckv_jax.identity import model_fingerprint
+from ckv_jax.model.checkpoint import is_orbax
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import check_divides
 from ckv_jax.peers import Peers
@@ -144,6 +145,11 @@ def _facts(folder: Url, config: EngineConfig) -> Message:
     if config.processes < 2:
         raise ValueError(f"got processes={config.processes}, expected 2 or more")
     path = Path(folder)
+    if is_orbax(path):
+        raise ValueError(
+            f"got the Orbax checkpoint {path}, expected Hugging Face's files, of which each "
+            "process reads its part: `ckv convert` writes them"
+        )
     model = ModelConfig.from_hf(path)
     check_divides(model, config.tensor_parallel)
     system_for(config)

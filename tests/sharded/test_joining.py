@@ -14,6 +14,7 @@ from sharded.checkpoint import MODEL, checkpoint, config, free_address
 
 from ckv_jax import Engine, EngineConfig
 from ckv_jax.model.shardings import Shardings
+from ckv_jax.model.weights import random_model, save_orbax
 from ckv_jax.processes.channel import address_of, connect
 from ckv_jax.processes.join import _facts, follow, lead
 from ckv_jax.storage import ChunkStore
@@ -149,6 +150,16 @@ def test_what_processes_cannot_do(
     place: dict[str, Any] = {"folder": model, "store": tmp_path / "store", "process": 1}
     with pytest.raises(ValueError, match=says):
         follow(address="127.0.0.1:9", config=dataclasses.replace(TOLD, **told), **place)
+
+
+def test_an_orbax_checkpoint_is_refused_over_several_processes(tmp_path: Path) -> None:
+    save_orbax(random_model(MODEL, dtype="float32"), tmp_path / "model")
+    place: dict[str, Any] = {"folder": tmp_path / "model", "store": tmp_path / "s", "config": TOLD}
+    with pytest.raises(ValueError, match=r"Orbax checkpoint .*, expected Hugging Face's files"):
+        lead(address="127.0.0.1:9", **place)
+    with pytest.raises(ValueError, match=r"Orbax checkpoint .*, expected Hugging Face's files"):
+        follow(address="127.0.0.1:9", process=1, **place)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":7700", "host:65535"])

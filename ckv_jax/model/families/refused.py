@@ -19,7 +19,10 @@ _SLIDING = (
     "has layers that see only a sliding window of the last tokens; every layer has to see the "
     "whole prefix"
 )
-_PICTURES = "takes more than text (it has parts of several modalities); only text models are"
+_PICTURES = (
+    "takes more than text (it has parts of several modalities); only models of text alone are "
+    "supported"
+)
 
 _BY_NAME: Mapping[str, str] = {
     name: reason
@@ -90,6 +93,7 @@ def _reasons(config: Mapping[str, Any], kind: object, family: Family | None) -> 
             yield f"{_HYBRID} ({name})"
     window = config.get("sliding_window")
     if windows or (family.slides(config) if family is not None else window):
-        yield f"{_SLIDING} (sliding_window {window})"
+        named = f"layer_types: {', '.join(sorted(windows))}"
+        yield f"{_SLIDING} ({named if window is None else f'sliding_window {window}'})"
     if "vision_config" in config or "text_config" in config:
         yield _PICTURES
