@@ -91,6 +91,31 @@ def test_every_system_runs(system: str, family: Path, engine: Engine) -> None:
             assert scale_error(less.logits, expected) > 10 * TIGHT
 
 
+@pytest.mark.parametrize(
+    ("family", "system"),
+    [
+        *[("qwen3", s) for s in sorted({"ckv", *DECODE_SYSTEMS} - {"pqcache"})],  # 18 is not 8 n
+        *[(f, s) for f in ("llama", "mistral") for s in ("ckv", "kvdrive")],
+    ],
+    indirect=["family"],
+)
+def test_every_system_of_decode_goes_on(system: str, family: Path, engine: Engine) -> None:
+    """With some of the prefix by choosing; where nothing is chosen, as if nothing were stored."""
+    way = SamplingParams(max_tokens=3)
+    chooses = SYSTEMS[system].decode is not None
+    text, question = tokens(TEXT, 1), tokens(QUESTION, 2)
+    with engine.variant(settings(system)) as asked:
+        budget = 0.4 if chooses else 1.0
+        request = Request(prefix=asked.ingest(text), suffix=question, budget=budget)
+        (found,) = asked.generate(request, way).results()
+    assert found.error is None and len(found.token_ids) == 3
+    assert bool(found.trace.tokens) == chooses
+    if not chooses:
+        whole = Request(prefix=[], suffix=np.concatenate([text, question]))
+        (dense,) = engine.generate(whole, way).results()
+        assert found.token_ids.tolist() == dense.token_ids.tolist()
+
+
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
 def test_text_begins_and_ends_as_its_checkpoint_says(family: Path, tmp_path: Path) -> None:
     """Begin-of-text, chat template, end-of-text ids and sampling of a Llama."""
