@@ -90,7 +90,7 @@ def _wait_for(condition: object) -> None:
 def ingest_once(folder: Path, barrier: object, seed: int) -> None:
     """Store one text at the same moment as others."""
     with ChunkStore.open(folder, config=CONFIG) as store:
-        barrier.wait()  # type: ignore[attr-defined]
+        barrier.wait(HANG_S)  # type: ignore[attr-defined]
         prefix = ingest(store, story(seed, 333), layout=LAYOUT, block=64)
         if read_prefix(store, prefix) != Served(True, 0):
             raise RuntimeError("what was written is not what is read")

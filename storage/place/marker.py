@@ -15,6 +15,7 @@ FILE = "store.json"
 _FORMAT = {"format": "ckv-store", "version": VERSION}
 DATA = json.dumps(_FORMAT).encode()
 _LARGEST = 1000  # bytes
+_CHANGES = 2  # a marker that is made is absent, then torn, then whole
 FOLDERS = ("segments", "pins", "tmp")
 
 
@@ -25,12 +26,30 @@ def check(root: Path) -> bool:
       StoreError: it is something else, or another version's.
       OSError: it cannot be looked at.
     """
+    seen = _read(root)
+    for _ in range(_CHANGES):
+        try:
+            return _is_ours(root, seen)
+        except StoreError:  # proof only if no other process is making a store of it meanwhile
+            before, seen = seen, _read(root)
+            if seen == before:
+                raise
+    return _is_ours(root, seen)
+
+
+def _read(root: Path) -> bytes | None:
+    """The marker's bytes; None: there is none."""
     try:
         with open(root / FILE, "rb", opener=_plain) as file:
-            data = file.read(_LARGEST)
+            return file.read(_LARGEST)
     except FileNotFoundError:
+        return None
+
+
+def _is_ours(root: Path, data: bytes | None) -> bool:
+    if data is None:
         if _any(root):
-            raise StoreError(f"{root}: not a store, and not empty") from None
+            raise StoreError(f"{root}: not a store, and not empty")
         return False
     try:
         judge(str(root), data)

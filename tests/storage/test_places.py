@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import tensorstore as ts
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, StoreError, inspect_store, prune_store, verify_store
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.local import LocalFiles
 
 
 def picture(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -131,6 +134,20 @@ def test_who_dies_after_making_the_folders_leaves_one_that_opens(folder: Path) -
     assert all((folder / name).is_dir() for name in marker.FOLDERS)
     with ChunkStore.open(folder) as store:
         assert ingest(store, some_tokens(20)).num_tokens == 20
+
+
+def test_a_new_folder_opened_by_many_at_once_becomes_a_store_for_all(tmp_path: Path) -> None:
+    openers = 6
+    with ThreadPoolExecutor(openers) as pool:
+        for turn in range(100):
+            start = threading.Barrier(openers, timeout=30)
+
+            def make(root: Path = tmp_path / str(turn), start: threading.Barrier = start) -> None:
+                start.wait()
+                LocalFiles(root)
+
+            for opened in [pool.submit(make) for _ in range(openers)]:
+                opened.result()
 
 
 @pytest.mark.parametrize("nest", [b"[", b'{"a":'])
