@@ -3,8 +3,10 @@
     python -m tests.mutants [--count 200] [--seed 0] [--only storage ckv_jax/cache] [--json OUT]
 
 Changes are cosmic-ray's. Each is made in a copy of the checkout, whose tests for that folder
-(`near.py`) then run until the first fails; the checkout itself is never touched. Survivors are
-listed with their diff. Exit status 1 if fewer than `--least` of a hundred were killed.
+(`near.py`) then run until the first fails, those before others that reach the change
+(`reach.py`); the checkout itself is never touched. Survivors are listed with their diff.
+A run that takes twice as long as without a change has hung: killed too. Exit status 1 if fewer
+than `--least` of a hundred were killed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from tests.mutants.draw import Mutant, drawn
 from tests.mutants.near import NEAR, tests_of
+from tests.mutants.reach import Reach
 from tests.mutants.trial import Trial, copied
 
 ROOT = Path(__file__).parents[2]
@@ -30,23 +33,29 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="how many mutants (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument("--only", nargs="+", choices=sorted(NEAR), help="folders (all)")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a mutant (300)")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds per run of tests (300)")
     parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
     parser.add_argument("--json", type=Path, metavar="OUT", help="where the outcomes go")
     options = parser.parse_args()
     folders = options.only or sorted(NEAR)
     mutants = drawn(ROOT, folders, count=options.count, seed=options.seed)
     trials: list[Trial] = []
+    reach: dict[str, Reach] = {}
+    limits: dict[str, int] = {}  # seconds
     with tempfile.TemporaryDirectory(prefix="ckv-mutants-") as work:
         tree = copied(ROOT, Path(work))
-        for folder in folders:
-            unchanged = tree.run(tests_of(ROOT, folder), timeout=2 * options.timeout)
+        for folder in sorted({mutant.folder for mutant in mutants}):
+            unchanged, reach[folder] = tree.observed(
+                folder, tests_of(ROOT, folder), timeout=2 * options.timeout
+            )
             if unchanged.outcome != "survived":
                 print(unchanged.output)
                 parser.error(f"the tests near {folder} fail, or run over time, as they are")
+            limits[folder] = min(options.timeout, 30 + round(2 * unchanged.seconds))
             print(f"{folder}: its tests pass in {unchanged.seconds:.0f} s", flush=True)
         for mutant in mutants:
-            trials.append(tree.tried(mutant, tests_of(ROOT, mutant.folder), options.timeout))
+            near, around = tests_of(ROOT, mutant.folder), reach[mutant.folder]
+            trials.append(tree.tried(mutant, near, around, limits[mutant.folder]))
             print(_line(trials[-1]), flush=True)
     killed = _report(trials)
     if options.json:

@@ -17,6 +17,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
 from tests.mutants.draw import Mutant
+from tests.mutants.reach import FIRST, Reach
 
 Outcome = Literal["killed", "timeout", "survived"]
 _FAILED = (1, 2)  # pytest's: tests failed, or could not even be collected
@@ -59,8 +60,16 @@ class Tree:
         self._root = root
         self._compiled = compiled
 
-    def tried(self, mutant: Mutant, tests: list[str], timeout: int) -> Trial:
-        """Runs `tests` with the mutant in place, then puts the file back."""
+    def observed(self, folder: str, tests: list[str], timeout: int) -> tuple[Trial, Reach]:
+        """Runs the tests near a folder as they are; what came of it, and what each of them ran."""
+        recorded = self._compiled.parent / f"coverage-{folder.replace('/', '-')}"
+        sources = [f"--cov={self._root / name}" for name in ("ckv_jax", "storage")]
+        options = [*sources, "--cov-context=test", "--cov-report="]
+        found = self.run(tests + options, timeout=timeout, extra={"COVERAGE_FILE": str(recorded)})
+        return found, Reach(recorded, self._root)
+
+    def tried(self, mutant: Mutant, tests: list[str], reach: Reach, timeout: int) -> Trial:
+        """Runs `tests`, those first that reach the mutant, then puts the file back."""
         path = self._root / mutant.file
         before = path.read_text()
         after = mutate_code(before, get_operator(mutant.operator)(), mutant.index)
@@ -68,22 +77,25 @@ class Tree:
             raise ValueError(f"got no change for {mutant}, expected one")
         lines = (text.splitlines(keepends=True) for text in (before, after))
         diff = "".join(difflib.unified_diff(*lines, "as it is", "mutant", n=1))
+        first = self._compiled.parent / "first"
+        first.write_text("\n".join(reach.tests_of(mutant.file, mutant.line)))
         path.write_text(after)
         try:
-            found = self.run(tests, timeout=timeout)
+            found = self.run(tests, timeout=timeout, extra={FIRST: str(first)})
         finally:
             path.write_text(before)
         return Trial(mutant, found.outcome, found.seconds, found.output, diff)
 
-    def run(self, tests: list[str], *, timeout: int) -> Trial:
+    def run(self, tests: list[str], *, timeout: int, extra: dict[str, str]) -> Trial:
         """Runs tests until the first that fails; in a session, ended whole if late."""
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
-            f"--timeout={timeout}", *tests,
+            "-p", "tests.mutants.reach", f"--timeout={timeout}", *tests,
         ]  # fmt: skip
         environment = os.environ | {
             "CKV_TESTS_COMPILED": str(self._compiled),
             "PYTHONDONTWRITEBYTECODE": "1",
+            **extra,
         }
         begun = time.monotonic()
         with subprocess.Popen(
