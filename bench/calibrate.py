@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.common import Json
+from bench.costs import covered_shares
 from bench.floor import REPLAYS, Recording
 from bench.simulation import Hardware, Script, Simulation, Stage
 from ckv_jax import Engine
@@ -186,10 +187,8 @@ def script_of(engine: Engine, cold: Json, calls: Calls, *, guessing: float = 0.0
             packs_per_job=job_packs(layout),
         )  # fmt: skip
     plan = Plan.of(layout.num_layers, system)
-    # Nothing is read ahead for the first period: questions one after the other are not alike.
     later = max(1, sum(s.period > 0 for s in plan.steps))
-    ahead = cold["coverage"] if system.prefetch == "inter" else 0.0
-    covered = [min(1.0, ahead * len(plan.steps) / later) * (s.period > 0) for s in plan.steps]
+    covered = covered_shares(plan, cold["coverage"] if system.prefetch == "inter" else 0.0)
     stages = tuple(
         Stage(
             select_s=select,

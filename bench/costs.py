@@ -50,10 +50,19 @@ class Profile:
     """What a system loads and speculates, as measured on the structured model."""
 
     loaded_share: float
-    """Tokens demanded from SSD over tokens of the prefix (0.05 means amplification 1 at 5%)."""
+    """Tokens of needed packs over tokens of the prefix (0.05 means amplification 1 at 5%)."""
     coverage: float
     waste: float
     """Of pack bytes."""
+    device_hits: float = 0.0
+    """Share of the needed packs' bytes that the device's cache has."""
+    host_hits: float = 0.0
+    """Share of them that host memory has."""
+
+    @property
+    def missed(self) -> float:
+        """Share of them that come from the SSD."""
+        return 1 - self.device_hits - self.host_hits
 
     @classmethod
     def of(cls, row: Json) -> Profile:
@@ -89,18 +98,17 @@ def script(
     one = _time(accelerator, *_select(model, queries, probe_tokens, probe_row))
     select = one * system.score_layers
     embed, head = 5e-6, 2.0 * model.vocab_size * model.hidden_size / accelerator.memory_bandwidth
+    loaded = profile.loaded_share * kv
+    host = round(profile.host_hits * loaded)
     if not system.chunked:
-        keys, loaded = 0.0, profile.loaded_share * kv
-        if system.selector == "h2o":
-            keys = row * prefix
-        elif system.selector == "all":
-            keys = kv
+        keys = {"h2o": row * prefix, "all": kv}.get(system.selector, 0)
         stage = Stage(
             select_s=0.0 if system.selector == "all" else select,
             compute_s=step,
             probe_bytes=round(probe_row * prefix) if system.probe == "heads" else 0,
-            ahead_bytes=round(keys),
-            demanded_bytes=round(max(0.0, loaded - keys)),
+            ahead_bytes=round(profile.missed * keys),
+            demanded_bytes=round(profile.missed * max(0.0, loaded - keys)),
+            host_bytes=host,
         )
         return Script(
             kind="all" if system.selector == "all" else "tokens",
@@ -110,18 +118,21 @@ def script(
             head_s=head,
         )
     plan = Plan.of(model.num_layers, system)
-    ahead = profile.coverage if system.prefetch == "inter" else 0.0
-    wasted = profile.waste / max(1e-9, 1 - profile.waste) * profile.loaded_share * kv
+    read = profile.missed * loaded
+    wasted = profile.waste / max(1e-9, 1 - profile.waste) * read
+    covered = covered_shares(plan, profile.coverage if system.prefetch == "inter" else 0.0)
+    wasted *= len(plan.steps) / max(1, sum(s.period > 0 for s in plan.steps))
     stages = tuple(
         Stage(
             select_s=select if s.selects else 0.0,
             compute_s=step * len(s.layers),
             probe_bytes=row * prefix if s.selects and system.probe == "keys" else 0,
-            speculated_bytes=round(ahead * profile.loaded_share * kv * len(s.layers)),
-            wasted_bytes=round(wasted * len(s.layers)),
-            demanded_bytes=round((1 - ahead) * profile.loaded_share * kv * len(s.layers)),
+            speculated_bytes=round(known * read * len(s.layers)),
+            wasted_bytes=round(wasted * len(s.layers)) if s.period else 0,
+            demanded_bytes=round((1 - known) * read * len(s.layers)),
+            host_bytes=host * len(s.layers),
         )
-        for s in plan.steps
+        for s, known in zip(plan.steps, covered, strict=True)
     )
     return Script(
         kind="ours",
@@ -130,8 +141,18 @@ def script(
         embed_s=embed,
         head_s=head,
         # Nothing covered: reading ahead did not pay, and was left out.
-        lookahead_s=one if system.speculate == "lookahead" and ahead else 0.0,
+        lookahead_s=one if system.speculate == "lookahead" and any(covered) else 0.0,
     )
+
+
+def covered_shares(plan: Plan, coverage: float) -> list[float]:
+    """Share of each step's packs that speculation had asked for, `coverage` of all of them.
+
+    Nothing is read ahead for the first period: questions one after the other are not alike.
+    """
+    later = sum(step.period > 0 for step in plan.steps)
+    share = min(1.0, coverage * len(plan.steps) / max(1, later))
+    return [share if step.period else 0.0 for step in plan.steps]
 
 
 def layer_s(model: ModelConfig, accelerator: Accelerator, suffix: int, attended: float) -> float:

@@ -46,6 +46,9 @@ class Hardware:
     """How many of them a call keeps busy, on average."""
     read_cpu: float = 0.0
     """Seconds of a core to read a byte."""
+    io_overhead: float = 0.0
+    """The software's seconds for each object that it reads (a pack, or a layer's probe), one after
+    the other: what a storage layer in Python costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,8 @@ class Stage:
     """Of packs that it asks for then and nobody needs."""
     demanded_bytes: int = 0
     """Of packs that only its own selection asks for."""
+    host_bytes: int = 0
+    """Of packs that host memory has, to be copied once they are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,17 @@ class Script:
     """Stages whose unconditional reads are under way (rivals)."""
     packs_per_job: int = 16
 
+    def __post_init__(self) -> None:
+        if self.kind != "ours":
+            return
+        begin = [i for i, stage in enumerate(self.stages) if stage.select_s]
+        for index in range(begin[1] if len(begin) > 1 else len(self.stages)):
+            if self.stages[index].speculated_bytes or self.stages[index].wasted_bytes:
+                raise ValueError(
+                    f"got speculated bytes in stage {index}, expected none in the first period: "
+                    "there is no period before it that could ask for them"
+                )
+
     def jobs(self, size: int) -> int:
         """Into how many reads so many bytes are cut."""
         return -(-size // (self.pack_bytes * self.packs_per_job))
@@ -94,6 +110,8 @@ class Outcome:
 
     ttft_s: float = 0.0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("probe", "pack"), 0.0))
+    asked_bytes: int = 0
+    """Of all reads that were asked for."""
 
 
 class Machine:
@@ -110,7 +128,7 @@ class Machine:
         self._computing = 0
         self._changed = env.event()
 
-    def read(self, size: int, *, probe: bool, priority: int) -> Process:
+    def read(self, size: int, *, objects: int, probe: bool, priority: int) -> Process:
         """One job of a reader thread: what the thread does by itself, and its turn at the disk."""
         hardware = self.hardware
         disk_s = size / (hardware.probe_bandwidth if probe else hardware.pack_bandwidth)
@@ -124,7 +142,7 @@ class Machine:
                 yield turn
                 busy_s = min(disk_s, size * hardware.read_cpu)  # of a core, beside the waiting
                 yield from self._slowed(busy_s)
-                yield self.env.timeout(disk_s - busy_s)
+                yield self.env.timeout(disk_s - busy_s + objects * hardware.io_overhead)
             self._change("_reading", -1)
 
     def work(self, seconds: float) -> Process:
@@ -230,9 +248,9 @@ class Simulation:
             for index in range(first, after):
                 yield from self._wait("speculate", index)
                 yield from self._wait("demand", index)
-                yield from self._stage(
-                    stages[index].speculated_bytes + stages[index].demanded_bytes
-                )
+                stage = stages[index]
+                arrived = stage.speculated_bytes + stage.demanded_bytes
+                yield from self._stage(arrived + stage.host_bytes)
                 self._call(stages[index].compute_s)
                 yield self._env.timeout(self._hardware.call_overhead)
                 if guess is not None and guess.is_alive:
@@ -256,7 +274,7 @@ class Simulation:
         for index, stage in enumerate(stages):
             self._start("ahead", index + ahead)
             yield from self._wait("ahead", index)
-            yield from self._stage(stage.ahead_bytes)
+            yield from self._stage(stage.ahead_bytes + stage.host_bytes)
             # There is nothing to wait for before the end: the engine's work beside slows the call.
             self._call(stage.compute_s + self._hardware.sync_overhead)
             yield self._env.timeout(self._hardware.call_overhead)
@@ -279,7 +297,7 @@ class Simulation:
             yield from self._machine.work(self._hardware.sync_overhead)
             self._start("demand", index)
             yield from self._wait("demand", index)
-            yield from self._stage(stage.demanded_bytes)
+            yield from self._stage(stage.demanded_bytes + stage.host_bytes)
             self._call(stage.compute_s)
             yield self._env.timeout(self._hardware.call_overhead)
         yield self._call(self._script.head_s)
@@ -293,17 +311,20 @@ class Simulation:
             return
         stage = self._script.stages[index]
         total: int = getattr(stage, _BYTES[kind])
-        job = self._script.pack_bytes * self._script.packs_per_job
-        if kind == "probe":
-            job = max(total, 1)
+        pack = self._script.pack_bytes
+        job = max(total, 1) if kind == "probe" else pack * self._script.packs_per_job
+        self._outcome.asked_bytes += total
         urgent = kind in ("probe", "demand") or self._script.kind == "all"
         self._reads[kind, index] = [
             self._env.process(
                 self._machine.read(
-                    min(job, total - done), probe=kind == "probe", priority=0 if urgent else 1
+                    size,
+                    objects=1 if kind == "probe" else -(-size // pack),
+                    probe=kind == "probe",
+                    priority=0 if urgent else 1,
                 )
             )
-            for done in range(0, total, job)
+            for size in (min(job, total - done) for done in range(0, total, job))
         ]
 
     def _wait(self, kind: str, index: int) -> Process:
