@@ -80,6 +80,15 @@ def room_for_programs() -> Iterator[None]:
 
 
 @pytest.fixture
+def optimised() -> Iterator[None]:
+    """For tests that compute more than they compile: programs as users have them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
     """here(*args) is a run of `ckv` in this process: its exit code, stdout and stderr."""
     from command_line import in_this_process
