@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from engine_support import SMALL, scale_error, small_engine, tokens
+from slow_reads import slow_reads
 
 from ckv_jax import ContextOverflow, Request
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.segment.deadline import Deadline
 
 SYSTEMS = ["contiguous-kv", "ckv"]
 
@@ -155,16 +153,7 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
 def test_reads_that_are_late_for_the_engines_deadline_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
-    def slow(wait: Callable[..., Any]) -> Callable[..., Any]:  # every read takes 10 ms
-        def waited(deadline: Deadline, *args: Any) -> Any:
-            if deadline.left() < 0.01:
-                raise deadline._late("a slow disk")
-            return wait(deadline, *args)
-
-        return waited
-
-    for name in ("wait", "wait_some"):
-        monkeypatch.setattr(Deadline, name, slow(getattr(Deadline, name)))
+    slow_reads(monkeypatch)
     with small_engine(tmp_path, system=system, read_deadline_s=1e-9) as engine:
         prefix = engine.ingest(tokens(300))
         request = Request(prefix=prefix, suffix=tokens(5, seed=2), budget=1.0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
+from slow_reads import slow_reads
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.storage import ReadTimeout, StoreUnavailable
@@ -22,6 +23,7 @@ def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str) -> Non
     if what == "all":
         config = dataclasses.replace(engine.store.config, deadline_s=1e-9)
         monkeypatch.setattr(engine.store, "config", config)
+        slow_reads(monkeypatch)
 
     def late(*_: object) -> None:
         raise ReadTimeout("reading a digest", 1e-9, lambda: True)

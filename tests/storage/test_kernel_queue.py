@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_reads import slow_reads
 
 from bench.fault_kinds import corruption
 from bench.fault_kinds.tally import make_store
@@ -267,13 +268,16 @@ def test_other_systems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert read_all(store, ingest(store, some_tokens(64), layout=PAGES)).right == 8
 
 
-def test_a_read_that_takes_too_long(folder: Path, queues: KernelQueues) -> None:
+def test_a_read_that_takes_too_long(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_reads(monkeypatch)
     with ChunkStore.open(folder, config=StoreConfig(deadline_s=1e-6)) as store:
         prefix = ingest(store, some_tokens(16 * 200), layout=PAGES)
         out = aligned(200 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
         out = out.reshape(200, *PAGES.pack_shape)
         with store.reader(prefix) as reader:
-            with pytest.raises(ReadTimeout, match="200 packs") as error:
+            with pytest.raises(ReadTimeout, match="200 packs|a slow disk") as error:
                 reader.read_packs(0, np.arange(200), out)
             while not error.value.settled():
                 pass
