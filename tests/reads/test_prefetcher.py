@@ -149,7 +149,7 @@ def test_a_read_that_was_given_up_says_when_it_has_settled() -> None:
 
 def test_a_disk_that_never_answers_is_given_up(reader) -> None:
     reader.gate.clear()
-    with Prefetcher(1, patience_s=0.2) as prefetcher:
+    with Prefetcher(1, patience_s=1.0) as prefetcher:
         running, queued = read(prefetcher, reader, 1), read(prefetcher, reader, 2)
         for job in (running, queued):
             prefetcher.wait(job)

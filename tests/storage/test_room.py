@@ -195,15 +195,17 @@ def test_expired_prefixes_go_first_and_on_demand(folder: Path) -> None:
         assert store.wishes()[prefixes[2].id].retain_s == 3600
 
 
-def test_use_refreshes_what_is_retained(folder: Path) -> None:
+def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
         store.set_wish(prefix.id, Wish(retain_s=0.6))
         for _ in range(4):
-            time.sleep(0.25)
+            now += 0.25
             store.reader(prefix).close()
             assert prune_store(store, expired=True).removed == 0
-        time.sleep(0.7)
+        now += 0.7
         assert prune_store(store, expired=True).removed == 1
 
 

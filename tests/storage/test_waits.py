@@ -312,16 +312,16 @@ def test_two_sweeps_and_a_writer_do_not_meet(folder: Path) -> None:
 
 
 def test_progress_prolongs_patience_and_late_results_are_given_back() -> None:
-    patience, late, go = Patience(0.2), [], threading.Event()
+    patience, late, go = Patience(1.0), [], threading.Event()
 
     def steady() -> int:
-        for _ in range(6):
-            time.sleep(0.1)
+        for _ in range(5):
+            time.sleep(0.25)
             progress()
         return patience.run("within", lambda: 7)  # at once, in the same thread
 
     assert patience.run("steady", steady) == 7
-    with pytest.raises(StoreUnavailable, match=r"stuck: the disk has not answered for 0.2 s"):
+    with pytest.raises(StoreUnavailable, match=r"stuck: the disk has not answered for 1 s"):
         patience.run("stuck", lambda: go.wait(20), late=late.append)
     go.set()
     end = time.monotonic() + 5
