@@ -12,14 +12,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from ckv_jax.errors import ProcessFailed, ProcessLost
-from ckv_jax.peers import Agreed, Peers
 from ckv_jax.processes.channel import Channel, Message
+from ckv_jax.processes.several import Several
 
 STUCK_S = 5.0
 """After the leader is gone, until a process that waits in a device call for ever is ended."""
 
 
-class Following(Peers):
+class Following(Several):
     """The leader of this process. Main thread only."""
 
     def __init__(self, channel: Channel, size: int) -> None:
@@ -42,16 +42,6 @@ class Following(Peers):
             yield message["do"], message["with"]
 
     @contextmanager
-    def local(self) -> Iterator[Agreed]:
-        """See `Peers`."""
-        agreed, failure = Agreed(), None
-        try:
-            yield agreed
-        except Exception as error:  # every process has to know, whatever it is
-            failure = error
-        agreed.fits = bool(self._round(int(agreed.fits), failure))
-
-    @contextmanager
     def together(self) -> Iterator[None]:
         """See `Peers`: this process ends, which the leader notices."""
         try:
@@ -60,10 +50,6 @@ class Following(Peers):
             raise  # the leader knows
         except Exception as error:
             raise ProcessLost(f"this process failed: {type(error).__name__}: {error}") from error
-
-    def least(self, value: int) -> int:
-        """See `Peers`."""
-        return self._round(value, None)
 
     def leave(self) -> None:
         """See `Peers`."""

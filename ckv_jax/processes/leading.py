@@ -10,11 +10,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ckv_jax.errors import CkvError, ProcessFailed, ProcessLost
-from ckv_jax.peers import Agreed, Peers
 from ckv_jax.processes.channel import Channel, Message
+from ckv_jax.processes.several import Several
 
 
-class Leading(Peers):
+class Leading(Several):
     """The processes that follow this one. `tell`, `local`, `least`: engine thread only."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
@@ -40,16 +40,6 @@ class Leading(Peers):
         self._send({"do": command, "with": facts})
 
     @contextmanager
-    def local(self) -> Iterator[Agreed]:
-        """See `Peers`."""
-        agreed, failure = Agreed(), None
-        try:
-            yield agreed
-        except Exception as error:  # every process has to know, whatever it is
-            failure = error
-        agreed.fits = bool(self._round(int(agreed.fits), failure))
-
-    @contextmanager
     def together(self) -> Iterator[None]:
         """See `Peers`: lets all others go, who would wait for ever."""
         try:
@@ -62,10 +52,6 @@ class Leading(Peers):
             for channel in self._channels:
                 channel.close()
             raise lost from error
-
-    def least(self, value: int) -> int:
-        """See `Peers`."""
-        return self._round(value, None)
 
     def leave(self) -> None:
         """See `Peers`: lets the others go, and waits a little for each."""
