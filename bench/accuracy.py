@@ -43,11 +43,11 @@ _RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: se
 def rule_of(system: SystemConfig, budget: float) -> Rule:
     """The rule of the study that chooses most nearly as a system does.
 
-    Rivals choose tokens, here chunks of one: H2O's heads each their own in every layer, IMPRESS's
-    first three heads for all (without its votes and threshold).
+    Rivals choose tokens, here chunks of one, in every layer: H2O those of all heads' sums, as the
+    engine does, IMPRESS's first three heads for all (without its votes and threshold).
     """
     if system.selector == "h2o":
-        return Rule(budget=budget, chunk_tokens=1, every=1, heads="each")
+        return Rule(budget=budget, chunk_tokens=1, every=1)
     if system.selector == "impress":
         return Rule(budget=budget, chunk_tokens=1, every=1, probe="heads3")
     if system.selector != "chunk":
@@ -147,7 +147,8 @@ def digest_sizes() -> list[dict[str, Any]]:
     """Every digest against the keys of all layers, for a 7B prefix: of all layers, and of those
     that select for `ckv`."""
     seven = PUBLISHED["7B"]
-    heads = {"num_kv_heads": seven.num_kv_heads, "head_dim": seven.head_dim, "dtype": "bfloat16"}
+    heads = {"num_heads": seven.num_heads, "num_kv_heads": seven.num_kv_heads}
+    heads |= {"head_dim": seven.head_dim, "dtype": "bfloat16"}
     chosen = SYSTEMS["ckv"].layout(num_layers=seven.num_layers, **heads).digest_layers
 
     def per_token(kind: str, layers: int) -> float:

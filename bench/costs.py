@@ -92,7 +92,8 @@ def script(
     probe_tokens = prefix if system.selector != "all" else 0
     share = {"int8": 1 / 2, "int4": 1 / 4, "pq": 1 / 16}.get(system.digest, 1.0)
     if system.probe == "heads":
-        share = min(1.0, 3 / model.num_kv_heads)
+        width = system.probe_width(model.num_heads, model.num_kv_heads)
+        share = width / model.num_kv_heads
     probe_row = share * row
     queries = min(suffix, system.score_window or suffix)
     one = _time(accelerator, *_select(model, queries, probe_tokens, probe_row))

@@ -33,7 +33,7 @@ class Rule:
     every: int = 8
     """Layers that share one selection, made by the query of the first of them."""
     probe: str = "keys"
-    """What is scored: see `bench.digests.KINDS`."""
+    """What is scored: see `bench.digests.KINDS`; "heads3": keys, by the first three query heads."""
     window: int | None = None
     """The last so many suffix queries score; None: all of them."""
     heads: str = "pooled"
@@ -97,7 +97,7 @@ class Oracle:
         forced[chunks - rule.keep_last :] = 1e6
         active = np.ones(self.config.num_heads, np.float32)
         if rule.probe == "heads3":
-            active[3 * self.config.num_heads // self.config.num_kv_heads :] = 0
+            active[3:] = 0
         suffix = self.page.questions.shape[1]
         back = self.page.lengths[:, None] - 1 - np.arange(suffix)[None, :]
         weight = ((back >= 0) & (back < (rule.window or suffix))).astype(np.float32)

@@ -51,11 +51,11 @@ def chosen(lab: Lab, engine: Engine, question: int, budget: float) -> Chosen:
     for call, result in zip(found.calls, found.results, strict=True):
         if call.name in ("attend_tokens", "attend_all"):  # a layer ends
             layer += 1
-        if call.name not in ("_by_probe", "by_keys"):
+        if call.name not in ("_by_probe", "by_heads", "by_keys"):
             continue
         ids, _, _, agreed, weight = (np.asarray(leaf) for leaf in result)
         tokens[layer] = False  # of the probe, if the layer fell back
-        tokens[layer, ids[ids >= 0]] = True
+        tokens[layer, ids[ids >= 0]] = True  # of any head
         importance[layer] = weight[:size] / weight.sum()
         if call.name == "_by_probe":
             agreement[layer] = agreed[0]

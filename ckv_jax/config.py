@@ -10,7 +10,7 @@ from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.validate import WrongType, check_number, check_text, check_whole
 
 if TYPE_CHECKING:  # its module loads jax
@@ -65,6 +65,12 @@ class SystemConfig:
     """Layers in one jitted call: how much KV must be there before compute starts."""
     probe: Literal["keys", "heads", "digest", "none"] = "keys"
     """What is scored to choose: all keys, those of some heads, or a digest that stays in memory."""
+    probe_heads: int = PROBE_HEADS
+    """Heads whose keys are scored with probe="heads", the first of every layer (IMPRESS §4.3)."""
+    probe_unit: Literal["query", "kv"] = "query"
+    """Which heads those are. The paper's models have a key head for each query head; where query
+    heads share one, as many query heads need fewer keys ("query", the paper's count), or as many
+    key heads answer for all of their query heads ("kv")."""
     digest: Literal["none", "int8", "int4", "pq", "means", "bounds"] = "none"
     """How that digest holds keys: quantised, or as one landmark per chunk ("means", "bounds")."""
     prefetch: Prefetch = "inter"
@@ -122,6 +128,9 @@ class SystemConfig:
                 f"got pack_layers={self.pack_layers}, subperiod={self.subperiod}, "
                 f"period={self.period}, expected each to divide the next"
             )
+        if self.probe_heads < 1:
+            raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
+        _one_of("probe_unit", self.probe_unit, Literal["query", "kv"])
         if (self.probe == "digest") != (self.digest != "none"):
             raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
         if self.speculate == "lookahead" and self.probe != "digest":
@@ -155,8 +164,16 @@ class SystemConfig:
         """What `codec` names; None where packs lie on disk as they are in memory."""
         return codec_named(self.codec) if isinstance(self.codec, str) else self.codec
 
-    def layout(self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> Layout:
+    def probe_width(self, num_heads: int, num_kv_heads: int) -> int:
+        """KV heads that hold the keys of `probe_heads`, in a model of so many heads."""
+        shared = num_heads // num_kv_heads if self.probe_unit == "query" else 1
+        return min(-(-self.probe_heads // shared), num_kv_heads)
+
+    def layout(
+        self, *, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str
+    ) -> Layout:
         """How a prefix of such a model lies on disk for this system."""
+        width = self.probe_width(num_heads, num_kv_heads) if self.probe == "heads" else PROBE_HEADS
         periods = [
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
@@ -172,6 +189,7 @@ class SystemConfig:
             pack_layers=self.pack_layers,
             kv_together=self.kv_together,
             probe="none" if self.probe == "digest" else self.probe,
+            probe_width=width,
             digest=self.digest,
             digest_layers=() if self.digest == "none" else tuple(scored),
         )

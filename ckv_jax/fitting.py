@@ -32,6 +32,7 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
     """How `system` stores KV of `model`; `ValueError` for one that does not suit the model."""
     return system.layout(
         num_layers=model.num_layers,
+        num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,

@@ -20,7 +20,9 @@ CODED_VERSION = 3
 """Of layouts with a codec: what knows none leaves their segments alone."""
 LANDMARKS_VERSION = 4
 """Of layouts whose digest has one landmark for each chunk: likewise."""
-VERSIONS = (VERSION, CODED_VERSION, LANDMARKS_VERSION)
+PROBE_VERSION = 5
+"""Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
+VERSIONS = (VERSION, CODED_VERSION, LANDMARKS_VERSION, PROBE_VERSION)
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -34,7 +36,7 @@ LANDMARKS = ("means", "bounds")
 """Digests that keep a landmark for each chunk, not for each token."""
 _DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,64}:[0-9]{1,9}")
-_PROBE_HEADS = 3  # IMPRESS §4.1: the keys of three heads rank the tokens of all of them
+PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
 PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
@@ -57,7 +59,8 @@ class Layout:
       pack_layers: layers in one pack: 1, 2 or 4.
       kv_together: whether keys and values of a chunk share a pack.
       probe: "keys": full keys of the first layer of every layer group; "heads": the keys of the
-        first three KV heads of every layer; "none".
+        first `probe_width` KV heads of every layer; "none".
+      probe_width: KV heads of a "heads" probe; more than there are means all.
       digest: compressed keys: "int8", "int4", "pq" (one byte for eight values); of every chunk
         its mean key ("means") or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
@@ -76,6 +79,7 @@ class Layout:
     pack_layers: int = 4
     kv_together: bool = True
     probe: str = "keys"
+    probe_width: int = PROBE_HEADS
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
     reordered: bool = False
@@ -83,7 +87,7 @@ class Layout:
     codec_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens"):
+        for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens", "probe_width"):
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= 1 << 20:
                 raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
@@ -209,7 +213,9 @@ class Layout:
     @property
     def probe_heads(self) -> int:
         """KV heads in the probe."""
-        return self.num_kv_heads if self.probe == "keys" else min(_PROBE_HEADS, self.num_kv_heads)
+        return (
+            self.num_kv_heads if self.probe == "keys" else min(self.probe_width, self.num_kv_heads)
+        )
 
     def probe_block(self, chunks: int) -> int:
         """Chunks of one probe block of a segment of `chunks` chunks."""
@@ -245,8 +251,12 @@ class Layout:
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the format version. Older versions say nothing of codecs."""
+        """JSON form, with the format version. Older versions say nothing of codecs, and of the
+        probe's width only the last does."""
         values = dataclasses.asdict(self)
+        if self.probe_width != PROBE_HEADS:
+            return {"version": PROBE_VERSION, **values}
+        del values["probe_width"]
         if self.digest in LANDMARKS:
             return {"version": LANDMARKS_VERSION, **values}
         if self.codec == PLAIN:
@@ -260,6 +270,8 @@ class Layout:
         if not isinstance(value, dict) or value.get("version") not in VERSIONS:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
+        if value["version"] != PROBE_VERSION:
+            names -= {"probe_width"}
         if value["version"] == VERSION:
             names -= {"codec", "codec_bytes"}
         if set(value) - {"version"} != names:

@@ -21,6 +21,7 @@ from bench.aot.shapes import (
 )
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.rivals.layers import RivalLayers
+from ckv_jax.systems import SYSTEMS
 
 
 def _gather(sizes: Sizes) -> Program:
@@ -44,6 +45,8 @@ def _rival(name: str) -> Callable[[Sizes], Program]:
         tokens, chosen = chunks * RIVAL_CHUNK, RIVAL_TOKENS
         hidden, config = sizes.hidden(1, SUFFIX), sizes.config
         heads, dim = config.num_kv_heads, config.head_dim
+        impress = SYSTEMS["impress"]
+        width = impress.probe_width(config.num_heads, heads)
         k = abstract((1, SUFFIX, heads, dim))
         qkv = (sizes.queries(1, SUFFIX), k, k)
         table = ints(chunks)
@@ -55,8 +58,8 @@ def _rival(name: str) -> Callable[[Sizes], Program]:
             "by-probe": (
                 0,
                 lambda: own.choose_by_probe(
-                    qkv, ints(1), abstract((tokens, min(3, heads), dim)), ints(),
-                    ints(1), n=chosen, chunk_tokens=RIVAL_CHUNK,
+                    qkv, ints(1), abstract((tokens, width, dim)), ints(),
+                    ints(1), n=chosen, heads=impress.probe_heads, chunk_tokens=RIVAL_CHUNK,
                 ),
             ),
             "attend-tokens": (

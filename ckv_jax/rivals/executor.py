@@ -2,9 +2,10 @@
 
 AttentionStore loads everything a layer ahead of the computation. H2O on top of it loads all keys
 ahead, scores tokens with them, and then only those chunks of values that hold important tokens.
-IMPRESS scores with the keys of three heads and loads keys and values of the chunks that matter; in
-a layer whose probe heads disagree it falls back to all keys. Everything runs on the reader, the
-threads, the tiers and the pool that our own systems use.
+IMPRESS scores with the keys of three query heads and loads keys and values of the chunks that
+matter; in a layer where the probe heads of a question disagree it falls back to all keys, with
+which every head chooses for itself. Everything runs on the reader, the threads, the tiers and the
+pool that our own systems use.
 """
 
 from __future__ import annotations

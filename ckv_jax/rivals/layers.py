@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -32,10 +32,10 @@ Qkv = tuple[Array, Array, Array]
 class Choice(NamedTuple):
     """The important tokens of one layer. `ids` stays on the device; the rest is small."""
 
-    ids: Int32[Array, "B n"]
-    """Stored positions, ascending, -1 where there is none."""
-    counts: Int32[Array, "B M"]
-    """Important tokens in each chunk."""
+    ids: Int32[Array, "B n"] | Int32[Array, "B K n"]
+    """Stored positions, ascending, -1 where there is none; of each KV head, or of all alike."""
+    counts: Int32[Array, "B M"] | Float32[Array, "B M"]
+    """Important tokens in each chunk; the mean of the heads where each has its own."""
     mass: Float32[Array, " B"]
     """Share of the scoring heads' attention to the prefix that the tokens hold."""
     similarity: Float32[Array, " B"]
@@ -57,7 +57,9 @@ class RivalLayers:
         self._by_keys = jit(
             split(by_keys, (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), WHOLE), static=("n",)
         )
-        self._by_probe = jit(_by_probe, static=("n", "chunk_tokens"))
+        self._by_probe = jit(_by_probe, static=("n", "heads", "chunk_tokens"))
+        by_heads = once(_by_heads_of, target)
+        self._by_heads = jit(by_heads, static=("n",))
         attend_tokens = once(_attend_tokens_of, layers.layer_of, target)
         self._attend_tokens = jit(
             split(attend_tokens, (BY_NAME, WHOLE, HEADS, PAGES, WHOLE, WHOLE, WHOLE), WHOLE)
@@ -101,13 +103,41 @@ class RivalLayers:
         limits: Int32[ArrayLike, B],
         *,
         n: int,
+        heads: int | None,
         chunk_tokens: int,
     ) -> Choice:
-        """IMPRESS: the tokens that the first P KV heads vote for, and how far those heads agree."""
-        key = (qkv[0].shape, probe.shape, n)
+        """IMPRESS: the tokens that probe heads vote for, and how far those heads agree.
+
+        The first `heads` query heads each have a vote; None: each of the P KV heads has one, by
+        the sums of its query heads.
+        """
+        key = (qkv[0].shape, probe.shape, n, heads)
         return Choice(
             *self._by_probe(
-                key, qkv, q_lengths, probe, num_tokens, limits, n=n, chunk_tokens=chunk_tokens
+                key, qkv, q_lengths, probe, num_tokens, limits, n=n, heads=heads,
+                chunk_tokens=chunk_tokens,
+            )
+        )  # fmt: skip
+
+    def choose_by_heads(
+        self,
+        qkv: Qkv,
+        q_lengths: Int32[ArrayLike, B],
+        pages: Array,
+        key_slots: Int32[np.ndarray, " M"],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
+        trusted: Choice,
+        agreed: Bool[np.ndarray, B],
+        *,
+        n: int,
+    ) -> Choice:
+        """IMPRESS's fallback: every KV head's own tokens by all keys, in rows that are not
+        `agreed`; the others keep what is `trusted`. Arguments as for `choose_by_keys`."""
+        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
+        return Choice(
+            *self._by_heads(
+                key, qkv, q_lengths, pages, key_slots, num_tokens, limits, trusted, agreed, n=n
             )
         )
 
@@ -119,7 +149,7 @@ class RivalLayers:
         pages: Array,
         key_slots: Int32[np.ndarray, " M"],
         value_slots: Int32[ArrayLike, " M"],
-        ids: Int32[Array, "B n"],
+        ids: Int32[Array, "B n"] | Int32[Array, "B K n"],
     ) -> Float[Array, "B S E"]:
         """The rest of the layer: attention over the tokens `ids` and the suffix, then the MLP."""
         key = (hidden.shape, pages.shape, key_slots.shape, ids.shape)
@@ -160,8 +190,7 @@ def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Arr
     ) -> tuple[Array, ...]:  # fmt: skip
         q, k, _ = qkv
         chunk_tokens = pages.shape[3]
-        keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K*D]
-        keys = as_bits(keys.reshape(-1, *k.shape[2:]), k.dtype)
+        keys = _keys(pages, key_slots, k, target)
         sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
         scores = shardings.sum(jnp.sum(sums, axis=1))
         ids = choose(scores, n, limits).ids
@@ -172,14 +201,48 @@ def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Arr
     return by_keys
 
 
+def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
+    def by_heads(
+        qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
+        limits: Array, trusted: Choice, agreed: Array, *, n: int,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        q, k, _ = qkv
+        rows, heads = k.shape[0], k.shape[2]
+        sums = _sums(q, _keys(pages, key_slots, k, target), k, num_tokens, q_lengths)  # [B, K, T]
+        flat = sums.reshape(rows * heads, -1)
+        own = choose(flat, n, jnp.repeat(limits, heads)).ids  # [B*K, n]
+        counts = chunk_counts(own, chunk_tokens=pages.shape[3], chunks=key_slots.shape[0])
+        counts = jnp.mean(counts.reshape(rows, heads, -1).astype(jnp.float32), axis=1)
+        own = own.reshape(rows, heads, n)
+        held = jnp.take_along_axis(sums, jnp.maximum(own, 0), axis=2)
+        held = jnp.sum(jnp.where(own >= 0, held, 0.0), axis=(1, 2))
+        scores = jnp.sum(sums, axis=1)
+        total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
+        mass = held / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return (
+            jnp.where(agreed[:, None, None], trusted.ids[:, None], own),
+            jnp.where(agreed[:, None], trusted.counts.astype(jnp.float32), counts),
+            jnp.where(agreed, trusted.mass, mass),
+            trusted.similarity,
+            _importance(scores),
+        )
+
+    return by_heads
+
+
 def _by_probe(
     qkv: Qkv, q_lengths: Array, probe: Array, num_tokens: Array, limits: Array, *, n: int,
-    chunk_tokens: int,
+    heads: int | None, chunk_tokens: int,
 ) -> tuple[Array, ...]:  # fmt: skip
     q, k, _ = qkv
-    tokens, heads, _ = probe.shape
+    tokens, width, _ = probe.shape
     group = q.shape[2] // k.shape[2]
-    sums = _sums(q[:, :, : heads * group], probe, k[:, :, :heads], num_tokens, q_lengths)
+    if heads is None:
+        heads, of = width * group, np.arange(width)
+    else:  # one KV head a query head, so that each has sums of its own
+        heads = min(heads, q.shape[2])
+        of = np.arange(heads) // group
+    sums = _sums(q[:, :, :heads], probe[:, of], k[:, :, of], num_tokens, q_lengths)
     sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
     ids = choose(jax.vmap(votes)(sums, sets), n, limits).ids
     counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
@@ -195,20 +258,28 @@ def _attend_tokens_of(
         value_slots: Array, ids: Array,
     ) -> Array:  # fmt: skip
         q, k, v = qkv
-        tokens = pages.reshape(-1, pages.shape[-1])  # [slots * C, K*D]
-        count = jnp.sum(ids >= 0, axis=1, dtype=jnp.int32)  # they come first
+        apart = ids.ndim == 3  # each head has its own
+        heads = jnp.arange(k.shape[2], dtype=jnp.int32)[None, :, None] if apart else 0
+        parts = k.shape[2] if apart else 1
+        tokens = pages.reshape(-1, pages.shape[-1] // parts)  # [slots * C, K*D], a row a head
+        # The chosen ones come first, as many in every head.
+        count = jnp.sum((ids[:, 0] if apart else ids) >= 0, axis=1, dtype=jnp.int32)
 
         def with_suffix(slots: Array, new: Array) -> Array:
             """The chosen tokens of each row, and right behind them those of its suffix."""
             chunk, place = jnp.divmod(jnp.maximum(ids, 0), pages.shape[3])
             where = jnp.take(slots, chunk, mode="clip") * pages.shape[3] + place
-            chosen = gather(tokens, jnp.where(ids >= 0, where, -1), target=target)
+            where = jnp.where(ids >= 0, where * parts + heads, -1)
+            if apart:
+                where = jnp.swapaxes(where, 1, 2).reshape(ids.shape[0], -1)  # [B, n*K]
+            chosen = gather(tokens, where, target=target)
+            chosen = chosen.reshape(ids.shape[0], ids.shape[-1], -1)  # [B, n, K*D]
             room = jnp.pad(chosen, ((0, 0), (0, new.shape[1]), (0, 0)))
             return as_bits(insert_rows(room, as_rows(new), count), new.dtype)
 
         keys, values = with_suffix(key_slots, k), with_suffix(value_slots, v)
-        heads, _ = attend_rows(q, keys, values, count, target=target)
-        return layer_of(state).complete(hidden, heads)
+        attended, _ = attend_rows(q, keys, values, count, target=target)
+        return layer_of(state).complete(hidden, attended)
 
     return attend_tokens
 
@@ -240,6 +311,12 @@ def _sums(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: Arr
         column_sums(q[b], keys, k_new[b], valid, q_lengths[b]) for b in range(q.shape[0])
     ]  # a Python loop: rows of a batch share the keys, and vmap would copy them
     return jnp.stack(rows)
+
+
+def _keys(pages: Array, key_slots: Array, k_new: Array, target: Target) -> Array:
+    """The keys of a layer in stored order, [T, K, D], given those of the suffix [B, S, K, D]."""
+    keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K*D]
+    return as_bits(keys.reshape(-1, *k_new.shape[2:]), k_new.dtype)
 
 
 def _importance(scores: Array) -> Array:

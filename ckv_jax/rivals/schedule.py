@@ -6,6 +6,7 @@ import time
 from contextlib import AbstractContextManager
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -72,9 +73,22 @@ class LayerSchedule:
         return (*self._batch.tokens.shape, self._resident.probe_chunks, self._budget)
 
     def prepare_fallback(self, hidden: Array) -> None:
-        """Compiles scoring by all keys, which a later layer or request may need unexpectedly."""
+        """Compiles what a later layer or request needs unexpectedly: all keys, every head its own
+        tokens."""
         nowhere = np.full(self._resident.probe_chunks, -1, np.int32)
-        self._choose_by_keys(self._layers.project(0, hidden, self._batch.start), nowhere)
+        qkv = self._layers.project(0, hidden, self._batch.start)
+        rows, chunks = len(self._batch.lengths), self._resident.probe_chunks
+        nothing = Choice(
+            ids=jnp.full((rows, self._budget), -1, jnp.int32),
+            counts=jnp.zeros((rows, chunks), jnp.int32),
+            mass=jnp.zeros(rows, jnp.float32),
+            similarity=jnp.zeros(rows, jnp.float32),
+            importance=jnp.zeros(chunks * self._chunk_tokens, jnp.float32),
+        )
+        choice = self._choose_by_heads(qkv, nowhere, nothing, np.ones(rows, bool))
+        self._layers.attend_tokens(
+            0, hidden, qkv, self._memory.pool.pages, nowhere, nowhere, choice.ids
+        )
 
     def attend_all(self, layer: int, hidden: Array) -> Array:
         """A layer over the whole prefix (AttentionStore)."""
@@ -100,11 +114,18 @@ class LayerSchedule:
             choice = self._by_probe(layer, qkv)
             counts, agreed = self._fetch(layer, choice)
             self._probes.used(layer)
-            self._trace.count("layers_agreed" if agreed else "layers_fell_back", 1)
+            real = self._batch.lengths > 0
+            everyone = bool(agreed[real].all())
+            self._trace.count("layers_agreed" if everyone else "layers_fell_back", 1)
+            if not everyone:
+                key_table = self._all_keys(layer)
+                with self._span("dispatch", layer):
+                    choice = self._choose_by_heads(qkv, key_table, choice, agreed)
+                counts, _ = self._fetch(layer, choice)
         else:
-            agreed = False
-        if not agreed:
-            choice, key_table = self._by_keys(layer, qkv)
+            key_table = self._all_keys(layer)
+            with self._span("dispatch", layer):
+                choice = self._choose_by_keys(qkv, key_table)
             counts, _ = self._fetch(layer, choice)
         chunks = np.flatnonzero(counts)
         keys = chunks if key_table is None else self._all
@@ -133,18 +154,18 @@ class LayerSchedule:
             return self._layers.choose_by_probe(
                 qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
                 n=self._budget, chunk_tokens=self._chunk_tokens,
+                heads=self._system.probe_heads if self._system.probe_unit == "query" else None,
             )  # fmt: skip
 
-    def _by_keys(self, layer: int, qkv: Qkv) -> tuple[Choice, np.ndarray]:
-        """H2O's choice, and where the keys of all chunks are."""
+    def _all_keys(self, layer: int) -> np.ndarray:
+        """Where the keys of all chunks are, once they are there."""
         group = 2 * layer
         with self._span("submit", layer):
             self._packs.demand(0, group, self._all)
         if self._system.selector == "h2o":
             self._read_ahead(layer + self._ahead)
         with self._span("dispatch", layer):
-            table = self._collect(group, self._all, stage="probe_io")
-            return self._choose_by_keys(qkv, table), table
+            return self._collect(group, self._all, stage="probe_io")
 
     def _choose_by_keys(self, qkv: Qkv, table: np.ndarray) -> Choice:
         return self._layers.choose_by_keys(
@@ -152,16 +173,25 @@ class LayerSchedule:
             self._batch.limits, n=self._budget,
         )  # fmt: skip
 
-    def _fetch(self, layer: int, choice: Choice) -> tuple[np.ndarray, bool]:
-        """Important tokens by chunk int [M], and whether the scoring heads agreed: the one sync."""
+    def _choose_by_heads(
+        self, qkv: Qkv, table: np.ndarray, trusted: Choice, agreed: np.ndarray
+    ) -> Choice:
+        return self._layers.choose_by_heads(
+            qkv, self._batch.lengths, self._memory.pool.pages, table, self._tokens,
+            self._batch.limits, trusted, agreed, n=self._budget,
+        )  # fmt: skip
+
+    def _fetch(self, layer: int, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+        """Important tokens by chunk [M], and in which rows the scoring heads agreed, bool [B]: the
+        one sync."""
         start = time.perf_counter_ns()
         choice.counts.block_until_ready()
         ready = time.perf_counter_ns()
         self._trace.add("compute", "compute", start, ready, layer=layer)
         counts, similarity = jax.device_get((choice.counts, choice.similarity))
         rows = self._batch.lengths > 0
-        share = self._batch.limits[rows] / self._resident.prefix.num_tokens
-        agreed = bool((similarity[rows] > similarity_threshold(share)).all())
+        share = self._batch.limits / self._resident.prefix.num_tokens
+        agreed = np.asarray(similarity > similarity_threshold(share))
         self._trace.add("select", "host", ready, time.perf_counter_ns(), layer=layer)
         return counts[rows].max(axis=0)[: self._resident.num_chunks], agreed
 
@@ -204,7 +234,7 @@ class LayerSchedule:
             device, host = self._memory.tiers.lookup(pages)
             missing = (device < 0) & (host < 0)
             self._trace.count("ssd_tokens", int(lengths[missing].sum()))
-            self._trace.count("ssd_tokens_needed", int(needed[missing].sum()))
+            self._trace.count("ssd_tokens_needed", round(float(needed[missing].sum())))
             self._memory.tiers.record(pages, needed / self._chunk_tokens)
 
     def _span(self, stage: str, layer: int) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""IMPRESS's choice of tokens by three probe heads, and whether to trust them (§4.3)."""
+"""IMPRESS's choice of tokens by a few probe heads, and whether to trust them (§4.3)."""
 
 from __future__ import annotations
 

@@ -151,6 +151,7 @@ class Placement:
             if plain
             == system.layout(
                 num_layers=layout.num_layers,
+                num_heads=self._model.num_heads,
                 num_kv_heads=layout.num_kv_heads,
                 head_dim=layout.head_dim,
                 dtype=layout.dtype,

@@ -110,7 +110,7 @@ class PrefixReader:
     def read_probe(self, layer: int, out: np.ndarray, *, deadline_s: float | None = None) -> int:
         """Read the probe keys of `layer` into `out` [T, K', D] of layout.numpy_dtype.
 
-        K' is all KV heads for "keys" and the first three for "heads". Returns how many leading
+        K' is all KV heads for "keys", the first `probe_width` for "heads". Returns how many leading
         tokens are good; the rest of `out` is zero. Raises as `read_packs`.
         """
         layout = self.prefix.layout

@@ -20,7 +20,7 @@ def test_rules_follow_the_systems() -> None:
     assert (ours.every, ours.window) == (SYSTEMS["ckv"].period, SYSTEMS["ckv"].score_window)
     assert (paper.every, paper.probe, paper.window, paper.layers) == (8, "keys", None, 1)
     assert (ours.probe, ours.layers) == (SYSTEMS["ckv"].digest, SYSTEMS["ckv"].score_layers)
-    assert rule_of(SYSTEMS["as-h2o-lfu"], 0.1).heads == "each"
+    assert rule_of(SYSTEMS["as-h2o-lfu"], 0.1).heads == "pooled"
     assert rule_of(SYSTEMS["impress"], 0.1).probe == "heads3"
     assert rule_of(SYSTEMS["recompute"], 1.0).budget == 1
 

@@ -56,7 +56,9 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
 def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, period: int) -> None:
     system = dataclasses.replace(SYSTEMS["ckv"], score_layers=count, period=period, decode=None)
     plan = Plan.of(depth, system)
-    layout = system.layout(num_layers=depth, num_kv_heads=2, head_dim=16, dtype="float32")
+    layout = system.layout(
+        num_layers=depth, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32"
+    )
     select = [layer for p in range(plan.periods) for layer in plan.scoring_layers(p)]
     assert layout.digest_layers == tuple(select)
 

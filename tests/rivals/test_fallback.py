@@ -1,10 +1,11 @@
-"""IMPRESS in a batch of which one row's probe heads disagree: nobody's answer changes."""
+"""IMPRESS where probe heads disagree: every head chooses by itself, in that row alone."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
@@ -12,7 +13,10 @@ from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request
 from ckv_jax.identity import random_fingerprint
+from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.weights import load_pretrained
+from ckv_jax.rivals.layers import Choice, _by_heads_of
+from ckv_jax.selection.h2o import column_sums
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -74,3 +78,34 @@ def test_one_row_falls_back(engine: Engine, prefix: Prefix) -> None:
     odd, other = together[1], together[0]
     assert odd.trace.attention_mass == pytest.approx(alone[1].trace.attention_mass, abs=1e-4)
     assert 0 < odd.trace.attention_mass < 1 and 0 < other.trace.attention_mass < 1
+
+
+def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
+    rng = np.random.default_rng(11)
+    chunks, size, heads, dim, n = 3, 8, 2, 4, 5
+    pages = rng.normal(size=(chunks, 1, 1, size, heads * dim)).astype(np.float32)
+    q = rng.normal(size=(2, 6, 2 * heads, dim)).astype(np.float32) * 3
+    k = rng.normal(size=(2, 6, heads, dim)).astype(np.float32)
+    slots = np.array([2, 0, 1], np.int32)
+    trusted = Choice(
+        ids=jnp.arange(2 * n, dtype=jnp.int32).reshape(2, n),
+        counts=jnp.full((2, chunks), 7, jnp.int32),
+        mass=jnp.array([0.5, 0.25]),
+        similarity=jnp.array([0.9, 0.1]),
+        importance=jnp.zeros(chunks * size),
+    )
+    ids, counts, mass, _, _ = _by_heads_of(Target.here())(
+        (q, k, k), np.array([6, 6]), pages, slots, np.int32(20), np.array([n, n]), trusted,
+        np.array([True, False]), n=n,
+    )  # fmt: skip
+    keys = pages[slots].reshape(-1, heads, dim)
+    sums = column_sums(*map(jnp.asarray, (q[1], keys, k[1])), jnp.arange(24) < 20, jnp.int32(6))
+    own = np.argsort(-np.asarray(sums), axis=1, kind="stable")[:, :n]
+    np.testing.assert_array_equal(ids[1], np.sort(own, axis=1))
+    assert set(own[0].tolist()) != set(own[1].tolist())
+    held = sum(float(sums[head, token]) for head in range(heads) for token in own[head])
+    valid = np.asarray(sums)[:, :20]
+    assert float(mass[1]) == pytest.approx(held / valid.sum(), rel=1e-5)
+    assert counts[1].sum() == pytest.approx(n)
+    np.testing.assert_array_equal(ids[0], np.broadcast_to(np.arange(n), (heads, n)))
+    assert float(mass[0]) == 0.5 and set(np.asarray(counts[0]).tolist()) == {7.0}

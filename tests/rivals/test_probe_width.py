@@ -1,0 +1,94 @@
+"""IMPRESS's probe: three heads, counted as its paper counts them or as KV heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_support import SMALL, scale_error, small_engine, tokens
+
+from bench import costs
+from ckv_jax import Request
+from ckv_jax.fitting import layout_of
+from ckv_jax.model.config import PUBLISHED
+from ckv_jax.rivals.layers import _by_probe
+from ckv_jax.selection.h2o import column_sums
+from ckv_jax.storage.layout import Layout
+from ckv_jax.systems import SYSTEMS
+
+MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
+LENGTH = 250
+BY_KV = dataclasses.replace(SYSTEMS["impress"], probe_unit="kv")
+
+
+def test_three_heads_of_a_grouped_model_need_one_key_head() -> None:
+    seven = PUBLISHED["7B"]  # 28 query heads, 4 KV heads
+    alike = dataclasses.replace(seven, num_kv_heads=28)
+    widths = [
+        layout_of(system, model, "bfloat16").probe_heads
+        for system in (SYSTEMS["impress"], BY_KV)
+        for model in (seven, alike)
+    ]
+    assert widths == [1, 3, 3, 3]
+
+
+def test_a_layout_of_three_heads_reads_as_before() -> None:
+    three = Layout(num_layers=2, num_kv_heads=4, head_dim=8, pack_layers=1, probe="heads")
+    assert three.to_dict()["version"] == 2 and "probe_width" not in three.to_dict()
+    one = dataclasses.replace(three, probe_width=1)
+    assert Layout.from_dict(one.to_dict()) == one and one.hex != three.hex
+    with pytest.raises(ValueError, match="probe_width"):
+        dataclasses.replace(three, probe_width=0)
+
+
+@pytest.mark.parametrize(("unit", "width"), [("query", 2), ("kv", 3)])
+def test_bytes_of_the_probe_and_the_answer(
+    tmp_path: Path, unit: Literal["query", "kv"], width: int
+) -> None:
+    system = dataclasses.replace(SYSTEMS["impress"], probe_unit=unit)
+    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+    with small_engine(tmp_path, system=system, model=MODEL, **cold) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        request = Request(prefix=prefix, suffix=tokens(9, 1), budget=1.0)
+        [result] = engine.reprefill([request])
+        packs = sum(s.args["bytes"] for s in result.trace.spans if s.name == "pack_read")
+        row = MODEL.head_dim * engine.layout.numpy_dtype.itemsize
+        assert result.trace.bytes["ssd"] - packs == MODEL.num_layers * LENGTH * width * row
+        assert scale_error(result.logits, engine.recompute(request).logits) < 1e-4
+
+
+def test_each_query_head_votes_by_itself() -> None:
+    rng = np.random.default_rng(3)
+    size, dim, group, n = 40, 8, 4, 5
+    q = jnp.asarray(rng.normal(size=(1, 6, 2 * group, dim)), jnp.float32) * 4
+    k = jnp.asarray(rng.normal(size=(1, 6, 2, dim)), jnp.float32)
+    probe = jnp.asarray(rng.normal(size=(size, 1, dim)), jnp.float32)
+    lengths, limits = jnp.array([6]), jnp.array([n])
+    ids, _, _, agreement, _ = _by_probe(
+        (q, k, k), lengths, probe, jnp.int32(size), limits, n=n, heads=3, chunk_tokens=8
+    )
+    sets = []
+    for head in range(3):
+        one = (q[0, :, head : head + 1], probe, k[0, :, :1])
+        sums = column_sums(*one, jnp.ones(size, bool), jnp.int32(6))
+        sets.append(set(np.argsort(-np.asarray(sums[0]), kind="stable")[:n].tolist()))
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    expected = np.mean([len(sets[a] & sets[b]) / len(sets[a] | sets[b]) for a, b in pairs])
+    assert float(agreement[0]) == pytest.approx(expected) and expected < 1
+    twice = {t for a, b in pairs for t in sets[a] & sets[b]}
+    assert twice <= set(np.asarray(ids[0]).tolist())
+
+
+def test_the_model_of_time_reads_as_wide_a_probe() -> None:
+    accelerator, model = costs.PRESETS["a800-990pro"], PUBLISHED["7B"]
+    profile = costs.Profile(loaded_share=1.0, coverage=0.0, waste=0.0)
+    read = [
+        costs.script(model, system, profile, accelerator, prefix=1000, suffix=32, budget=0.05)
+        .stages[0].probe_bytes
+        for system in (SYSTEMS["impress"], BY_KV)
+    ]  # fmt: skip
+    assert read == [1000 * 128 * 2, 3 * 1000 * 128 * 2]
