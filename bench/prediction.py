@@ -111,15 +111,19 @@ class Question:
             self.model, system_named(self.system), profile, accelerator,
             prefix=self.prefix, suffix=self.suffix, budget=self.budget,
         )  # fmt: skip
-        most = max(
-            script.jobs(stage.ahead_bytes + stage.demanded_bytes + stage.speculated_bytes)
-            for stage in script.stages
-        )
-        merged = max(1, most // MOST_JOBS)
-        script = dataclasses.replace(script, packs_per_job=script.packs_per_job * merged)
-        hardware = accelerator.hardware
-        each = hardware.job_overhead * merged
-        return _simulated(script, dataclasses.replace(hardware, job_overhead=each))
+        return seconds_of(script, accelerator.hardware)
+
+
+def seconds_of(script: Script, hardware: Hardware) -> float:
+    """Until the first token; several of a stage's many reads are taken for one."""
+    most = max(
+        script.jobs(stage.ahead_bytes + stage.demanded_bytes + stage.speculated_bytes)
+        for stage in script.stages
+    )
+    merged = max(1, most // MOST_JOBS)
+    script = dataclasses.replace(script, packs_per_job=script.packs_per_job * merged)
+    each = hardware.job_overhead * merged
+    return _simulated(script, dataclasses.replace(hardware, job_overhead=each))
 
 
 @functools.lru_cache(maxsize=4096)

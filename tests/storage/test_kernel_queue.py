@@ -277,7 +277,7 @@ def test_a_read_that_takes_too_long(
         out = aligned(200 * PAGES.pack_bytes).view(PAGES.numpy_dtype)
         out = out.reshape(200, *PAGES.pack_shape)
         with store.reader(prefix) as reader:
-            with pytest.raises(ReadTimeout, match="200 packs|a slow disk") as error:
+            with pytest.raises(ReadTimeout, match=r"200 packs|a slow disk") as error:
                 reader.read_packs(0, np.arange(200), out)
             while not error.value.settled():
                 pass
