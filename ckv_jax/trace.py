@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MEANING = {
-    "open": "finding and opening what is stored",
-    "probe_io": "waiting for the keys that chunks are chosen by",
-    "select": "the chosen chunks' ids on their way to the host",
+    "open": "finding and opening the prefix",
+    "probe_io": "waiting for keys to choose by",
+    "select": "bringing the choice to the host",
     "submit": "asking for packs",
     "critical_io_wait": "waiting for packs",
     "dispatch": "handing calls to the device",
-    "book": "what the caches learn, while the device computes",
+    "book": "telling the caches what was used",
     "compute": "waiting for the device",
     "other": "nothing of these",
 }
@@ -31,6 +31,9 @@ MEANING = {
 
 STAGES = tuple(name for name in MEANING if name != "other")
 """Span names that make up the breakdown. Worker threads name theirs otherwise."""
+
+
+_BAR = 12  # with the longest meaning, a line of the breakdown fits 80 columns
 
 
 class Span(NamedTuple):
@@ -282,10 +285,10 @@ class Trace:
         meaning = MEANING | {"ttft": "time to first token"}
         table = Table(box=None, pad_edge=False, show_header=False)
         for name, spent in [*parts.items(), ("ttft", total)]:
-            filled = round(40 * spent / total) if total else 0
+            filled = round(_BAR * spent / total) if total else 0
             bar = "" if name == "ttft" else "█" * filled
             style = "bold" if name == "ttft" else ""
-            table.add_row(name, f"{spent:.1f} ms", bar, f"[dim]{meaning[name]}[/dim]", style=style)
+            table.add_row(name, f"{spent:,.1f} ms", bar, f"[dim]{meaning[name]}[/dim]", style=style)
         console.print(table)
 
 

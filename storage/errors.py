@@ -71,7 +71,11 @@ class FingerprintMismatch(StoreError):
         names = sorted(stored.keys() | asked.keys())
         self.fields = tuple(n for n in names if stored.get(n) != asked.get(n))
         lines = [f"{n} (stored {stored.get(n)!r}, got {asked.get(n)!r})" for n in self.fields]
-        super().__init__(f"stored KV belongs to another model; these differ: {', '.join(lines)}")
+        if self.fields == ("dtype",):
+            said = f"stored with dtype {stored.get('dtype')}, asked with dtype {asked.get('dtype')}"
+        else:
+            said = f"stored KV belongs to another model; these differ: {', '.join(lines)}"
+        super().__init__(said)
 
 
 class ReadTimeout(StoreError):

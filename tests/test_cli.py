@@ -416,7 +416,7 @@ def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, 
     assert whole[1] == 0 and "computed again" not in whole[2]
     token, again, err = ask(store)  # what is damaged is computed again, and said
     assert (token, again) == (whole[0], 1)
-    assert "1 chunks could not be read and were computed again; run: ckv verify" in err
+    assert "1 chunk is damaged on disk and was computed again" in err
 
 
 @pytest.fixture(scope="module")

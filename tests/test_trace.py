@@ -198,9 +198,10 @@ def test_a_file_holds_every_request_as_a_process(tmp_path: Path) -> None:
 def test_the_bar_chart_shows_every_stage() -> None:
     out = io.StringIO()
     trace = made(("compute", "compute", 0, 50), ("critical_io_wait", "host", 50, 75))
-    trace.breakdown_bar(Console(file=out, width=100))
+    trace.breakdown_bar(Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == [*STAGES, "other", "ttft"]
+    assert max(map(len, lines)) <= 80
     filled = {line.split()[0]: line.count("█") for line in lines}
-    assert filled["compute"] == 20 and filled["critical_io_wait"] == 10
+    assert filled["compute"] == 6 and filled["critical_io_wait"] == 3
     assert "100.0 ms" in lines[-1]

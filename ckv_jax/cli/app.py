@@ -6,9 +6,10 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+import typer.core
 
 from ckv_jax.cli import ask, batch, convert, demo, ingest, serve, store_tools
 from ckv_jax.cli.output import one_line
@@ -22,8 +23,20 @@ _ENVIRONMENT = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that PyTorch is missing is no news
 }
 
+
+class _Commands(typer.core.TyperGroup):
+    """Says that it was interrupted; Typer would end the process without a word."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _fail("interrupted", code=130)
+
+
 app = typer.Typer(
     name="ckv",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,8 +92,6 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
-        _fail("interrupted", code=130)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         _fail(f"the disk is full: {one_line(error)}" if full else _os_message(error))
@@ -96,7 +107,7 @@ def _os_message(error: OSError) -> str:
     return f"{error.filename}: {error.strerror.lower()}"
 
 
-def _fail(message: str, *, code: int = 1) -> None:
+def _fail(message: str, *, code: int = 1) -> NoReturn:
     if os.environ.get("CKV_TRACEBACK"):
         traceback.print_exc()
     print(f"ckv: {message}", file=sys.stderr)

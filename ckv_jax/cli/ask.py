@@ -99,11 +99,17 @@ def ask(
         direct_io=direct_io,
         io_concurrency=io_concurrency,
     )
-    with terminal.status("loading JAX and the model"):
+    with terminal.loading():
         from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json
         from ckv_jax.budget import Budget
-        from ckv_jax.cli.serving import codec_name, find_prefix, kv_bytes, parse_budget
+        from ckv_jax.cli.serving import (
+            codec_name,
+            find_prefix,
+            kv_bytes,
+            parse_budget,
+            say_recomputed,
+        )
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.request import Request
@@ -139,13 +145,11 @@ def ask(
                 _answer(engine, request, min(2, max_tokens))
         outcome = _answer(engine, request, max_tokens, None if json else terminal)
         answer = answer_json(outcome, engine, stored, model=checkpoint.name)
+        lost = say_recomputed(answer["recomputed_chunks"], engine, store)
         if verbose:
             answer["engine"] = engine.stats().to_json()
     if answer["recomputed_chunks"]:
-        terminal.warn(
-            f"{answer['recomputed_chunks']:,} chunks could not be read and were computed again; "
-            f"run: ckv verify {store}"
-        )
+        terminal.warn(lost)
     if trace is not None:
         from ckv_jax.trace import write_perfetto
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -81,10 +83,10 @@ def batch(
         direct_io=direct_io,
         io_concurrency=io_concurrency,
     )
-    with terminal.status("loading JAX and the model"):
+    with terminal.loading():
         from ckv_jax import compilation_cache
         from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
-        from ckv_jax.cli.serving import Answerer, kv_bytes, parse_budget
+        from ckv_jax.cli.serving import Answerer, kv_bytes, parse_budget, say_recomputed
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import with_codec
@@ -107,7 +109,7 @@ def batch(
         )
     start = time.perf_counter()
     answered = failed = recomputed = 0
-    with engine, Results(out) as results, terminal.progress() as bar:
+    with engine, Results(out) as results, terminal.progress() as bar, _said_if_interrupted(out):
         report = bar("questions")
         left = [line for line in lines if (line.line, line.digest) not in results.done]
         kept = len(lines) - len(left)
@@ -125,6 +127,7 @@ def batch(
                     answered += 1
                     recomputed += int(found["recomputed_chunks"])
             report(kept + answered + len(faults), len(lines))
+        lost = say_recomputed(recomputed, engine, store)
         for line, error in faults:
             terminal.warn(f"{requests}, line {line.line}: {error}")
             results.write({"line": line.line, "digest": line.digest, "id": line.id, "error": error})
@@ -139,9 +142,18 @@ def batch(
             f"results in {out}"
         )
     if recomputed:
-        terminal.warn(
-            f"{recomputed:,} chunks could not be read and were computed again; "
-            f"run: ckv verify {store}"
-        )
+        terminal.warn(lost)
     if failed:
         raise typer.Exit(3)
+
+
+@contextmanager
+def _said_if_interrupted(out: Path) -> Iterator[None]:
+    """Ctrl-C says where the answers so far are, and ends the command with code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Terminal(as_json=False).warn(
+            f"interrupted: the answers so far are in {out}; run the command again to go on"
+        )
+        raise typer.Exit(130) from None

@@ -58,7 +58,7 @@ def demo(
         raise ValueError("the question is empty")
     terminal = Terminal(as_json=json)
     own = None if text is None else read_text(text)
-    with terminal.status("loading JAX and the checkpoint"):
+    with terminal.loading("loading JAX and the checkpoint"):
         from ckv_jax import compilation_cache
         from ckv_jax.demo import Demo
         from ckv_jax.folders import cache_folder

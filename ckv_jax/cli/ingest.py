@@ -104,7 +104,7 @@ def ingest(
     if name:
         said["name"] = name
     Wish(**said)  # refuses what cannot be before anything is loaded
-    with terminal.status("loading JAX and the model"):
+    with terminal.loading():
         from ckv_jax import compilation_cache
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine

@@ -19,8 +19,19 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 
-__all__ = ["Reporter", "Terminal", "byte_size", "check_writable", "json_line", "one_line"]
+from ckv_jax.cli.interrupt import leaving_at_once
+
+__all__ = [
+    "Reporter",
+    "Terminal",
+    "byte_size",
+    "check_writable",
+    "json_line",
+    "number_of",
+    "one_line",
+]
 
 Reporter = Callable[[int, int], None]
 """Called as `report(done, total)`; `total` may change between calls."""
@@ -33,6 +44,11 @@ def byte_size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def number_of(count: int, noun: str) -> str:
+    """1 chunk, 2,048 chunks."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -101,12 +117,19 @@ class Terminal:
             yield bar
 
     @contextmanager
-    def status(self, label: str) -> Iterator[None]:
+    def status(self, label: str) -> Iterator[Status]:
         """A spinner on stderr for work of unknown length; silent where it is not a terminal."""
+        spinner = self.err.status(label)
         if not self.err.is_terminal:
-            yield
+            yield spinner
             return
-        with self.err.status(label):
+        with spinner:
+            yield spinner
+
+    @contextmanager
+    def loading(self, label: str = "loading JAX and the model") -> Iterator[None]:
+        """`status` for what Ctrl-C may break off at any point."""
+        with self.status(label) as spinner, leaving_at_once(spinner.stop):
             yield
 
 

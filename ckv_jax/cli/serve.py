@@ -165,7 +165,7 @@ def serve(
     )
     caches = {"device": parse_size(device_cache), "host": parse_size(host_cache)}
     with bind(host, port) as bound:
-        with terminal.status("loading JAX and the model"):
+        with terminal.loading():
             from ckv_jax import compilation_cache
             from ckv_jax.config import EngineConfig
             from ckv_jax.engine import Engine

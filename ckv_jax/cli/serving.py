@@ -8,7 +8,7 @@ from typing import Any
 
 from ckv_jax.answer import answer_json
 from ckv_jax.cli.jobs import Job
-from ckv_jax.cli.output import one_line
+from ckv_jax.cli.output import number_of, one_line
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
@@ -20,7 +20,14 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import is_id
 from ckv_jax.storage.store import ChunkStore
 
-__all__ = ["Answerer", "codec_name", "find_prefix", "kv_bytes", "parse_budget"]
+__all__ = [
+    "Answerer",
+    "codec_name",
+    "find_prefix",
+    "kv_bytes",
+    "parse_budget",
+    "say_recomputed",
+]
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
@@ -39,14 +46,16 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
             raise ValueError("the store holds no prefix; `ckv ingest` makes one")
         if len(stored) > 1:
             raise ValueError(
-                f"{len(stored)} prefixes are stored; say --prefix: {_list(stored, known)}"
+                f"{len(stored)} prefixes are stored; say which with --prefix: "
+                f"{_list(stored, known)}"
             )
         (name,) = stored
     called = [id_ for id_, wish in known.items() if name and wish.name == name]
     mine = [id_ for id_ in called if _is_whose(store, id_, salt)]
     if len(mine) > 1:
         raise ValueError(
-            f"{len(mine)} prefixes are called {name!r}; say which: {_list(mine, known)}"
+            f"{len(mine)} prefixes are called {name!r}; say which by its id: "
+            f"{_list(mine, known, called=False)}"
         )
     return store.prefix(mine[0] if mine else name, salt=salt)
 
@@ -59,12 +68,15 @@ def _is_whose(store: ChunkStore, prefix_id: str, salt: str) -> bool:
     return True
 
 
-def _list(ids: Sequence[str], known: Mapping[str, Wish], most: int = 5) -> str:
-    """Some ids, each with what it is called or begins with."""
+def _list(
+    ids: Sequence[str], known: Mapping[str, Wish], most: int = 5, *, called: bool = True
+) -> str:
+    """Some ids, each with what it is called, unless all are called the same, or begins with."""
     said = []
     for id_ in ids[:most]:
         wish = known.get(id_, Wish())
-        about = wish.name or (f"“{wish.begins}”" if wish.begins else wish.source)
+        begins = f"“{wish.begins}”" if wish.begins else wish.source
+        about = (called and wish.name) or begins
         said.append(f"{id_[:12]}{f' ({about})' if about else ''}")
     return ", ".join(said) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
@@ -88,6 +100,22 @@ def parse_budget(text: str) -> float | str:
 def kv_bytes(prefix: Prefix) -> int:
     """Bytes of all packs of a prefix."""
     return prefix.num_chunks * prefix.layout.groups * prefix.layout.pack_bytes
+
+
+def say_recomputed(chunks: int, engine: Engine, store: str) -> str:
+    """What to tell whoever got an answer for which chunks had to be computed again."""
+    late = engine.stats().read_errors and not engine.stats().quarantined
+    limit = engine.config.read_deadline_s
+    are, were = ("is", "was") if chunks == 1 else ("are", "were")
+    why, then = (
+        (f"{were} not read within {limit:g} s", "look at the disk")
+        if late
+        else (f"{are} damaged on disk", f"run: ckv verify {store}")
+    )
+    return (
+        f"{number_of(chunks, 'chunk')} {why} and {were} computed again: "
+        f"the answer is right and came late; {then}"
+    )
 
 
 class Answerer:

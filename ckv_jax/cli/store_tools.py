@@ -13,7 +13,7 @@ import typer
 from ckv_jax.cli.inspection import show_inspection
 from ckv_jax.cli.model_inspection import inspect_checkpoint, is_checkpoint
 from ckv_jax.cli.options import Dtype, Json
-from ckv_jax.cli.output import Terminal, byte_size, check_writable
+from ckv_jax.cli.output import Terminal, byte_size, check_writable, number_of
 from ckv_jax.storage.errors import PrefixNotFound, StoreError
 from ckv_jax.storage.place.url import folder_of
 
@@ -146,11 +146,15 @@ def verify(
             if ids
         ]
         terminal.say(
-            f"{report.segments} segments, {report.packs:,} packs, {byte_size(report.bytes)}: "
-            + ("all as written" if report.ok else f"{len(report.damages)} damages")
+            f"{number_of(report.segments, 'segment')}, {number_of(report.packs, 'pack')}, "
+            f"{byte_size(report.bytes)}: "
+            + ("all as written" if report.ok else f"{number_of(len(report.damages), 'damage')}")
             + (f", {len(report.unread)} not read" if report.unread else "")
             + (f"; {', '.join(done)}" if done else "")
         )
+    if report.damages and not repair:
+        more = "" if dry_run else "   (--dry-run: only say what)"
+        terminal.say(f"run: ckv verify {store} --repair{more}", wrap=False)
     if not report.ok and not repair:
         raise typer.Exit(1)
 
@@ -183,8 +187,8 @@ def prune(
         terminal.json({"max_bytes": bound, "expired": expired, **asdict(report)})
     else:
         terminal.say(
-            f"{report.removed} segments removed: {byte_size(report.bytes_before)} before, "
-            f"{byte_size(report.bytes_after)} now"
+            f"{number_of(report.removed, 'segment')} removed: "
+            f"{byte_size(report.bytes_before)} before, {byte_size(report.bytes_after)} now"
         )
     if bound is not None and report.bytes_after > bound:
         terminal.warn(

@@ -1,7 +1,11 @@
-"""The reference checkpoint that ships with the package, and documents to ask it about."""
+"""The reference checkpoint that ships with the package, and documents to ask it about.
+
+`python -m ckv_jax.data.reference` prints the document of `ckv demo`.
+"""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -64,3 +68,7 @@ def demo_ledger(
 @cache
 def _tokenizer() -> Tokenizer:
     return load_tokenizer(reference_folder())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(demo_document()[0])

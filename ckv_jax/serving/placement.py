@@ -138,15 +138,15 @@ class Placement:
             fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
             by = self._stored_by(prefix.layout)
             raise ValueError(
-                f"the prefix was stored by {f'system {by}' if by else 'another system'}, got "
-                f"{self._system.name!r}; these differ: {fields}"
+                f"stored with {f'--system {by}' if by else 'another system'}, "
+                f"asked with --system {self._system.name}; these differ: {fields}"
             )
 
     def _stored_by(self, layout: Layout) -> str:
         """The systems that lay a prefix out so, whatever its codec; "" if none does."""
         plain = replace(layout, codec=PLAIN, codec_bytes=0)
         return " or ".join(
-            repr(system.name)
+            system.name
             for system in SYSTEMS.values()
             if plain
             == system.layout(

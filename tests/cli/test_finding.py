@@ -50,13 +50,17 @@ def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) ->
 
 
 def test_a_name_of_several_says_which(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match="2 prefixes are called 'twins'; say which") as error:
+    with pytest.raises(
+        ValueError, match="2 prefixes are called 'twins'; say which by its id"
+    ) as error:
         find_prefix(engine.store, "twins", salt="")
     assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
 
 
 def test_no_name_where_there_are_several(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(ValueError, match=r"20 prefixes are stored; say --prefix: .* and 15 more"):
+    with pytest.raises(
+        ValueError, match=r"20 prefixes are stored; say which with --prefix: .* and 15 more"
+    ):
         find_prefix(engine.store, None, salt="")
 
 
@@ -82,7 +86,7 @@ def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix
 
     with (
         small_engine(engine.store.files.root, system="as-lru", model=TINY) as other,  # type: ignore[attr-defined]
-        pytest.raises(ValueError, match="got 'as-lru'; these differ: chunk_tokens"),
+        pytest.raises(ValueError, match="asked with --system as-lru; these differ: chunk_tokens"),
     ):
         other.check_prefix(stored[0])
 
