@@ -61,10 +61,10 @@ def main() -> None:
     cells = []
     for row in rows:
         numbers = [row["ttft_ms"]["mean"], row["ttft_ms"]["p95"], row["speedup_over_impress"]]
-        hits = [row["hit_rate"]["device"], row["hit_rate"]["host"], row["coverage"], row["waste"]]
+        hits = [row["hit_rate"]["device"], row["hit_rate"]["host"], row["coverage"], row["unused"]]
         cells.append([row["system"], row["variant"], row["budget"], *numbers, *hits])
     header = ["system", "variant", "budget", "mean ms", "p95 ms", "speedup", "device", "host",
-              "covered", "waste"]  # fmt: skip
+              "covered", "unused"]  # fmt: skip
     print(table(cells, header))
     result = finish(args, setting, {"rows": rows})
     save("ablation", result, args.plot)

@@ -10,7 +10,6 @@ KV (`bench.selection_study`) says which rule of choosing costs what. JSON: `{"ro
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import budget_share, existing_path, machine, result_file
+from bench.common import budget_share, existing_path, finish, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
 from bench.oracle import Answers, Oracle, Rule
@@ -212,7 +211,6 @@ def main() -> None:
         pages = [lengthened(page, args.suffix_tokens) for page in pages]
     report: dict[str, Any] = {
         "checkpoint": folder.name,
-        "machine": machine(),
         "tokens": args.tokens,
         "suffix_tokens": args.suffix_tokens,
         "documents": count,
@@ -239,9 +237,7 @@ def main() -> None:
     if args.traces:
         named = {name: rule_of(SYSTEMS[name], 0.05) for name in ("contiguous-kv", "ckv")}
         traces(model, named, pages, args.traces)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    finish(args, None, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ digest. Times are from the call to each answer.
 Bars, for eight questions on one prefix against one: three times the requests per second; and, where
 selections overlap by half or more, at most 1.5 times the bytes, and never more than the union.
 
-`ssd_bytes` is what one call reads in all; `ssd_kv_bytes` leaves out what was speculated in vain.
+`ssd_bytes` is what one call reads in all; `ssd_kv_bytes` leaves out what was read ahead and not
+used.
 `union_bytes` is what the selections of the same questions, asked alone, come to without repeats.
 """
 
@@ -71,7 +72,7 @@ LOADS = {"same-prefix": same_prefix, "mixed": mixed}
 def measure(engine: Engine, requests: Sequence[Request], repeats: int) -> Json:
     """Figures of one call with all `requests`, over `repeats` calls."""
     engine.reprefill(requests)  # compiles, and loads the digests
-    seconds, ttft_ms, read, wasted = [], [], [], []
+    seconds, ttft_ms, read, unused = [], [], [], []
     for _ in range(repeats):
         start = time.perf_counter()
         results = engine.reprefill(requests)
@@ -80,13 +81,13 @@ def measure(engine: Engine, requests: Sequence[Request], repeats: int) -> Json:
             result.raise_for_error()
         ttft_ms += [result.queued_ms + result.trace.ttft_ms for result in results]
         read.append(_of_batches(results, "ssd"))
-        wasted.append(_of_batches(results, "waste"))
+        unused.append(_of_batches(results, "unused"))
     return {
         "batch": len(requests),
         "requests_s": len(requests) / statistics.median(seconds),
         "ttft_ms": summary(ttft_ms),
         "ssd_bytes": statistics.fmean(read),
-        "ssd_kv_bytes": statistics.fmean(read) - statistics.fmean(wasted),
+        "ssd_kv_bytes": statistics.fmean(read) - statistics.fmean(unused),
     }
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from scipy import stats
 
 from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
 from bench.common import Setting as LabSetting
-from bench.common import budget_share, existing_path, machine, result_file, table
+from bench.common import budget_share, existing_path, finish, result_file, table
 from bench.figures import save
 from ckv_jax.cache import POLICIES, Tiers
 
@@ -229,9 +228,7 @@ def main() -> None:
         for row in rows
     ]  # fmt: skip
     print(table(cells, ["selections", "policy", *TIERS, "bookkeeping ms"]))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    report = {"settings": asdict(setting) | {"seed": SEED}, "machine": machine(), "rows": rows}
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = finish(args, None, {"settings": asdict(setting) | {"seed": SEED}, "rows": rows})
     save("cache_policies", report, args.plot)
 
 

@@ -165,7 +165,7 @@ def script_of(engine: Engine, cold: Json, calls: Calls, *, guessing: float = 0.0
     """
     system, layout = engine.system, engine.layout
     useful, probe = cold["ssd_kv_bytes"], cold["ssd_probe_bytes"]
-    waste = cold["waste"] * (cold["ssd_bytes"] - probe)
+    unused = cold["unused"] * (cold["ssd_bytes"] - probe)
     embed, head = calls.ends_s
     times = list(zip(calls.select_s, calls.compute_s, strict=True))
     if not system.chunked:
@@ -195,7 +195,7 @@ def script_of(engine: Engine, cold: Json, calls: Calls, *, guessing: float = 0.0
             compute_s=compute,
             probe_bytes=round(probe / plan.periods) if s.selects else 0,
             speculated_bytes=round(known * useful / len(plan.steps)),
-            wasted_bytes=round(waste / later) if s.period else 0,
+            unused_bytes=round(unused / later) if s.period else 0,
             demanded_bytes=round((1 - known) * useful / len(plan.steps)),
         )
         for s, known, (select, compute) in zip(plan.steps, covered, times, strict=True)

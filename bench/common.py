@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from scipy.stats import bootstrap
 
 from bench.workload import TEMPLATES
 from ckv_jax.model.config import PUBLISHED, ModelConfig
@@ -177,6 +178,17 @@ def summary(values: Sequence[float]) -> Json:
     }
 
 
+def median_interval(values: Sequence[float]) -> list[float]:
+    """The 95% interval of the median: percentiles of 2,000 bootstrap samples, always the same."""
+    if len(values) < 2:
+        return [float(values[0])] * 2
+    found = bootstrap(
+        (np.asarray(values, np.float64),), np.median, n_resamples=2_000, method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval  # fmt: skip
+    return [float(found.low), float(found.high)]
+
+
 def machine() -> Json:
     """The machine, the device and the versions that a figure belongs to."""
     packages = {}
@@ -206,10 +218,18 @@ class Described(Protocol):
         ...
 
 
-def finish(args: argparse.Namespace, setting: Described, body: Json) -> Json:
-    """Adds where and how it was measured, writes `--json`, and returns the whole."""
+def stamped(body: Json) -> Json:
+    """A result after the command that made it and the machine, versions and commit it is of."""
     command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
-    result = {"command": command, "setting": setting.to_json(), "machine": machine(), **body}
+    return {"command": command, "machine": machine(), **body}
+
+
+def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> Json:
+    """Stamps a result, writes it where `--json` says, and returns the whole.
+
+    `setting`: what was measured; None where `body` says it.
+    """
+    result = stamped(({} if setting is None else {"setting": setting.to_json()}) | body)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -52,7 +52,7 @@ class Profile:
     loaded_share: float
     """Tokens of needed packs over tokens of the prefix (0.05 means amplification 1 at 5%)."""
     coverage: float
-    waste: float
+    unused: float
     """Of pack bytes."""
     device_hits: float = 0.0
     """Share of the needed packs' bytes that the device's cache has."""
@@ -70,7 +70,7 @@ class Profile:
         return cls(
             loaded_share=row["tokens_loaded"] / row["tokens_in_prefix"],
             coverage=row["coverage"],
-            waste=row["waste"],
+            unused=row["unused"],
         )
 
 
@@ -120,16 +120,16 @@ def script(
         )
     plan = Plan.of(model.num_layers, system)
     read = profile.missed * loaded
-    wasted = profile.waste / max(1e-9, 1 - profile.waste) * read
+    unused = profile.unused / max(1e-9, 1 - profile.unused) * read
     covered = covered_shares(plan, profile.coverage if system.prefetch == "inter" else 0.0)
-    wasted *= len(plan.steps) / max(1, sum(s.period > 0 for s in plan.steps))
+    unused *= len(plan.steps) / max(1, sum(s.period > 0 for s in plan.steps))
     stages = tuple(
         Stage(
             select_s=select if s.selects else 0.0,
             compute_s=step * len(s.layers),
             probe_bytes=row * prefix if s.selects and system.probe == "keys" else 0,
             speculated_bytes=round(known * read * len(s.layers)),
-            wasted_bytes=round(wasted * len(s.layers)) if s.period else 0,
+            unused_bytes=round(unused * len(s.layers)) if s.period else 0,
             demanded_bytes=round((1 - known) * read * len(s.layers)),
             host_bytes=host * len(s.layers),
         )

@@ -13,14 +13,13 @@ is compared with it. Budget 1 is everything. Intervals are Wilson's (95%). JSON:
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bench.common import Json, budget_share, machine, result_file, table
+from bench.common import Json, budget_share, finish, result_file, table
 from bench.decode_cache import Setting, sequences_of
 from bench.figures import save
 from bench.selection_study import interval
@@ -161,13 +160,11 @@ def main() -> None:
         print(table(lines, ("claim", "budget", "value", "bar", "")))
     found = {
         "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
-        "sequences": setting.sequences, "steps": setting.steps, "machine": machine(),
+        "sequences": setting.sequences, "steps": setting.steps,
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", found, args.plot)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    finish(args, None, found)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ compared. What misses its bar is said in the output and in the JSON: `{"parts": 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from bench.common import Json, machine, result_file, table
+from bench.common import Json, finish, result_file, table
 from bench.decode_traces import CHOOSING, CHUNK, STEADY, Choosing, Trace, Tracer
 from bench.figures import save
 from bench.tasks.suffixes import Told, lengthened, retold, told
@@ -303,10 +302,9 @@ def main() -> None:
         "checkpoint": folder.name, "documents": setting.documents,
         "sequences": setting.sequences, "steps": setting.steps, "first_steps": FIRST,
         "prefix_tokens": setting.tokens, "chunk_tokens": CHUNK, "steady_tokens": STEADY,
-        "budgets": setting.budgets, "machine": machine(),
+        "budgets": setting.budgets,
     }  # fmt: skip
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(about | result, indent=1) + "\n", encoding="utf-8")
+    finish(args, None, about | result)
 
 
 if __name__ == "__main__":

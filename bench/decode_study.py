@@ -12,7 +12,6 @@ beside the budget. JSON: `{"rows": [{"name", "rule", "budget", "task", "accuracy
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, budget_share, existing_path, machine, result_file, table
+from bench.common import Json, budget_share, existing_path, finish, result_file, table
 from bench.decode_oracle import DecodeOracle, DecodeRule
 from bench.digests import bytes_per_token
 from bench.figures import save
@@ -164,11 +163,11 @@ def main() -> None:
     model = load_pretrained(folder, dtype="float32")
     rows = study(model, rules(), budgets, pages)
     print(show(rows))
-    found = {"checkpoint": folder.name, "tokens": args.tokens, "documents": count,
-             "machine": machine(), "rows": rows}  # fmt: skip
+    found = {
+        "checkpoint": folder.name, "tokens": args.tokens, "documents": count, "rows": rows,
+    }  # fmt: skip
     save("decode_study", found, args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    finish(args, None, found)
 
 
 if __name__ == "__main__":

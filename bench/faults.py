@@ -12,7 +12,6 @@ cores, `--quick` a minute.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import result_file
+from bench.common import finish, result_file
 from bench.fault_kinds import (
     corruption,
     disk,
@@ -177,27 +176,24 @@ def main() -> int:
         print(f"{kind:24} skipped: {reason}")
     total = sum(found.values(), Tally())
     print(f"{'total':24} {total.counts} in {time.monotonic() - start:.0f} s")
-    if options.json:
-        _write(options.json, found, total, skipped, time.monotonic() - start)
+    finish(options, None, _counts(found, total, skipped, time.monotonic() - start))
     return 0 if total.ok else 1
 
 
-def _write(
-    out: Path, found: Tallies, total: Tally, skipped: dict[str, str], seconds: float
-) -> None:
+def _counts(
+    found: Tallies, total: Tally, skipped: dict[str, str], seconds: float
+) -> dict[str, object]:
     rows = [
         {"kind": kind, "operation": operation, **tally.counts}
         for (kind, operation), tally in sorted(found.items())
     ]
-    value = {
+    return {
         "rows": rows,
         "total": total.counts,
         "skipped": skipped,
         "notes": total.notes,
         "seconds": round(seconds, 1),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(value, indent=1))
 
 
 if __name__ == "__main__":

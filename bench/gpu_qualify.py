@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import Json, Setting, budget_share, machine, result_folder, table
+from bench.common import Json, Setting, budget_share, result_folder, stamped, table
 from bench.disk import FILE_BYTES, Disk
 from bench.kernels import kernel_rows
 from bench.lab import Lab
@@ -203,8 +203,8 @@ def main() -> None:
             "stage": name,
             "arguments": said,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": machine(),
         }
+        found = stamped(found)
         found["stage_s"] = round(time.perf_counter() - start, 1)
         partial_path = path.with_suffix(".tmp")  # a kill must not leave half a result
         partial_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

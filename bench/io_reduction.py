@@ -3,7 +3,7 @@
     python -m bench.io_reduction --quick --json OUT --plot PNG
 
 Counted are the keys and values that requests demanded, in whole tokens (all layers, keys and
-values); `with_probe` adds the keys read to choose them, `with_waste` what was speculated and then
+values); `with_probe` adds the keys read to choose them, `with_unused` what was read ahead and then
 not used.
 """
 
@@ -30,7 +30,7 @@ def rows_of(lab: Lab) -> list[Json]:
     for row in measured:
         loaded = row["tokens_loaded"]
         with_probe = loaded * (1 + row["ssd_probe_bytes"] / row["ssd_kv_bytes"])
-        waste = row["read_amplification_with_waste"] / row["read_amplification"]
+        unused = row["read_amplification_with_unused"] / row["read_amplification"]
         rows.append(
             {
                 "system": row["system"],
@@ -38,7 +38,7 @@ def rows_of(lab: Lab) -> list[Json]:
                 "tokens": {
                     "critical": loaded,
                     "with_probe": with_probe,
-                    "with_waste": with_probe + loaded * (waste - 1),
+                    "with_unused": with_probe + loaded * (unused - 1),
                 },
             }
         )
@@ -61,7 +61,7 @@ def main() -> None:
     cells = []
     for row in rows:
         cells.append([row["system"], row["budget"], *row["share_of_impress"].values()])
-    print(table(cells, ["system", "budget", "critical", "with probe", "with waste"]))
+    print(table(cells, ["system", "budget", "critical", "with probe", "with unused"]))
     result = finish(args, setting, {"rows": rows, "paper": PAPER})
     save("io_reduction", result, args.plot)
 

@@ -9,7 +9,7 @@ from typing import Self
 
 import jax
 
-from bench.common import Json, summary
+from bench.common import Json, median_interval, summary
 from bench.disk import Disk
 from bench.lab import Lab
 from ckv_jax import Engine, Result
@@ -52,8 +52,8 @@ class Sample:
     """Of packs read from SSD, speculated ones included."""
     probe_bytes: int
     """Of probe keys read from SSD."""
-    waste_bytes: int
-    """Of packs that were speculated in vain."""
+    unused_bytes: int
+    """Of packs that were read ahead and not used."""
     needed_bytes: int
     """Of those pack bytes, what the attention then used."""
     device_bytes: int
@@ -77,9 +77,9 @@ class Sample:
         trace = result.trace
         reads = [span.args["bytes"] for span in trace.spans if span.name == "pack_read"]
         copies = [s.end_ns - s.start_ns for s in trace.spans if s.name == "stage"]
-        packs, waste = sum(reads), trace.bytes["waste"]
+        packs, unused = sum(reads), trace.bytes["unused"]
         token = layout.num_kv_heads * layout.head_dim * layout.numpy_dtype.itemsize
-        needed = packs - waste
+        needed = packs - unused
         if not chunked and "ssd_tokens_needed" in trace.counters:
             needed = trace.counters["ssd_tokens_needed"] * token
         return cls(
@@ -87,7 +87,7 @@ class Sample:
             breakdown_ms=trace.breakdown_ms,
             pack_bytes=packs,
             probe_bytes=trace.bytes["ssd"] - packs,
-            waste_bytes=waste,
+            unused_bytes=unused,
             needed_bytes=needed,
             device_bytes=trace.bytes["device"],
             host_bytes=trace.bytes["host"],
@@ -101,8 +101,8 @@ class Sample:
 
     @property
     def demanded_bytes(self) -> int:
-        """Pack bytes without what was speculated in vain."""
-        return self.pack_bytes - self.waste_bytes
+        """Pack bytes without what was read ahead and not used."""
+        return self.pack_bytes - self.unused_bytes
 
     @property
     def read_amplification(self) -> float:
@@ -136,13 +136,14 @@ def row_of(
     def mean(name: str) -> float:
         return statistics.fmean(getattr(sample, name) for sample in samples)
 
+    times = [sample.ttft_ms for sample in samples]
     packs = total("demanded_bytes") + total("device_bytes") + total("host_bytes")
     needed = total("needed_bytes")
     return {
         "system": system,
         "budget": budget,
         "variant": variant,
-        "ttft_ms": summary([sample.ttft_ms for sample in samples]),
+        "ttft_ms": summary(times) | {"p50_interval": median_interval(times)},
         "breakdown_ms": {
             name: statistics.fmean(sample.breakdown_ms[name] for sample in samples)
             for name in samples[0].breakdown_ms
@@ -153,14 +154,14 @@ def row_of(
         },
         "coverage": mean("coverage"),
         "guesses": mean("guesses"),
-        "waste": total("waste_bytes") / max(1, total("pack_bytes")),
+        "unused": total("unused_bytes") / max(1, total("pack_bytes")),
         "ssd_bytes": mean("pack_bytes") + mean("probe_bytes"),
         "ssd_kv_bytes": mean("demanded_bytes"),
         "ssd_probe_bytes": mean("probe_bytes"),
         "tokens_loaded": mean("demanded_bytes") / token_bytes,
         "tokens_needed": mean("needed_bytes") / token_bytes,
         "read_amplification": total("demanded_bytes") / needed if needed else 1.0,
-        "read_amplification_with_waste": total("pack_bytes") / needed if needed else 1.0,
+        "read_amplification_with_unused": total("pack_bytes") / needed if needed else 1.0,
         "layers_fell_back": mean("fell_back"),
         "attention_mass": mean("attention_mass"),
         "copies": mean("jobs"),

@@ -158,7 +158,7 @@ def profiles_of(rows: Sequence[Json], system: str, budget: float) -> tuple[costs
         if profile.loaded_share < budget:
             profile = dataclasses.replace(profile, loaded_share=budget)
         if budget == 1.0 and SYSTEMS[system].chunked:  # nothing is left to guess wrongly
-            profile = costs.Profile(loaded_share=1.0, coverage=profile.coverage, waste=0.0)
+            profile = costs.Profile(loaded_share=1.0, coverage=profile.coverage, unused=0.0)
         found.append(profile)
     return tuple(dict.fromkeys(found))
 

@@ -3,8 +3,8 @@
     python -m bench.read_amplification --quick --json OUT --plot PNG
 
 A request's read amplification is what it demanded of the SSD over the keys and values of important
-tokens in it. Where whole chunks take part in attention it is 1 by construction; `with_waste` counts
-what was speculated and not used as well. Cold, and with caches (`warm`), where the few tokens that
+tokens in it. Where whole chunks take part in attention it is 1 by construction; `with_unused` also
+counts what was read ahead and not used. Cold, and with caches (`warm`), where the few tokens that
 are missing still cost whole chunks: the paper's extreme values.
 """
 
@@ -36,14 +36,14 @@ def row_of(part: Taken) -> Json:
     """The distribution over requests that read anything."""
     reading = [sample for sample in part.samples if sample.needed_bytes]
     values = [sample.read_amplification for sample in reading] or [1.0]
-    wasted = [sample.pack_bytes / sample.needed_bytes for sample in reading] or [1.0]
+    unused = [sample.pack_bytes / sample.needed_bytes for sample in reading] or [1.0]
     counts, _ = np.histogram(np.maximum(values, 1.0), bins=(*EDGES, np.inf))
     return {
         "system": part.system.name,
         "budget": part.budget,
         "variant": part.variant,
         "read_amplification": summary(values) | {"max": max(values)},
-        "with_waste": summary(wasted) | {"max": max(wasted)},
+        "with_unused": summary(unused) | {"max": max(unused)},
         "histogram": {"edges": list(EDGES), "share": (counts / len(values)).tolist()},
         "requests": len(part.samples),
         "requests_that_read": len(reading),
@@ -67,9 +67,9 @@ def main() -> None:
         found = row["read_amplification"]
         numbers = [found[name] for name in ("mean", "p50", "p95", "max")]
         cells.append(
-            [row["system"], row["variant"], row["budget"], *numbers, row["with_waste"]["mean"]]
+            [row["system"], row["variant"], row["budget"], *numbers, row["with_unused"]["mean"]]
         )
-    header = ["system", "variant", "budget", "mean", "p50", "p95", "max", "with waste"]
+    header = ["system", "variant", "budget", "mean", "p50", "p95", "max", "with unused"]
     print(table(cells, header))
     result = finish(args, setting, {"rows": rows})
     save("read_amplification", result, args.plot)

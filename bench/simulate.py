@@ -4,9 +4,9 @@
 
 `validation`: each system is measured here, cold; the model of `bench.simulation` gets the disk,
 link and cores of this machine, each system's calls replayed by themselves, what its engine adds
-when nothing is read, what its thread does for a read, and the bytes, coverage and waste of its
-recorded requests, and predicts the time to first token (`bench.calibrate`). `predictions`:
-the same model with a preset's data sheet (the paper's A800 with a 990 Pro) and what each system was
+when nothing is read, what its thread does for a read, and what its recorded requests read, used
+and had read ahead, and predicts the time to first token (`bench.calibrate`). `predictions`: the
+same model with a preset's data sheet (the paper's A800 with a 990 Pro) and what each system was
 seen to load here, for published models and prefixes of 4k to 128k tokens. Predictions are not
 measurements.
 """

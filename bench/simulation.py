@@ -65,7 +65,7 @@ class Stage:
     """Demanded whatever is selected (all keys, or everything)."""
     speculated_bytes: int = 0
     """Of needed packs that speculation asks for while the period before runs its layers."""
-    wasted_bytes: int = 0
+    unused_bytes: int = 0
     """Of packs that it asks for then and nobody needs."""
     demanded_bytes: int = 0
     """Of packs that only its own selection asks for."""
@@ -93,7 +93,7 @@ class Script:
             return
         begin = [i for i, stage in enumerate(self.stages) if stage.select_s]
         for index in range(begin[1] if len(begin) > 1 else len(self.stages)):
-            if self.stages[index].speculated_bytes or self.stages[index].wasted_bytes:
+            if self.stages[index].speculated_bytes or self.stages[index].unused_bytes:
                 raise ValueError(
                     f"got speculated bytes in stage {index}, expected none in the first period: "
                     "there is no period before it that could ask for them"
@@ -204,7 +204,7 @@ _BYTES = {
     "ahead": "ahead_bytes",
     "demand": "demanded_bytes",
     "speculate": "speculated_bytes",
-    "waste": "wasted_bytes",
+    "unused": "unused_bytes",
 }
 
 
@@ -263,7 +263,7 @@ class Simulation:
         if first < len(self._script.stages):
             for index in range(first, firsts[firsts.index(first) + 1]):
                 self._start("speculate", index)
-                self._start("waste", index)
+                self._start("unused", index)
 
     def _all(self) -> Process:
         """AttentionStore: everything a few layers ahead, no selection."""

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import result_file
+from bench.common import finish, result_file
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
 from ckv_jax.storage.segment.manifest import GROUP, Manifest
@@ -262,9 +262,7 @@ def main() -> None:
         print("first pack", found["first_pack_ms"], "ms", flush=True)
         found |= measure_many(folder / "many")
         print({name: found[name] for name in ("open_10k_s", "lookup_ms", "rebuild_10k_s")})
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1))
+    finish(options, None, found)
 
 
 if __name__ == "__main__":

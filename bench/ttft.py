@@ -147,13 +147,13 @@ def speedups(rows: Sequence[Json], variant: str = "default") -> Json:
 def show(rows: Sequence[Json]) -> str:
     """The rows as a table."""
     header = ("system", "variant", "budget", "mean", "p50", "p95", "compute", "I/O", "ratio",
-              "ms/layer", "SSD MB", "ampl.", "covered", "waste")  # fmt: skip
+              "ms/layer", "SSD MB", "ampl.", "covered", "unused")  # fmt: skip
     cells = []
     for r in rows:
         times = [r["ttft_ms"][name] for name in ("mean", "p50", "p95")]
         floors = [r[name] for name in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor",
                                    "overhead_ms_per_layer")]  # fmt: skip
-        rest = [r["ssd_bytes"] / 1e6, r["read_amplification"], r["coverage"], r["waste"]]
+        rest = [r["ssd_bytes"] / 1e6, r["read_amplification"], r["coverage"], r["unused"]]
         cells.append([r["system"], r["variant"], r["budget"], *times, *floors, *rest])
     return table(cells, header)
 

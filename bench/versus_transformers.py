@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import budget_share, result_file
+from bench.common import budget_share, finish, result_file
 from bench.measure import Compilations
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.identity import random_fingerprint
@@ -193,9 +192,7 @@ def main() -> None:
         folder = Path(work) / "checkpoint"
         save_pretrained(random_model(PUBLISHED[args.model], seed=args.seed), folder)
         figures = measure(args, folder, Path(work) / "store")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    finish(args, None, figures)
     for budget, ours in figures["ours_ms"].items():
         print(
             f"ours at {float(budget):4.0%}: {ours:8.1f} ms, "

@@ -18,7 +18,7 @@ def answer_json(
 
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
     periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
-    of 1 is exact up to that. `chunks.selected` of `chunks.total` took part in attention,
+    of 1 is exact up to that. `chunks.selected` of `chunks.total` were attended to,
     `period_chunks` of them in each period; `ssd_bytes_unused` is the part of `bytes.ssd` that was
     read ahead and not used; `recomputed_chunks` could not be read and were computed again. A
     generation also has its number of tokens, the time from its first token to its last, tokens a
@@ -39,7 +39,7 @@ def answer_json(
         "ttft_ms": trace.ttft_ms,
         "breakdown_ms": trace.breakdown_ms,
         "bytes": {source: trace.bytes[source] for source in ("ssd", "host", "device")},
-        "ssd_bytes_unused": trace.bytes["waste"],
+        "ssd_bytes_unused": trace.bytes["unused"],
         "recomputed_chunks": trace.recomputed_chunks,
         "chunks": {name: trace.chunks[name] for name in ("selected", "total")},
         "period_chunks": trace.period_chunks,

@@ -85,7 +85,7 @@ class Trace:
     Attributes:
         start_ns, end_ns: when the request began and when its first token was there
             (`end_ns` is None until `end`).
-        bytes: moved, by source: "ssd", "host", "device"; "waste" is the part of "ssd" that was
+        bytes: moved, by source: "ssd", "host", "device"; "unused" is the part of "ssd" that was
             speculated and never used.
         chunks: "selected" and "total", summed over periods.
         counters: everything else that was counted, such as "demanded" and "covered" packs.
@@ -101,7 +101,7 @@ class Trace:
         self.start_ns = perf_counter_ns()
         self.end_ns: int | None = None
         self._spans: list[_RawSpan] = []
-        self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "waste": 0}
+        self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "unused": 0}
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
         self.prefixes: dict[str, dict[str, int]] = {}
@@ -212,7 +212,8 @@ class Trace:
         parts = sorted(self.breakdown_ms.items(), key=lambda part: -part[1])[:3]
         longest = ", ".join(f"{name} {spent:.1f}" for name, spent in parts)
         read = self.bytes["ssd"] / 1e6
-        unused = f", {self.bytes['waste'] / 1e6:.1f} of it ahead and not used" if self.waste else ""
+        ahead = self.bytes["unused"] / 1e6
+        unused = f", {ahead:.1f} of it ahead and not used" if ahead else ""
         again = (
             f"; {self.recomputed_chunks} chunks computed again" if self.recomputed_chunks else ""
         )
@@ -228,9 +229,9 @@ class Trace:
         return self.counters.get("covered", 0) / demanded if demanded else 1.0
 
     @property
-    def waste(self) -> float:
-        """Share of the bytes read from SSD that were speculated and never used."""
-        return self.bytes["waste"] / self.bytes["ssd"] if self.bytes["ssd"] else 0.0
+    def unused(self) -> float:
+        """Share of the bytes read from SSD that were read ahead and not used."""
+        return self.bytes["unused"] / self.bytes["ssd"] if self.bytes["ssd"] else 0.0
 
     @property
     def decode(self) -> dict[str, float]:
@@ -268,7 +269,7 @@ class Trace:
             "attention_mass": self.attention_mass,
             "period_attention_mass": list(self.period_attention_mass),
             "coverage": self.coverage,
-            "waste": self.waste,
+            "unused": self.unused,
             "decode": self.decode,
         }
 

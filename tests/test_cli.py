@@ -132,7 +132,7 @@ def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict, 
         "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4,
     )  # fmt: skip
     assert code == 0
-    for word in ("critical_io_wait", "compute", "ttft", "took part"):
+    for word in ("critical_io_wait", "compute", "ttft", "attended to", "needed", "not used"):
         assert word in out
 
 

@@ -94,21 +94,21 @@ def test_breakdown_always_adds_up_to_the_time_to_first_token(spans) -> None:
 
 def test_counters_and_shares() -> None:
     trace = made()
-    assert (trace.coverage, trace.waste, trace.attention_mass) == (1.0, 0.0, 1.0)
+    assert (trace.coverage, trace.unused, trace.attention_mass) == (1.0, 0.0, 1.0)
     trace.count("demanded", 8)
     trace.count("demanded", 2)
     trace.count("covered", 6)
     trace.count_bytes("ssd", 400)
-    trace.count_bytes("waste", 100)
+    trace.count_bytes("unused", 100)
     trace.count_chunks(selected=16, total=313)
     trace.count_chunks(selected=16, total=313)
     trace.period_attention_mass += [0.5, 1.0]
     summary = trace.to_json()
     assert json.loads(json.dumps(summary)) == summary
-    assert summary["coverage"] == 0.6 and summary["waste"] == 0.25
+    assert summary["coverage"] == 0.6 and summary["unused"] == 0.25
     assert summary["attention_mass"] == 0.75
     assert summary["chunks"] == {"selected": 32, "total": 626}
-    assert summary["bytes"] == {"ssd": 400, "host": 0, "device": 0, "waste": 100}
+    assert summary["bytes"] == {"ssd": 400, "host": 0, "device": 0, "unused": 100}
 
 
 def test_a_share_has_its_own_selection_and_the_common_times() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import NEEDED, PROBED, SPARE, WASTED, machine_line, percent, stack
+from bench.figures.style import NEEDED, PROBED, SPARE, UNUSED, machine_line, percent, stack
 
 AMPLIFICATION_CAPTION = (
     "Bytes of keys and values read for each byte that takes part in attention, means over requests "
@@ -19,29 +19,29 @@ LOADED_CAPTION = (
 
 def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
     """A bar for each system, cold and warm."""
-    rows = sorted(result["rows"], key=lambda row: (row["variant"], -row["with_waste"]["mean"]))
+    rows = sorted(result["rows"], key=lambda row: (row["variant"], -row["with_unused"]["mean"]))
     axis = figure.subplots()
     widths = [
         [
             1.0,
             row["read_amplification"]["mean"] - 1,
-            row["with_waste"]["mean"] - row["read_amplification"]["mean"],
+            row["with_unused"]["mean"] - row["read_amplification"]["mean"],
         ]
         for row in rows
     ]
     parts = (
         ("needed", NEEDED),
         ("came along in its block", SPARE),
-        ("read ahead, not used", WASTED),
+        ("read ahead, not used", UNUSED),
     )
     labels = [f"{row['system']}, {row['variant']}, {percent(row['budget'])}" for row in rows]
     stack(axis, widths, parts, labels)
     for at, row in enumerate(rows):
-        mean, high = row["with_waste"]["mean"], row["with_waste"]["p95"]
+        mean, high = row["with_unused"]["mean"], row["with_unused"]["p95"]
         axis.plot([mean, max(mean, high)], [at + 0.27, at + 0.27], color="black", lw=1)
         axis.annotate(f"{mean:.2f} ×, P95 {high:.2f}", (max(mean, high), at), xytext=(5, 0),
                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-    axis.set_xlim(0, 1.25 * max(row["with_waste"]["p95"] for row in rows))
+    axis.set_xlim(0, 1.25 * max(row["with_unused"]["p95"] for row in rows))
     axis.set_xlabel("bytes read per byte needed")
     setting = result["setting"]
     axis.set_title(
@@ -54,7 +54,7 @@ def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
 def conclude_amplification(result: dict[str, Any]) -> str:
     """The whole, mean, of every row."""
     parts = [
-        f"{row['system']} {row['variant']} {row['with_waste']['mean']:.2f}"
+        f"{row['system']} {row['variant']} {row['with_unused']['mean']:.2f}"
         for row in result["rows"]
     ]
     return f"Bytes read per byte needed, read ahead and not used included: {', '.join(parts)}."
@@ -71,15 +71,15 @@ def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
             one["tokens"]["critical"] for one in rows if one["budget"] == row["budget"]
         )  # whole chunks that all take part: nothing came along
         probe = tokens["with_probe"] - tokens["critical"]
-        vain = tokens["with_waste"] - tokens["with_probe"]
-        widths.append([least, tokens["critical"] - least, probe, vain])
+        unused = tokens["with_unused"] - tokens["with_probe"]
+        widths.append([least, tokens["critical"] - least, probe, unused])
     parts = (
         ("needed", NEEDED), ("came along in its block", SPARE), ("keys to choose by", PROBED),
-        ("read ahead, not used", WASTED),
+        ("read ahead, not used", UNUSED),
     )  # fmt: skip
     stack(axis, widths, parts, [f"{row['system']}, {percent(row['budget'])}" for row in rows])
     for at, (row, found) in enumerate(zip(rows, widths, strict=True)):
-        told = f"{row['share_of_impress']['with_waste']:.0%} of IMPRESS's"
+        told = f"{row['share_of_impress']['with_unused']:.0%} of IMPRESS's"
         axis.annotate(told, (sum(found), at), xytext=(5, 0), textcoords="offset points",
                       va="center", fontsize=8)  # fmt: skip
     axis.set_xlim(0, 1.24 * max(map(sum, widths)))

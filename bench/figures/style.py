@@ -23,7 +23,7 @@ MARKS = {
 
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555")
 """For what is not a system, in this order."""
-NEEDED, WASTED, PROBED, SPARE = "#0072B2", "#E69F00", "#56B4E9", "#BBBBBB"
+NEEDED, UNUSED, PROBED, SPARE = "#0072B2", "#E69F00", "#56B4E9", "#BBBBBB"
 """Bytes that took part in attention, were not used, were read to choose by, came along."""
 INK, FAINT = "#222222", "#8A8A8A"
 

@@ -7,7 +7,8 @@ from typing import Any
 from bench.figures.style import COLORS, FAINT, INK, MARKS, machine_line, percent, systems_of
 
 CAPTION = (
-    "Dots are medians, the lines above them reach to the 95th percentile. The two ticks are what "
+    "Dots are medians, the thick bars their 95% intervals (by bootstrap, where the result has "
+    "them), the thin lines reach to the 95th percentile. The two ticks are what "
     "bounds a request: its bare jitted calls with everything on the device (black), and the bytes "
     "that must be read at fio's bandwidth (grey). No cache holds anything from one request to the "
     "next."
@@ -37,6 +38,9 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         axis.plot(at, [row["compute_floor_ms"] for row in mine], color=INK, **tick)
         axis.errorbar(at, medians, yerr=([0] * len(at), above), color=COLORS[name],
                       marker=MARKS[name], ms=7, ls="none", lw=1)  # fmt: skip
+        for x, row in zip(at, mine, strict=True):
+            if "p50_interval" in row["ttft_ms"]:  # results before it was kept have none
+                axis.vlines(x, *row["ttft_ms"]["p50_interval"], color=COLORS[name], lw=5, alpha=0.5)
         for x, y in zip(at, medians, strict=True):
             axis.annotate(f"{y:.0f}", (x, y), xytext=(9, 0), textcoords="offset points",
                           va="center", fontsize=8, color=COLORS[name])  # fmt: skip

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
 class _Commands(typer.core.TyperGroup):
     """Says that it was interrupted; Typer would end the process without a word."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

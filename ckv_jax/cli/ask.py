@@ -188,13 +188,13 @@ def _answer(
 
 
 def speed(answer: dict[str, Any]) -> str:
-    """Tokens a second after the first, and where what they chose was."""
+    """Tokens per second after the first, and where what they chose was."""
     said = f"{answer['tokens_s']:.1f} tokens/s"
     if decode := answer["decode"]:
         said += (
             f"; of the packs that a token chose {decode['device_hits']:.1%} were on the device, "
             f"{decode['host_hits']:.1%} in host memory; {byte_size(round(decode['ssd_bytes']))} "
-            "a token came from SSD"
+            "per token came from SSD"
         )
     return said
 
@@ -202,14 +202,14 @@ def speed(answer: dict[str, Any]) -> str:
 def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
     chunks = answer["chunks"]
     share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
-    ssd, host, device = (byte_size(answer["bytes"][tier]) for tier in ("ssd", "host", "device"))
+    host, device = (byte_size(answer["bytes"][tier]) for tier in ("host", "device"))
     unused = answer["ssd_bytes_unused"]
+    needed = byte_size(answer["bytes"]["ssd"] - unused)
     terminal.say(
-        f"\n{share:.1%} of {answer['prefix_tokens']:,} tokens took part, holding "
+        f"\nattended to {share:.1%} of {answer['prefix_tokens']:,} tokens, which hold "
         f"{answer['attention_mass']:.1%} of the probe's attention"
     )
     terminal.say(
-        f"read {ssd} from SSD"
-        + (f" ({byte_size(unused)} of it ahead, and not used)" if unused else "")
-        + f", {host} from host and {device} from device memory"
+        f"read from SSD: {needed} needed, {byte_size(unused)} ahead and not used; "
+        f"from host memory {host}, from device memory {device}"
     )

@@ -89,7 +89,17 @@ def _show(terminal: Terminal, report: Report) -> None:
 
     right = "accuracy" in report.rows[0]
     table = Table(box=None, padding=(0, 2, 0, 0))
-    names = ["budget", "TTFT ms", "speed-up", "SSD MiB", "read", "mass", "KL", "agrees"]
+    names = [
+        "budget",
+        "TTFT ms",
+        "speed-up",
+        "attended",
+        "mass",
+        "needed",
+        "unused",
+        "KL",
+        "agrees",
+    ]
     for name in [*names, *(["right"] if right else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     recompute = report.recompute_ttft_ms
@@ -99,9 +109,10 @@ def _show(terminal: Terminal, report: Report) -> None:
             f"{row['budget']:.0%}",
             f"{row['ttft_ms']:,.1f}",
             f"{recompute / row['ttft_ms']:,.1f}x",
-            f"{row['bytes']['ssd'] / 2**20:,.1f}",
             f"{chunks['selected'] / chunks['total']:.0%}" if chunks["total"] else "-",
             f"{row['attention_mass']:.0%}",
+            f"{(row['bytes']['ssd'] - row['ssd_bytes_unused']) / 2**20:,.1f}",
+            f"{row['ssd_bytes_unused'] / 2**20:,.1f}",
             f"{row['kl_to_recompute']:.0e}",
             f"{row['top1_agrees']:.0%}",
             *([f"{row['accuracy']:.0%}"] if right else []),
@@ -116,9 +127,11 @@ def _show(terminal: Terminal, report: Report) -> None:
         "medians after a warm-up; the KV is read from disk each time."
     )
     terminal.say(
-        "TTFT: time to first token. mass: share of the probe's attention on what was read. "
-        "KL, agrees: next-token distribution (nats) and first token against recompute."
-        + (" right: right answers." if right else "")
+        "TTFT: time to first token; speed-up: against recompute, which computes the whole text for "
+        "each question. attended: share of the text that takes part; mass: share of the attention "
+        "that it holds. needed, unused: MiB read from SSD that were used, or were read ahead and "
+        "not used. KL: how far the next token's probabilities are from recompute's (nats); agrees: "
+        "how often the first token is the same." + (" right: right answers." if right else "")
     )
     if not report.trained:
         terminal.say("With random weights attention is flat, so mass follows the budget.")

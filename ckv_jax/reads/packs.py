@@ -184,7 +184,7 @@ class Packs:
         for job in list(state.jobs):
             idle = not job.demanded and job.state is not State.RUNNING
             if idle and not np.isin(job.chunks, chunks).any():
-                self._count_waste(state, job)
+                self._count_unused(state, job)
                 self._withdraw(state, job)
 
     def tell(self, trace: Trace) -> None:
@@ -195,7 +195,7 @@ class Packs:
         """Ends all reads, admits what was read to the cache, and unpins. Idempotent."""
         for key, state in self._groups.items():
             for job in list(state.jobs):
-                self._count_waste(state, job)
+                self._count_unused(state, job)
                 self._withdraw(state, job)
             self._admit(key)
         self._done.clear()
@@ -294,7 +294,7 @@ class Packs:
         if not good:
             self._withdraw(state, job)
             return failed
-        self._count_waste(state, job, set(chunks[i] for i in good))
+        self._count_unused(state, job, set(chunks[i] for i in good))
         state.jobs.remove(job)
         state.flying.difference_update(chunks)
         try:
@@ -378,11 +378,11 @@ class Packs:
             self._tiers.unpin(pages)
         state.pinned.clear()
 
-    def _count_waste(self, state: _Group, job: ReadJob, used: set[int] | None = None) -> None:
+    def _count_unused(self, state: _Group, job: ReadJob, used: set[int] | None = None) -> None:
         done = state.used if used is None else state.used | used
         unused = [c for c in job.chunks.tolist() if c not in done]
         if unused and job.started():
-            self._trace.count_bytes("waste", len(unused) * self._layout.stored_bytes)
+            self._trace.count_bytes("unused", len(unused) * self._layout.stored_bytes)
 
     def _withdraw(self, state: _Group, job: ReadJob) -> None:
         """Ends a read, if it has not ended, and gives its room back."""

@@ -18,13 +18,13 @@ CHUNKS = Layout(num_layers=2, num_kv_heads=2, head_dim=8, pack_layers=2)
 
 
 def result(
-    packs: int, layout: Layout, *, probe: int = 0, waste: int = 0, needed: int = 0
+    packs: int, layout: Layout, *, probe: int = 0, unused: int = 0, needed: int = 0
 ) -> Result:
     trace = Trace()
     for number in range(packs):
         trace.add("pack_read", "ssd", number, number + 1, bytes=layout.pack_bytes)
     trace.count_bytes("ssd", packs * layout.pack_bytes + probe)
-    trace.count_bytes("waste", waste * layout.pack_bytes)
+    trace.count_bytes("unused", unused * layout.pack_bytes)
     if needed:
         trace.count("ssd_tokens_needed", needed)
     trace.end()
@@ -33,7 +33,7 @@ def result(
 
 
 def test_whole_chunks_are_needed_whole() -> None:
-    sample = Sample.of(5.0, result(10, CHUNKS, waste=2), CHUNKS, chunked=True)
+    sample = Sample.of(5.0, result(10, CHUNKS, unused=2), CHUNKS, chunked=True)
     assert sample.demanded_bytes == sample.needed_bytes == 8 * CHUNKS.pack_bytes
     assert sample.read_amplification == 1.0
     assert sample.probe_bytes == 0
@@ -51,5 +51,5 @@ def test_row_counts_whole_tokens() -> None:
     row = row_of("ckv", 0.05, "default", samples, CHUNKS)
     assert row["ttft_ms"]["mean"] == 15.0
     assert row["tokens_loaded"] == 64  # 4 packs of 16 tokens over both layers
-    assert row["read_amplification"] == row["read_amplification_with_waste"] == 1.0
+    assert row["read_amplification"] == row["read_amplification_with_unused"] == 1.0
     assert row["hit_rate"] == {"device": 0.0, "host": 0.0}

@@ -34,7 +34,7 @@ def ours(**values: float) -> Script:
     """Two periods of two steps; the first has nothing that was speculated."""
     first = Stage(**({"compute_s": 0.01, "select_s": 0.002} | values))  # type: ignore[arg-type]
     rest = dataclasses.replace(first, select_s=0.0, probe_bytes=0)
-    begin = (dataclasses.replace(x, speculated_bytes=0, wasted_bytes=0) for x in (first, rest))
+    begin = (dataclasses.replace(x, speculated_bytes=0, unused_bytes=0) for x in (first, rest))
     stages = (*begin, first, rest)
     return Script(kind="ours", stages=stages, pack_bytes=MB, embed_s=0.001, head_s=0.003)
 
@@ -58,7 +58,7 @@ def test_what_no_stage_can_read_is_refused() -> None:
 def test_every_needed_byte_is_read(name: str) -> None:
     accelerator, model = costs.PRESETS["a800-990pro"], PUBLISHED["7B"]
     profile = costs.Profile(
-        loaded_share=1.0, coverage=0.6, waste=0.0, device_hits=0.2, host_hits=0.3
+        loaded_share=1.0, coverage=0.6, unused=0.0, device_hits=0.2, host_hits=0.3
     )
     request = costs.script(
         model, SYSTEMS[name], profile, accelerator, prefix=4096, suffix=32, budget=1.0
@@ -89,9 +89,9 @@ def test_a_slow_disk_is_the_floor() -> None:
     assert ttft(ours(demanded_bytes=100 * MB)) <= 4 * 0.1 + ttft(ours())
 
 
-def test_waste_takes_the_disk_from_nobody_who_waits() -> None:
-    wasted = ours(demanded_bytes=8 * MB, wasted_bytes=20 * MB)
-    assert ttft(wasted) <= ttft(ours(demanded_bytes=8 * MB)) + 0.017  # one job that is not stopped
+def test_what_is_not_used_takes_the_disk_from_nobody_who_waits() -> None:
+    unused = ours(demanded_bytes=8 * MB, unused_bytes=20 * MB)
+    assert ttft(unused) <= ttft(ours(demanded_bytes=8 * MB)) + 0.017  # one job that is not stopped
 
 
 def test_attention_store_reads_ahead_of_compute() -> None:
@@ -164,7 +164,7 @@ def test_one_thread_alone_is_slower_than_all() -> None:
 def test_published_models_on_the_papers_machine(name: str) -> None:
     accelerator = costs.PRESETS["a800-990pro"]
     share = {"as-lru": 1.0, "as-h2o-lfu": 0.98, "impress": 0.7}.get(name, 0.05)
-    profile = costs.Profile(loaded_share=share, coverage=0.5, waste=0.2)
+    profile = costs.Profile(loaded_share=share, coverage=0.5, unused=0.2)
     times = []
     for prefix in (4096, 32768):
         script = costs.script(

@@ -47,7 +47,7 @@ def test_a_question_asked_again_finds_its_first_period_under_way(
     assert covered(first) == covered(second) <= CHOSEN
     for trace in (third, fourth):
         assert covered(trace) == covered(first) + PERIOD * CHOSEN
-        assert trace.bytes["waste"] == second.bytes["waste"]  # none of it was in vain
+        assert trace.bytes["unused"] == second.bytes["unused"]  # all of it was used
         assert trace.bytes["ssd"] == second.bytes["ssd"]
 
 
