@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import pytest
 
 FIRST = "CKV_MUTANTS_FIRST"
-"""The variable that names a file with the ids of the tests to begin with, one a line."""
+"""The variable that names a file with the ids of the tests to begin with, one per line."""
+FAILED = "CKV_MUTANTS_FAILED"
+"""The variable that names a file which gets the ids of the tests that failed, one per line."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,6 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if FIRST in os.environ:
         first = set(Path(os.environ[FIRST]).read_text().splitlines())
         items.sort(key=lambda item: item.nodeid not in first)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Part of the plugin: notes which tests fail while they are watched."""
+    if FAILED in os.environ and report.failed:
+        with open(os.environ[FAILED], "a") as file:
+            file.write(f"{report.nodeid}\n")
 
 
 class Reach:

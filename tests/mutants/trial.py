@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
 from tests.mutants.draw import Mutant
-from tests.mutants.reach import FIRST, Reach
+from tests.mutants.reach import FAILED, FIRST, Reach
 
 Outcome = Literal["killed", "timeout", "survived"]
 _FAILED = (1, 2)  # pytest's: tests failed, or could not even be collected
@@ -61,11 +61,22 @@ class Tree:
         self._compiled = compiled
 
     def observed(self, folder: str, tests: list[str], timeout: int) -> tuple[Trial, Reach]:
-        """Runs the tests near a folder as they are; what came of it, and what each of them ran."""
-        recorded = self._compiled.parent / f"coverage-{folder.replace('/', '-')}"
+        """Runs the tests near a folder as they are; what came of it, and what each of them ran.
+
+        Being watched makes system calls of its own and takes time. Tests that fail of that, and
+        only those, are run once more without.
+        """
+        name = folder.replace("/", "-")
+        recorded, failed = (
+            self._compiled.parent / f"{kind}-{name}" for kind in ("lines", "failed")
+        )
         sources = [f"--cov={self._root / name}" for name in ("ckv_jax", "storage")]
-        options = [*sources, "--cov-context=test", "--cov-report="]
-        found = self.run(tests + options, timeout=timeout, extra={"COVERAGE_FILE": str(recorded)})
+        options = ["--maxfail=10", *sources, "--cov-context=test", "--cov-report="]
+        extra = {"COVERAGE_FILE": str(recorded), FAILED: str(failed)}
+        found = self.run(tests + options, timeout=timeout, extra=extra)
+        if found.outcome == "killed" and failed.exists():
+            again = self.run(failed.read_text().splitlines(), timeout=timeout, extra={})
+            found = replace(again, seconds=found.seconds + again.seconds)
         return found, Reach(recorded, self._root)
 
     def tried(self, mutant: Mutant, tests: list[str], reach: Reach, timeout: int) -> Trial:
