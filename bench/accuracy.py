@@ -169,7 +169,7 @@ def digest_sizes() -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Points lost against full KV, a line a system, the paper's beside them."""
+    """Points lost against full KV, a line per system, the paper's beside them."""
     total = [row for row in rows if row["task"] == "all"]
     found = {(row["system"], row["budget"]): row["accuracy"] for row in total}
     dense = [row for row in total if row["budget"] == 1.0]

@@ -37,7 +37,7 @@ class Rule:
     window: int | None = None
     """The last so many suffix queries score; None: all of them."""
     heads: str = "pooled"
-    """"pooled": one selection of all heads; "each": one a KV head."""
+    """"pooled": one selection of all heads; "each": one per KV head."""
     over: str = "sum"
     """Scores over queries and heads: "sum" of probabilities (Equation 1), or their "max"."""
     keep_first: int = 0

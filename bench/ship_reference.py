@@ -93,7 +93,7 @@ def card(
         "## Accuracy with the whole prefix attended to", "",
         "Test split, weights in bfloat16; 95% Wilson intervals. First every question of each "
         "ledger, activations in float32; then",
-        "50 questions a ledger by the engine (budget 1.0) and by transformers, all in bfloat16.",
+        "50 questions per ledger by the engine (budget 1.0) and by transformers, all in bfloat16.",
         "",
         "| tokens | " + " | ".join(FAMILIES) + " |", "|---|" + "---|" * len(FAMILIES),
     ]  # fmt: skip

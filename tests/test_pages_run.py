@@ -7,16 +7,20 @@ import io
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from command_line import Here, in_this_process
 
 from ckv_jax import ChunkStore, Engine, Request
-from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.data.random_checkpoint import save_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -41,11 +45,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint in Hugging Face format and a text."""
+    """A small checkpoint as transformers writes it, of Qwen2.5's kind, and a text."""
     home = tmp_path_factory.mktemp("home")
-    random_checkpoint(
-        home / "model", num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1
-    )  # float32 files: the pages' bfloat16 is the dtype they are computed in
+    (home / "model").mkdir()
+    config = transformers.Qwen2Config(
+        vocab_size=save_tokenizer(home / "model", 512),
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(home / "model")
     (home / "handbook.txt").write_text(TEXT)
     return home
 
@@ -94,6 +107,36 @@ def test_the_quickstart_works_as_written(home: Path, here: Here) -> None:
             assert f"wrote {home / 'map.png'}" in out
             assert (home / "map.png").read_bytes().startswith(b"\x89PNG")
     assert len((home / "answers.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_transcript_shows_what_is_printed(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines after a `$ command`: as printed, times, bars and bytes read ahead apart."""
+    (shown,) = [text for text in blocks(DOCS / "quickstart.md", "text") if text[0] == "$"]
+    runs = [run.split("\n", 1) for run in re.split(r"^\$ ", shown, flags=re.M)[1:]]
+    (tmp_path / "ckv_jax").symlink_to(ROOT / "ckv_jax")
+    monkeypatch.chdir(tmp_path)
+    store = str(tmp_path / "kv")
+    assert [command.split()[0] for command, _ in runs] == ["python", "ckv", "ckv"]
+    for command, output in runs:
+        words = shlex.split(command.replace("/tmp/kv", store))
+        if words[0] == "python":
+            assert words[1] == "-m" and words[3] == ">" and not output
+            done = subprocess.run([sys.executable, *words[1:3]], capture_output=True, check=True)
+            Path(words[4]).write_bytes(done.stdout)
+            continue
+        code, out, err = here(*words[1:])
+        assert (code, err) == (0, "")
+        assert _steady(out.replace(store, "/tmp/kv")) == _steady(output)
+
+
+def _steady(printed: str) -> list[str]:
+    """Lines without what differs from run to run or from machine to machine."""
+    printed = re.sub(r"[\d,.]+ m?s\b", "TIME", printed)
+    printed = re.sub(r"[\d.]+( [KM]i)? ?B ahead", "BYTES ahead", printed)
+    printed = re.sub(r"[\d.]+% of the probe", "SHARE of the probe", printed)
+    return [" ".join(line.replace("█", " ").split()) for line in printed.strip().splitlines()]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

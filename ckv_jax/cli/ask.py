@@ -211,5 +211,5 @@ def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
     )
     terminal.say(
         f"read from SSD: {needed} needed, {byte_size(unused)} ahead and not used; "
-        f"from host memory {host}, from device memory {device}"
+        f"host {host}, device {device}"
     )

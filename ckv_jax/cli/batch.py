@@ -37,7 +37,7 @@ def batch(
         Path,
         typer.Argument(
             metavar="REQUESTS.jsonl",
-            help="One JSON object a line: question (text or token ids); optionally id, prefix, "
+            help="One JSON object per line: question (text or token ids); optionally id, prefix, "
             "budget, max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids.",
         ),
     ],
@@ -45,7 +45,7 @@ def batch(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", metavar="RESULTS.jsonl", help="One JSON object a line, as they finish."
+            "--out", metavar="RESULTS.jsonl", help="One JSON object per line, as they finish."
         ),
     ],
     prefix: Annotated[

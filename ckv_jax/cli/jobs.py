@@ -126,7 +126,7 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
 
 
 class Results:
-    """The result file: one JSON object a line, appended and flushed one by one.
+    """The result file: one JSON object per line, appended and flushed one by one.
 
     Answers that are there already are kept. A last line that a kill cut in half is removed at
     open, and so are errors: those requests are tried again. Raises `ValueError` for a file of

@@ -2,7 +2,7 @@
 
 Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, §3): a device has some KV heads, the
 query heads that read them, and a share of the MLP. It computes its part of every layer by itself;
-two sums a layer make the parts whole. Pages, probes and decode buffers are split by KV head too,
+two sums per layer make the parts whole. Pages, probes and decode buffers are split by KV head too,
 so attention needs nothing from another device. What is stored knows nothing of all this.
 """
 

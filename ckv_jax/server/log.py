@@ -1,4 +1,4 @@
-"""The server's log: one JSON object a line on stderr, and nothing of what clients write."""
+"""The server's log: one JSON object per line on stderr, and nothing of what clients write."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Keys:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Int8Keys:
-    """key ~ scale * code, up to a mean key a head that softmax does not see."""
+    """key ~ scale * code, up to a mean key per head that softmax does not see."""
 
     codes: Int8[Array, "T K D"]
     scale: Float32[Array, "T K"]

@@ -24,7 +24,7 @@ def test_unknown_name() -> None:
 def test_auto_falls_back_where_a_kernel_says_no(
     caplog: pytest.LogCaptureFixture, target: Target
 ) -> None:
-    pages = jnp.arange(14.0).reshape(2, 7)  # 28 bytes a page: for no kernel
+    pages = jnp.arange(14.0).reshape(2, 7)  # 28 bytes per page: for no kernel
     with caplog.at_level("INFO", "ckv_jax.kernels_pallas.dispatch"), choices() as made:
         out = gather(pages, jnp.asarray([[1, -1]], jnp.int32), target=target)
     np.testing.assert_array_equal(out, np.stack([pages[1], np.zeros(7)])[None])

@@ -209,7 +209,7 @@ def test_cache_score_is_frequency_times_the_share_of_important_tokens(tmp_path: 
         scores = engine.store.load_scores(prefix.spans[0].segment_id)
     assert scores is not None
     importance, frequency = scores
-    values = slice(1, None, 2)  # every second group holds values: 25 important tokens a layer
+    values = slice(1, None, 2)  # every second group holds values: 25 important tokens per layer
     np.testing.assert_allclose(importance[values].sum(axis=1), 2 * 25 / 64)
     assert frequency.max() == 2
     assert ((importance <= frequency) & (importance[...] >= 0)).all()
