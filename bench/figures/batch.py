@@ -8,9 +8,9 @@ from bench.figures.style import FAINT, SERIES, ends, machine_line, percent
 
 CAPTION = (
     "Left, requests per second by how many are asked at once, both axes logarithmic; the dashed "
-    "line is ideal: as many times the first point as there are requests. Right, bytes that a call "
-    "reads, of requests over one prefix, beside the union of what they select alone (which must be "
-    "read) and beside as many times the first point."
+    "line is ideal: as many times the first point as there are requests. Right, bytes that one "
+    "call reads for all its requests over one prefix; needed: the union of what each selects; one by "
+    "one: as many times the first point as there are requests."
 )
 
 
@@ -42,13 +42,13 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         at = [row["batch"] for row in same]
         lines = {
             "read": [row["ssd_bytes"] / 1e6 for row in same],
-            "the union": [row["union_bytes"] / 1e6 for row in same],
-            "apart": [same[0]["ssd_bytes"] / 1e6 * batch / at[0] for batch in at],
+            "needed": [row["union_bytes"] / 1e6 for row in same],
+            "one by one": [same[0]["ssd_bytes"] / 1e6 * batch / at[0] for batch in at],
         }
         for (name, ys), color, mark in zip(
             lines.items(), (SERIES[0], SERIES[1], FAINT), ("o", "s", ""), strict=True
         ):
-            right.plot(at, ys, "--" if name == "apart" else "-", color=color, marker=mark)
+            right.plot(at, ys, "--" if name == "one by one" else "-", color=color, marker=mark)
         _plain(right, [y for ys in lines.values() for y in ys])
         ends(right, [(name, at[-1], ys[-1], color) for (name, ys), color in
                      zip(lines.items(), (SERIES[0], SERIES[1], FAINT), strict=True)])  # fmt: skip

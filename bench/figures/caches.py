@@ -50,7 +50,7 @@ def draw_policies(figure: Any, result: dict[str, Any]) -> None:
     said = result["settings"]
     figure.suptitle(
         f"{said['draws']} draws of {said['requests']} requests; caches of {said['device']:.0%} "
-        f"(device) and {said['host']:.0%} (host) of the packs",
+        f"(device) and {said['host']:.0%} (host) of the packs. Filled: device; open: both together",
         fontsize=10,
     )
 

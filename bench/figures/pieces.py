@@ -9,7 +9,7 @@ from bench.figures.style import COLORS, INK, half_width, line, machine_line, per
 ABLATION_CAPTION = (
     "Mean TTFT with a part taken away, less the mean of the whole system: to the right of zero, "
     "the part was worth having. Lines are 95% intervals of the difference, from P50, P95 and the "
-    "number of requests, as if times were normal. P: prefetching; AC: the attention-guided cache."
+    "number of requests, as if times were normal."
 )
 SENSITIVITY_CAPTION = (
     "Mean TTFT as one size changes and everything else stays; both axes are logarithmic. Whiskers "
@@ -72,7 +72,12 @@ def draw_ablation(figure: Any, result: dict[str, Any]) -> None:
 
 
 def _words(variant: str) -> str:
-    return {"intra": "prefetch only\nwithin periods"}.get(variant, variant)
+    return {
+        "intra": "prefetching only\nwithin periods",
+        "w/o P": "no prefetching",
+        "w/o AC": "LFU in place of the\nattention-guided cache",
+        "w/o P, AC": "no prefetching\nand LFU",
+    }.get(variant, variant)
 
 
 def conclude_ablation(result: dict[str, Any]) -> str:

@@ -99,8 +99,8 @@ def stack(
         widths = [row[index] for row in rows]
         axis.barh(range(len(rows)), widths, left=lefts, color=color, label=name, height=0.72)
         for at, (left, width) in enumerate(zip(lefts, widths, strict=True)):
-            if width > 0.032 * most:
-                text = f"{width:,.0f}" if width >= 10 else f"{width:.2g}"
+            text = f"{width:,.0f}" if width >= 10 else f"{width:.2g}"
+            if width > 0.0135 * len(text) * most:
                 axis.text(left + width / 2, at, text, ha="center", va="center", fontsize=7.5,
                           color=_on(color))  # fmt: skip
     axis.set_yticks(range(len(rows)), labels)

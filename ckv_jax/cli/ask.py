@@ -87,7 +87,8 @@ def ask(
     """Answer a question over a stored text, reading only the share of it that the budget allows.
 
     Prints the answer as it comes, then where the time to its first token went: programs compiled
-    and the digest of the keys in memory, as in a server that is running, and the KV on disk.
+    and the digest of the keys in memory, as in a server that is running, and the KV on disk. With
+    --max-tokens the warm-up also leaves packs in memory; --no-warm-up shows the first time.
     """
     if not question.strip():
         raise ValueError("the question is empty")
