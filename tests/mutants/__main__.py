@@ -21,7 +21,6 @@ from pathlib import Path
 
 from tests.mutants.draw import Mutant, drawn
 from tests.mutants.near import NEAR, tests_of
-from tests.mutants.reach import Reach
 from tests.mutants.trial import Trial, copied
 
 ROOT = Path(__file__).parents[2]
@@ -40,23 +39,19 @@ def main() -> int:
     folders = options.only or sorted(NEAR)
     mutants = drawn(ROOT, folders, count=options.count, seed=options.seed)
     trials: list[Trial] = []
-    reach: dict[str, Reach] = {}
-    limits: dict[str, int] = {}  # seconds
     with tempfile.TemporaryDirectory(prefix="ckv-mutants-") as work:
         tree = copied(ROOT, Path(work))
         for folder in sorted({mutant.folder for mutant in mutants}):
-            unchanged, reach[folder] = tree.observed(
-                folder, tests_of(ROOT, folder), timeout=2 * options.timeout
-            )
+            near = tests_of(ROOT, folder)
+            unchanged, reach = tree.observed(folder, near, timeout=2 * options.timeout)
             if unchanged.outcome != "survived":
                 print(unchanged.output)
                 parser.error(f"the tests near {folder} fail, or run over time, as they are")
-            limits[folder] = min(options.timeout, 30 + round(2 * unchanged.seconds))
             print(f"{folder}: its tests pass in {unchanged.seconds:.0f} s", flush=True)
-        for mutant in mutants:
-            near, around = tests_of(ROOT, mutant.folder), reach[mutant.folder]
-            trials.append(tree.tried(mutant, near, around, limits[mutant.folder]))
-            print(_line(trials[-1]), flush=True)
+            limit = min(options.timeout, 30 + round(2 * unchanged.seconds))
+            for mutant in (m for m in mutants if m.folder == folder):
+                trials.append(tree.tried(mutant, near, reach, limit))
+                print(_line(trials[-1]), flush=True)
     killed = _report(trials)
     if options.json:
         found = [dataclasses.asdict(t.mutant) | {"outcome": t.outcome, "seconds": t.seconds,

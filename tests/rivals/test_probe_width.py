@@ -85,7 +85,7 @@ def test_each_query_head_votes_by_itself() -> None:
 
 def test_the_model_of_time_reads_as_wide_a_probe() -> None:
     accelerator, model = costs.PRESETS["a800-990pro"], PUBLISHED["7B"]
-    profile = costs.Profile(loaded_share=1.0, coverage=0.0, waste=0.0)
+    profile = costs.Profile(loaded_share=1.0, coverage=0.0, unused=0.0)
     read = [
         costs.script(model, system, profile, accelerator, prefix=1000, suffix=32, budget=0.05)
         .stages[0].probe_bytes
