@@ -9,8 +9,8 @@ from bench.figures.style import FAINT, SERIES, ends, machine_line, percent
 CAPTION = (
     "Left, requests per second by how many are asked at once, both axes logarithmic; the dashed "
     "line is ideal: as many times the first point as there are requests. Right, bytes that one "
-    "call reads for all its requests over one prefix; needed: the union of what each selects; one by "
-    "one: as many times the first point as there are requests."
+    "call reads for all its requests over one prefix; needed: the union of what each selects; one "
+    "by one: as many times the first point as there are requests."
 )
 
 

@@ -93,7 +93,6 @@ def _show(terminal: Terminal, report: Report) -> None:
         "budget",
         "TTFT ms",
         "speed-up",
-        "attended",
         "mass",
         "needed",
         "unused",
@@ -104,12 +103,10 @@ def _show(terminal: Terminal, report: Report) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     recompute = report.recompute_ttft_ms
     for row in report.rows:
-        chunks = row["chunks"]
         table.add_row(
             f"{row['budget']:.0%}",
             f"{row['ttft_ms']:,.1f}",
             f"{recompute / row['ttft_ms']:,.1f}x",
-            f"{chunks['selected'] / chunks['total']:.0%}" if chunks["total"] else "-",
             f"{row['attention_mass']:.0%}",
             f"{(row['bytes']['ssd'] - row['ssd_bytes_unused']) / 2**20:,.1f}",
             f"{row['ssd_bytes_unused'] / 2**20:,.1f}",
@@ -127,9 +124,10 @@ def _show(terminal: Terminal, report: Report) -> None:
         "medians after a warm-up; the KV is read from disk each time."
     )
     terminal.say(
-        "TTFT: time to first token; speed-up: against recompute, which computes the whole text for "
-        "each question. attended: share of the text that takes part; mass: share of the attention "
-        "that it holds. needed, unused: MiB read from SSD that were used, or were read ahead and "
+        "budget: share of the text that is attended to. TTFT: time to first token; speed-up: "
+        "against recompute, which computes the whole text for each question. mass: share of the "
+        "attention that the attended part holds. needed, unused: MiB read from SSD and used, or "
+        "read ahead and "
         "not used. KL: how far the next token's probabilities are from recompute's (nats); agrees: "
         "how often the first token is the same." + (" right: right answers." if right else "")
     )
