@@ -40,6 +40,8 @@ class Rule:
     """"pooled": one selection of all heads; "each": one per KV head."""
     over: str = "sum"
     """Scores over queries and heads: "sum" of probabilities (Equation 1), or their "max"."""
+    suffix: bool = False
+    """Scores are shares of the attention to prefix and suffix; False: to the prefix alone."""
     keep_first: int = 0
     """Leading chunks always kept, within the budget."""
     keep_last: int = 0
@@ -108,6 +110,7 @@ class Oracle:
             np.int32(rule.count(tokens)), np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
             each=rule.heads == "each", largest=rule.over == "max",
             offsets=tuple(i * rule.every // rule.layers for i in range(rule.layers)), watch=watch,
+            beside=rule.suffix,
         )  # fmt: skip
         return Answers(
             **dict(zip(("logits", "chosen", "scores", "ahead"), map(np.asarray, out), strict=False))
@@ -126,12 +129,13 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
-@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch"))
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch", "beside"))
 def _ask(
     params: Params, config: ModelConfig, keys: jax.Array, values: jax.Array, probe: jax.Array,
     questions: jax.Array, lengths: jax.Array, weight: jax.Array, leads: jax.Array,
     forced: jax.Array, active: jax.Array, count: jax.Array, step: jax.Array, *,
     chunk_tokens: int, each: bool, largest: bool, offsets: tuple[int, ...], watch: bool,
+    beside: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     total, tokens, kv_heads, dim = keys.shape
     asked, suffix = questions.shape
@@ -139,11 +143,16 @@ def _ask(
     chunks = tokens // chunk_tokens
     positions = jnp.broadcast_to(jnp.arange(tokens, tokens + suffix)[None, :], questions.shape)
 
-    def shares(q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
-        """Attention of every chunk [K or 1, Q, M] over the prefix keys alone (Equation 1)."""
+    def shares(q: jax.Array, k: jax.Array, k_new: jax.Array | None, used: jax.Array) -> jax.Array:
+        """Attention of every chunk [K or 1, Q, M] over the prefix keys alone, or over `k_new` of
+        the suffix as well (Equation 1)."""
         q = q.reshape(asked, suffix, kv_heads, groups, dim)
         logits = jnp.einsum("qskgd,tkd->kgqst", q, k) * dim**-0.5
-        shares = jax.nn.softmax(logits, axis=-1)
+        if k_new is not None:
+            near = jnp.einsum("qskgd,qtkd->kgqst", q, k_new) * dim**-0.5
+            near = jnp.where(np.tri(suffix, dtype=bool)[None, None, None], near, -jnp.inf)
+            logits = jnp.concatenate([logits, near], axis=-1)
+        shares = jax.nn.softmax(logits, axis=-1)[..., : k.shape[0]]
         shares = shares.reshape(*shares.shape[:-1], chunks, chunk_tokens).sum(-1)
         shares = shares * weight[None, None, :, :, None]
         shares = shares * used.reshape(kv_heads, groups)[:, :, None, None, None]
@@ -156,13 +165,21 @@ def _ask(
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         return rank < count
 
-    def query(index: jax.Array, hidden: jax.Array) -> jax.Array:
+    def query(index: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         layer = layer_of(config, jax.tree.map(lambda leaf: leaf[index], params["layers"]))
-        return layer.query(hidden, positions)
+        if not beside:
+            return layer.query(hidden, positions), None
+        q, k_new, _ = layer.project(hidden, positions)
+        return q, k_new
 
     def guess(hidden: jax.Array, index: jax.Array) -> jax.Array:
         layers = [jnp.minimum(index + offset, total - 1) for offset in offsets]
-        return sum(shares(query(at, hidden), probe[at], active) for at in layers)
+
+        def of(at: jax.Array) -> jax.Array:
+            q, k_new = query(at, hidden)
+            return shares(q, probe[at], k_new, active)
+
+        return sum(map(of, layers))
 
     def body(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
         hidden, mask = carry
@@ -173,9 +190,10 @@ def _ask(
         seen: tuple[jax.Array, ...] = ()
         if watch:
             everyone = jnp.ones_like(active)
-            true = shares(q, k, everyone).sum(0)
+            true = shares(q, k, k_new if beside else None, everyone).sum(0)
             at = jnp.minimum(index + step, total - 1)
-            seen = true, shares(query(at, hidden), keys[at], everyone).sum(0)
+            ahead_q, ahead_k = query(at, hidden)
+            seen = true, shares(ahead_q, keys[at], ahead_k, everyone).sum(0)
         heads = _attend(q, k, v, k_new, v_new, mask, chunk_tokens)
         return (layer.complete(hidden, heads), mask), (mask.any(0), *seen)
 

@@ -81,15 +81,16 @@ class Packs:
         """
         state = self._groups.setdefault((which, group), _Group())
         wanted = set(chunks.tolist())
-        already = 0
+        already = covered = 0
         for begun in state.jobs:
             useful = len(wanted.intersection(begun.chunks.tolist()))
             if useful and not begun.demanded:
                 already += useful
+                covered += 0 if begun.sure else useful
                 self._prefetcher.promote(begun)
         missing = self._locate(which, group, state, chunks)
         self._trace.count("demanded", already + len(missing))
-        self._trace.count("covered", already)
+        self._trace.count("covered", covered)
         jobs = []
         for part in self._parts(missing):
             job = None if state.waiting else self._job(which, group, part, demand=True)
@@ -101,8 +102,9 @@ class Packs:
         state.flying.update(missing.tolist())
         return already + len(missing)
 
-    def ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
-        """The same at low priority, where there is room; may turn out not to be used."""
+    def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
+        """The same at low priority, where there is room; may turn out not to be used, unless it is
+        `sure` to be demanded."""
         state = self._groups.setdefault((which, group), _Group())
         device, host = self._tiers.lookup(self._sources[which].prefix.pages(group, chunks))
         absent = chunks[(device < 0) & (host < 0)].tolist()
@@ -112,7 +114,7 @@ class Packs:
         self._make_room(len(missing) + spare, wait=False)
         jobs = []
         for part in self._parts(missing):
-            job = self._job(which, group, part, demand=False, spare=spare)
+            job = self._job(which, group, part, demand=False, sure=sure, spare=spare)
             if job is None:
                 break
             jobs.append(job)
@@ -228,20 +230,36 @@ class Packs:
         return np.array([c for c in missing.tolist() if c not in state.flying], np.int64)
 
     def _job(
-        self, which: int, group: int, chunks: np.ndarray, *, demand: bool, spare: int = 0
+        self,
+        which: int,
+        group: int,
+        chunks: np.ndarray,
+        *,
+        demand: bool,
+        sure: bool = False,
+        spare: int = 0,
     ) -> ReadJob | None:
         """One read, to be started; None if there is no room for it."""
         if demand:
             self._make_room(len(chunks), wait=False)
         room = self._landing.take(len(chunks), demand=demand, spare=spare)
-        return None if room is None else self._job_into(room, which, group, chunks, demand=demand)
+        if room is None:
+            return None
+        return self._job_into(room, which, group, chunks, demand=demand, sure=sure)
 
     def _job_into(
-        self, room: Room, which: int, group: int, chunks: np.ndarray, *, demand: bool
+        self,
+        room: Room,
+        which: int,
+        group: int,
+        chunks: np.ndarray,
+        *,
+        demand: bool,
+        sure: bool = False,
     ) -> ReadJob:
         source = self._sources[which]
         return ReadJob(
-            source.reader, group, chunks, room, demanded=demand, trace=self._trace,
+            source.reader, group, chunks, room, demanded=demand, sure=sure, trace=self._trace,
             prefix=source.prefix.prefix.id,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Reads of packs in worker threads: demanded before speculated (ContiguousKV §4.3.2)."""
+"""Reads of packs in worker threads: demanded before early, early before speculated (§4.3.2)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class PrefetchStats:
 class Prefetcher:
     """A thread pool over a store's readers. Thread-safe; a context manager.
 
-    Two priorities: a demanded job goes before all speculated ones, and where there are several
-    threads one of them never speculates. Jobs bring the room they are read into, so that nothing
+    Three priorities: a demanded job goes before one that is read early though it is sure to be
+    demanded, and that before all speculated ones; where there are several threads one of them
+    never speculates. Jobs bring the room they are read into, so that nothing
     here waits for memory; a job's room is its caller's again once the job has ended.
 
     Args:
@@ -62,6 +63,7 @@ class Prefetcher:
         self._work = threading.Condition(self._lock)
         self._news = threading.Condition(self._lock)
         self._demanded: OrderedDict[ReadJob, None] = OrderedDict()
+        self._early: OrderedDict[ReadJob, None] = OrderedDict()
         self._speculated: OrderedDict[ReadJob, None] = OrderedDict()
         self._running: dict[ReadJob, None] = {}
         self._closed = False
@@ -98,10 +100,11 @@ class Prefetcher:
                 return
             job.demanded = True
             self._stats.promoted += 1
-            if job in self._speculated:
-                del self._speculated[job]
-                self._demanded[job] = None
-                self._work.notify()
+            for queue in (self._early, self._speculated):
+                if job in queue:
+                    del queue[job]
+                    self._demanded[job] = None
+                    self._work.notify()
 
     def wait(self, job: ReadJob) -> None:
         """Returns once the job has ended, for which deadline and patience see."""
@@ -124,7 +127,7 @@ class Prefetcher:
             return replace(
                 self._stats,
                 threads=sum(thread.is_alive() for thread in self._threads),
-                queued=len(self._demanded) + len(self._speculated),
+                queued=len(self._demanded) + len(self._early) + len(self._speculated),
                 running=len(self._running),
             )
 
@@ -132,10 +135,10 @@ class Prefetcher:
         """Drops what is queued, lets running reads end, joins the threads. Idempotent."""
         with self._lock:
             self._closed = True
-            for job in [*self._demanded, *self._speculated]:
-                self._end(job)
-            self._demanded.clear()
-            self._speculated.clear()
+            for queue in (self._demanded, self._early, self._speculated):
+                for job in queue:
+                    self._end(job)
+                queue.clear()
             self._work.notify_all()
         for thread in self._threads:
             thread.join(self._patience_s)
@@ -143,7 +146,9 @@ class Prefetcher:
     # From here on, the lock is held, except in `_run` and `_read`.
 
     def _queue_of(self, job: ReadJob) -> OrderedDict[ReadJob, None]:
-        return self._demanded if job.demanded else self._speculated
+        if job.demanded:
+            return self._demanded
+        return self._early if job.sure else self._speculated
 
     def _await(self, job: ReadJob) -> None:
         while job.state is not State.ENDED:
@@ -154,8 +159,7 @@ class Prefetcher:
             if left > 0 or (job.state is State.QUEUED and len(watched) < len(self._threads)):
                 self._news.wait(max(left, 0.01))
                 continue
-            self._demanded.pop(job, None)
-            self._speculated.pop(job, None)
+            self._queue_of(job).pop(job, None)
             job.error, job.left = "the disk does not answer", job.state is State.RUNNING
             job.settled = (lambda: not job.left) if job.left else None
             self._stats.errors += 1
@@ -166,9 +170,10 @@ class Prefetcher:
         self._news.notify_all()
 
     def _next(self) -> ReadJob | None:
-        if self._demanded:
-            return self._demanded.popitem(last=False)[0]
-        speculating = sum(not job.demanded for job in self._running)
+        for queue in (self._demanded, self._early):
+            if queue:
+                return queue.popitem(last=False)[0]
+        speculating = sum(not job.demanded and not job.sure for job in self._running)
         if self._speculated and speculating < max(1, len(self._threads) - 1):
             return self._speculated.popitem(last=False)[0]
         return None

@@ -41,7 +41,8 @@ class ReadJob:
 
     Attributes:
         chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
-        demanded: False while it is speculation.
+        demanded: False while nobody waits for it.
+        sure: it will be demanded in any case: no speculation, only early.
         ok: bool `[n]`, False where the pack could not be had; meaningful once ended.
         error: why nothing was read, if the reader failed as a whole.
         settled: of a read that was given up and may still write: whether it has ended.
@@ -56,6 +57,7 @@ class ReadJob:
         room: Room,
         *,
         demanded: bool,
+        sure: bool = False,
         trace: Trace | None = None,
         prefix: str | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class ReadJob:
         self.chunks = chunks
         self.room = room
         self.demanded = demanded
+        self.sure = sure
         self.trace = trace
         self.prefix = prefix
         self.state = State.QUEUED

@@ -196,7 +196,8 @@ class LayerSchedule:
         return counts[rows].max(axis=0)[: self._resident.num_chunks], agreed
 
     def _read_ahead(self, layer: int) -> None:
-        """What a layer needs in any case. Keys yield to reads that are waited for right now."""
+        """What a layer needs in any case. Keys yield to reads that are waited for right now, and to
+        nothing else."""
         if layer >= self._num_layers:
             return
         with self._span("submit", layer):
@@ -205,7 +206,7 @@ class LayerSchedule:
                     self._packs.demand(0, 2 * layer, self._all)
                     self._packs.demand(0, 2 * layer + 1, self._all)
                 case "h2o":
-                    self._packs.ahead(0, 2 * layer, self._all)
+                    self._packs.ahead(0, 2 * layer, self._all, sure=True)
                 case _:
                     self._probes.ahead(layer)
 

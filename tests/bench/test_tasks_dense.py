@@ -80,6 +80,7 @@ def test_everything_chosen_is_the_dense_pass(model: Transformer, oracle: Oracle)
         Rule(budget=0.25, every=2, probe="int8", window=1, over="max"),
         Rule(budget=0.25, every=3, layers=3),
         Rule(budget=0.25, every=3, probe="heads3"),
+        Rule(budget=0.25, every=3, suffix=True),
     ],
 )
 def test_a_group_shares_a_selection_of_the_budget(oracle: Oracle, rule: Rule) -> None:
@@ -87,6 +88,13 @@ def test_a_group_shares_a_selection_of_the_budget(oracle: Oracle, rule: Rule) ->
     assert (chosen.sum(-1) == rule.count(256)).all()
     lead = chosen[:: rule.every].repeat(rule.every, axis=0)
     assert np.array_equal(chosen, lead)
+
+
+def test_shares_of_attention_to_the_prefix_alone_or_beside_the_suffix(oracle: Oracle) -> None:
+    asked = [oracle.ask(Rule(every=1, suffix=suffix), watch=True) for suffix in (False, True)]
+    alone, beside = (answers.scores.sum(-1) for answers in asked)  # [L, Q]
+    np.testing.assert_allclose(alone, np.rint(alone), atol=1e-3)  # one of each query and head
+    assert (beside < alone - 0.01).all() and (beside > 0).all()
 
 
 def test_forced_chunks_are_within_the_budget(oracle: Oracle) -> None:

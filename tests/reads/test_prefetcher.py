@@ -39,11 +39,12 @@ def read(
     group: int,
     *chunks: int,
     demand: bool = True,
+    sure: bool = False,
     trace: Trace | None = None,
 ) -> ReadJob:
     ids = np.array(chunks or (group,), np.int64)
     room = Room(np.full((2 * len(ids), *SHAPE), np.nan, np.float32), 2 * np.arange(len(ids)))
-    job = ReadJob(reader, group, ids, room, demanded=demand, trace=trace)
+    job = ReadJob(reader, group, ids, room, demanded=demand, sure=sure, trace=trace)
     prefetcher.submit(job)
     return job
 
@@ -98,6 +99,20 @@ def test_one_thread_of_several_never_speculates(reader) -> None:
         assert reader.started.acquire(timeout=10)
         assert [group for group, _ in reader.calls] == [1, 3]
         finish(prefetcher, reader, demand, *guesses)
+
+
+def test_what_is_sure_to_be_demanded_is_no_speculation(reader) -> None:
+    with Prefetcher(2) as prefetcher:
+        reader.gate.clear()
+        jobs = [read(prefetcher, reader, group, demand=False, sure=True) for group in range(2)]
+        for _ in jobs:  # on both threads
+            assert reader.started.acquire(timeout=10)
+        guess = read(prefetcher, reader, 2, demand=False)
+        early = read(prefetcher, reader, 3, demand=False, sure=True)
+        urgent = read(prefetcher, reader, 4)
+        finish(prefetcher, reader, *jobs, guess, early, urgent)
+        assert urgent.t0_ns < early.t0_ns < guess.t0_ns
+        assert prefetcher.stats.queued == 0
 
 
 def test_what_is_dropped_is_not_read_and_what_runs_is_waited_for(prefetcher, reader) -> None:
