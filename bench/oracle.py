@@ -129,7 +129,10 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
-@partial(jax.jit, static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch", "beside"))
+@partial(
+    jax.jit,
+    static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch", "beside"),
+)
 def _ask(
     params: Params, config: ModelConfig, keys: jax.Array, values: jax.Array, probe: jax.Array,
     questions: jax.Array, lengths: jax.Array, weight: jax.Array, leads: jax.Array,
