@@ -95,13 +95,12 @@ class Paper:
         model = PUBLISHED[case.model]
         periods = Plan.of(model.num_layers, system).periods if system.chunked else 1
         known = self.setting.between_periods
-        guessed = budget / seen.needed if seen.needed else 1.0  # all of ours are asked for again
-        wasted = (1 - known) * guessed * (periods - 1) / periods
+        unused = (1 - known) * (periods - 1) / periods  # for each byte that is needed
         reads_ahead = system.chunked and system.prefetch == "inter"
         profile = costs.Profile(
             loaded_share=seen.needed,
             coverage=known * (periods - 1) / periods,
-            waste=wasted / (1 + wasted) if reads_ahead else 0.0,
+            unused=unused / (1 + unused) if reads_ahead else 0.0,
             device_hits=seen.device,
             host_hits=seen.host,
         )
@@ -191,7 +190,7 @@ def _by_layers(script: Script, system: SystemConfig, layers: int) -> Script:
                     probe_bytes=stage.probe_bytes if first else 0,
                     compute_s=stage.compute_s / count,
                     speculated_bytes=0,
-                    wasted_bytes=0,
+                    unused_bytes=0,
                     demanded_bytes=stage.demanded_bytes // count,
                     host_bytes=stage.host_bytes // count,
                 )

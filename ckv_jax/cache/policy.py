@@ -17,7 +17,8 @@ import numpy.typing as npt
 __all__ = ["POLICIES", "Policy", "Score", "attention_guided", "frequency_then_attention",
            "importance_ratio", "lfu", "lru"]  # fmt: skip
 
-Importance = npt.NDArray[np.float64]  # [n], the sum of what was passed to `Tiers.record`
+# [n], what was passed to `Tiers.record`: its sum, or its moving average (`Policy.newest`)
+Importance = npt.NDArray[np.float64]
 Frequency = npt.NDArray[np.uint32]  # [n], the number of records
 LastUsed = npt.NDArray[np.uint64]  # [n], the tick of the latest record, 0 for never
 Scores = npt.NDArray[np.float64]  # [n], finite and >= 0
@@ -58,13 +59,11 @@ def lfu(importance: Importance, frequency: Frequency, last_used: LastUsed) -> Sc
 
 
 def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
-    """Access frequency x average share of important tokens (IMPRESS §4.4.2): the sum of shares.
+    """Access frequency x moving average of the share of important tokens (IMPRESS §4.4.2).
 
-    The engine records that share (0 to 1) where attention-guided policies record attention. The
-    paper gives no window for its moving average; the average over all accesses needs none, never
-    forgets, and times the number of accesses is the sum.
+    The engine records that share (0 to 1) where attention-guided policies record attention.
     """
-    return importance
+    return importance * frequency
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,15 @@ class Policy:
     score: Score
     sees_all: bool = False
     """Whether attention counts that a chunk received without being chosen."""
+    newest: float | None = None
+    """What the latest record weighs in a moving average that is kept in place of the sum."""
+
+    def __post_init__(self) -> None:
+        if self.newest is not None and (self.sees_all or not 0 < self.newest <= 1):
+            raise ValueError(
+                f"got newest={self.newest} with sees_all={self.sees_all}, expected a weight in "
+                "(0, 1] of a policy that sees uses alone"
+            )
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
@@ -82,6 +90,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "frequency-attention": Policy(frequency_then_attention, sees_all=True),
         "lru": Policy(lru),
         "lfu": Policy(lfu),
-        "importance-ratio": Policy(importance_ratio),
+        # The paper tells no window: the last accesses count, about four of them.
+        "importance-ratio": Policy(importance_ratio, newest=0.25),
     }
 )

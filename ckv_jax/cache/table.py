@@ -17,7 +17,7 @@ class PageTable:
     """Scores and whereabouts of all pages, in memory or not. Columns grow; ranges are reused.
 
     Attributes (one element a page):
-        importance: float64, sum of recorded attention (I of §4.4).
+        importance: float64, sum of recorded attention (I of §4.4), or its moving average.
         frequency: uint32, number of records (F of §4.4).
         last_used: uint64, tick of the latest record, 0 for never.
         score: float64, the policy's score of the three above.
@@ -64,7 +64,7 @@ class PageTable:
     def use(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Record one use of each page at the next tick; returns whose score fell, bool `[n]`."""
         self._clock += 1
-        importance = self.importance[pages] + attention
+        importance = self._with(pages, attention)
         frequency = self.frequency[pages] + np.uint32(1)
         last_used = np.full(len(pages), self._clock, np.uint64)
         score = _checked(self._policy.score(importance, frequency, last_used))
@@ -74,6 +74,13 @@ class PageTable:
         self.last_used[pages] = last_used
         self.score[pages] = score
         return fell
+
+    def _with(self, pages: Pages, attention: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Their importance after a use: a sum, or an average that begins with its first value."""
+        old, newest = self.importance[pages], self._policy.newest
+        if newest is None:
+            return old + attention
+        return np.where(self.frequency[pages] == 0, attention, old + newest * (attention - old))
 
     @property
     def observes(self) -> bool:

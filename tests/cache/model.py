@@ -40,7 +40,13 @@ class TierModel:
     def record(self, pages: list[int], attention: list[float]) -> None:
         self.clock += 1
         for page, mass in zip(pages, attention, strict=True):
-            self.importance[page] += mass
+            newest = self.policy.newest
+            if newest is None:
+                self.importance[page] += mass
+            elif self.frequency[page] == 0:
+                self.importance[page] = mass
+            else:
+                self.importance[page] += newest * (mass - self.importance[page])
             self.frequency[page] += 1
             self.last_used[page] = self.clock
 
