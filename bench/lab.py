@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -95,20 +95,24 @@ class Lab:
         device_bytes: int = 0,
         host_bytes: int = 0,
         io_threads: int = 4,
+        memory: Mapping[str, int] | None = None,
     ) -> Engine:
-        """An engine of its own pools; without a cache unless one is asked for."""
+        """An engine of its own pools; without a cache unless one is asked for.
+
+        `memory` has sizes of `EngineConfig` by name, in place of those.
+        """
+        sizes = {"device_cache_bytes": device_bytes, "host_cache_bytes": host_bytes}
         config = dataclasses.replace(
             self.base.config,
             system=system,
-            device_cache_bytes=device_bytes,
-            host_cache_bytes=host_bytes,
             io_threads=io_threads,
+            **(sizes | dict(memory or {})),
         )
         return self.base.variant(config)
 
     def ingest(self, index: int, systems: Sequence[str | SystemConfig]) -> None:
         """Stores prefix `index` in the layouts of all `systems`; computes it once."""
-        layouts = {layout.hex: layout for layout in map(self._layout, systems)}
+        layouts = {layout.hex: layout for layout in map(self.layout, systems)}
         missing = [x for key, x in layouts.items() if (index, key) not in self._prefixes]
         if not missing:
             return
@@ -176,7 +180,8 @@ class Lab:
             longest = max(len(self.work.suffix(question)) for question in range(32))
             engine.warmup(prefix, max_suffix=longest, budgets=budgets)
 
-    def _layout(self, system: str | SystemConfig) -> Layout:
+    def layout(self, system: str | SystemConfig) -> Layout:
+        """How a prefix lies on disk for `system`."""
         return layout_of(system_of(system), self.config, self.setting.dtype)
 
 

@@ -7,7 +7,8 @@ cold: no pack is kept from one request to the next and all reads are direct; dig
 in memory (`digest_bytes` says how much) and IMPRESS's reordering is done before. `no-prefetch` and
 `intra` rows take the reading ahead away again, `always` has `ckv` look ahead also where that does
 not pay. `warm` rows have a device cache of 15% and a host cache of 36% of the data set, requests
-drawn normally over the prefixes, and know nothing of earlier runs.
+drawn normally over the prefixes, digests and buffers paid from the same memory, and know nothing
+of earlier runs.
 
 The compute floor is a replay of the bare jitted calls of a request, back to back with everything
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be

@@ -12,6 +12,7 @@ from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
 from bench.workload import normal_choice
 from ckv_jax import Engine
+from ckv_jax.buckets import probe_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.storage.layout import Layout
 
@@ -19,7 +20,11 @@ RECOMPUTE_REPEATS = 2
 """A recompute is the same work every time, and slow."""
 
 DEVICE_SHARE, HOST_SHARE = 0.15, 0.36
-"""Cache sizes of warm runs, as shares of the data set: 10 GB and 24 GB of the paper's 67 GB."""
+"""Memory of warm runs, as shares of the data set: 10 GB and 24 GB of the paper's 67 GB."""
+DEVICE_BUFFERS, HOST_BUFFERS = 0.02, 0.4 / 24
+"""Of that memory, the least that is for packs on their way: the paper's 0.2 and 0.4 GB (§4.5)."""
+BUFFERED_LAYERS = 3
+"""But at least what rivals have under way: a layer's keys and values, and those of two more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +105,38 @@ def warm_requests(lab: Lab, requests: int) -> list[int]:
     return [int(index) for index in drawn]
 
 
+def equal_memory(lab: Lab, system: SystemConfig) -> dict[str, int]:
+    """Sizes of an engine by their names in `EngineConfig`, the same in sum for every system.
+
+    Packs on their way and the digests of all prefixes are paid from the share that caches have
+    the rest of: buffers on both tiers, digests on the device, as many as fit beside the buffers.
+    """
+    prefixes = lab.setting.prefixes
+    device, host = (int(share * lab.kv_bytes * prefixes) for share in (DEVICE_SHARE, HOST_SHARE))
+    layout = lab.layout(system)
+    size = layout.chunk_tokens
+    padded = probe_bucket(layout.num_chunks(lab.work.prefix_tokens)) * size
+    digest = prefixes * sum(layout.digest_record(padded)) * len(layout.digest_layers)
+    moving = BUFFERED_LAYERS * lab.kv_bytes // lab.config.num_layers
+    buffers = [
+        min(max(int(share * total), moving), total // 2)
+        for share, total in ((DEVICE_BUFFERS, device), (HOST_BUFFERS, host))
+    ]
+    digest = min(digest, device - buffers[0])
+    return {
+        "prefetch_device_bytes": buffers[0],
+        "prefetch_host_bytes": buffers[1],
+        "digest_bytes": digest,
+        "device_cache_bytes": device - buffers[0] - digest,
+        "host_cache_bytes": host - buffers[1],
+    }
+
+
 def warm_run(lab: Lab, system: SystemConfig, variant: str, budget: float, requests: int) -> Taken:
     """Requests against filled caches; the first half fills them and is not counted."""
     lab.forget_scores()
-    total = lab.kv_bytes * lab.setting.prefixes
-    device, host = int(DEVICE_SHARE * total), int(HOST_SHARE * total)
     taken: list[Sample] = []
-    with lab.engine(system, device_bytes=device, host_bytes=host) as engine:
+    with lab.engine(system, memory=equal_memory(lab, system)) as engine:
         for number, index in enumerate(warm_requests(lab, requests)):
             if number == requests // 2:
                 engine.settle()
