@@ -13,6 +13,26 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
         "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
     ),
+    "storage/place": tuple(
+        f"tests/storage/test_{name}.py"
+        for name in (
+            "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue", "unknown",
+            "objects", "waits", "room", "faults",
+        )
+    ),
+    "storage/segment": tuple(
+        f"tests/storage/test_{name}.py"
+        for name in (
+            "round_trip", "landmarks", "quantised", "codec", "provenance", "limits", "mending",
+            "remaking", "tensorstore", "kernel_queue", "writer_memory", "promises", "durability",
+            "faults", "unknown",
+        )
+    ),
+    "storage/tools": (
+        "tests/storage/test_tools.py", "tests/storage/test_mending.py",
+        "tests/storage/test_unknown.py", "tests/storage/test_room.py",
+        "tests/storage/test_pins.py", "tests/test_cli.py",
+    ),
     "storage/index": (
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
         "tests/storage/test_probe_spans.py", "tests/storage/test_bounds.py",
