@@ -16,8 +16,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/place": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue", "unknown",
-            "objects", "waits", "room", "faults",
+            "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue",
+            "unknown", "objects", "waits", "room", "faults",
         )
     ),
     "storage/segment": tuple(
@@ -38,14 +38,13 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_probe_spans.py", "tests/storage/test_bounds.py",
         "tests/storage/test_tools.py", "tests/storage/test_faults.py",
     ),
-    "ckv_jax/cache": ("tests/cache", "tests/pipeline/test_source.py"),
+    "ckv_jax/cache": ("tests/cache",),
     "ckv_jax/memory": (
-        "tests/memory", "tests/pipeline/test_device_pool.py", "tests/reads", "tests/test_engine.py",
+        "tests/pipeline/test_device_pool.py", "tests/reads", "tests/test_engine.py",
         "tests/pipeline/test_same_answers.py",
     ),
     "ckv_jax/reads": (
-        "tests/reads", "tests/pipeline/test_prefetcher.py", "tests/test_engine.py",
-        "tests/pipeline/test_same_answers.py",
+        "tests/reads", "tests/test_engine.py", "tests/pipeline/test_same_answers.py",
     ),
     "ckv_jax/selection": (
         "tests/selection", "tests/rivals", "tests/pipeline/test_layerwise.py",
@@ -56,7 +55,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (
-        "tests/serving", "tests/test_scheduler.py", "tests/test_tenants.py", "tests/test_batch.py",
+        "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py",
     ),
 }  # fmt: skip
