@@ -9,6 +9,7 @@ and in an order of its own for each layer, which the paper's implementation keep
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from dataclasses import dataclass
 
@@ -48,7 +49,9 @@ def chosen(lab: Lab, engine: Engine, question: int, budget: float) -> Chosen:
     tokens, importance = np.zeros((layers, size), bool), np.zeros((layers, size))
     agreement = np.ones(layers)
     layer = 0
-    for call, result in zip(found.calls, found.results, strict=True):
+    asked = zip(found.calls, found.results, strict=True)
+    # The first request of its shape begins with calls that only compile the fallback.
+    for call, result in itertools.dropwhile(lambda pair: pair[0].name != "_by_probe", asked):
         if call.name in ("attend_tokens", "attend_all"):  # a layer ends
             layer += 1
         if call.name not in ("_by_probe", "by_heads", "by_keys"):
