@@ -20,7 +20,8 @@ def answer_json(
     periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
     of 1 is exact up to that. `chunks.selected` of `chunks.total` were attended to,
     `period_chunks` of them in each period; `ssd_bytes_unused` is the part of `bytes.ssd` that was
-    read ahead and not used; `recomputed_chunks` could not be read and were computed again. A
+    read ahead and not used; `recomputed_chunks` could not be read and were computed again.
+    `compiled` programs were not there yet: compiling or loading them is part of `ttft_ms`. A
     generation also has its number of tokens, the time from its first token to its last, tokens a
     second in between, why it ended, and where what its tokens chose came from (`Trace.decode`).
     Raises the outcome's error, if it has one.
@@ -41,6 +42,7 @@ def answer_json(
         "bytes": {source: trace.bytes[source] for source in ("ssd", "host", "device")},
         "ssd_bytes_unused": trace.bytes["unused"],
         "recomputed_chunks": trace.recomputed_chunks,
+        "compiled": trace.compiled,
         "chunks": {name: trace.chunks[name] for name in ("selected", "total")},
         "period_chunks": trace.period_chunks,
         "attention_mass": trace.attention_mass,

@@ -244,6 +244,8 @@ class Engine:
         computed again densely, so that the prefix is what `ingest` would store; without, the KV is
         stored as it is, under an id that no lookup of exact KV finds.
         """
+        if not isinstance(generation, Generation):
+            raise TypeError(f"got {type(generation).__name__}, expected a Generation")
         return self._ingest.append(generation.completion(), exact=exact)
 
     # -- requests ---------------------------------------------------------------------------------

@@ -207,6 +207,12 @@ class Trace:
         """Chunks that could not be read, whose keys and values were computed again."""
         return self.counters.get("recomputed_chunks", 0)
 
+    @property
+    def compiled(self) -> int:
+        """Programs that the batch's first tokens were the first to need: their compiling, or
+        loading from the compilation cache, is in `ttft_ms`. 0 in an engine that is warm."""
+        return self.counters.get("compiled", 0)
+
     def __str__(self) -> str:
         """One line for people: the time to first token, its longest parts, what was read."""
         parts = sorted(self.breakdown_ms.items(), key=lambda part: -part[1])[:3]
@@ -217,9 +223,10 @@ class Trace:
         again = (
             f"; {self.recomputed_chunks} chunks computed again" if self.recomputed_chunks else ""
         )
+        made = f"; programs compiled or loaded: {self.compiled}" if self.compiled else ""
         return (
             f"first token after {self.ttft_ms:.1f} ms ({longest}); {read:.1f} MB from SSD{unused}; "
-            f"attention covered {self.attention_mass:.1%}{again}"
+            f"attention covered {self.attention_mass:.1%}{again}{made}"
         )
 
     @property

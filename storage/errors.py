@@ -46,8 +46,11 @@ class PrefixNotFound(StoreError):
       several: how many stored ids begin so, if more than one.
     """
 
-    def __init__(self, prefix_id: str, close: Sequence[str] = (), *, several: int = 0) -> None:
-        """`several`: how many ids begin with what was asked for."""
+    def __init__(
+        self, prefix_id: str, close: Sequence[str] = (), *, several: int = 0, stored: str = ""
+    ) -> None:
+        """`several`: how many ids begin with what was asked for. `stored`: what there is, to be
+        said where no id is close."""
         self.prefix_id = prefix_id
         self.close = tuple(close)
         self.several = several if several > 1 else 0
@@ -57,6 +60,9 @@ class PrefixNotFound(StoreError):
             super().__init__(f"{said}: {', '.join(self.close)}{more}" if self.close else said)
             return
         hint = f"; close ids: {', '.join(self.close)}" if self.close else ""
+        if stored:
+            super().__init__(f"no stored prefix has the name or id {prefix_id!r}; stored: {stored}")
+            return
         super().__init__(f"no stored prefix with id {prefix_id!r}{hint}")
 
 

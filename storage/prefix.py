@@ -79,9 +79,9 @@ class Prefix:
     def __str__(self) -> str:
         """One line for people."""
         made = "" if self.provenance == chain.EXACT else f", made under {self.provenance}"
-        return (
-            f"prefix {self.id[:12]}: {self.num_tokens:,} tokens in {self.num_chunks} chunks{made}"
-        )
+        plural = "" if self.num_chunks == 1 else "s"
+        chunks = f"{self.num_chunks:,} chunk{plural}"
+        return f"prefix {self.id[:12]}: {self.num_tokens:,} tokens in {chunks}{made}"
 
     @property
     def num_tokens(self) -> int:

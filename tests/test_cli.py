@@ -287,6 +287,10 @@ def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
         (["ask", "{home}/checkpoint", "why?", "--eviction", "oldest"], "'lru'"),
         (["ask", "{home}/checkpoint", "why?", "--io-concurrency", "0"], "1 to 1024"),
         (["demo", "--question", " "], "empty"),
+        (
+            ["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "recompute"],
+            "stores nothing",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -313,6 +317,7 @@ def test_a_name_on_the_hub_is_told_how_to_come(
         ("ingest", name, home / "text.txt", *store),
         ("ask", name, "why?", *store),
         ("convert", name, tmp_path / "orbax"),
+        ("inspect", name),
     ):
         code, out, err = here(*args)
         assert (code, out) == (1, "")

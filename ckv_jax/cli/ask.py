@@ -21,7 +21,7 @@ from ckv_jax.cli.options import (
     System,
     TensorParallel,
 )
-from ckv_jax.cli.output import Terminal, byte_size, check_writable
+from ckv_jax.cli.output import Terminal, byte_size, check_writable, number_of
 from ckv_jax.cli.store_tools import open_store, store_config
 
 if TYPE_CHECKING:
@@ -149,6 +149,13 @@ def ask(
         lost = say_recomputed(answer["recomputed_chunks"], engine, store)
         if verbose:
             answer["engine"] = engine.stats().to_json()
+    if not json:
+        terminal.out.print("\n")
+    if answer["compiled"]:
+        terminal.warn(
+            f"the time to the first token holds that of compiling or loading "
+            f"{number_of(answer['compiled'], 'program')}"
+        )
     if answer["recomputed_chunks"]:
         terminal.warn(lost)
     if trace is not None:
@@ -158,7 +165,6 @@ def ask(
     if json:
         terminal.json(answer)
     else:
-        terminal.out.print("\n")
         outcome.trace.breakdown_bar(terminal.out)
         _say_what_was_read(terminal, answer)
         if answer.get("tokens_s"):

@@ -25,7 +25,7 @@ from ckv_jax.cli.options import (
     System,
     TensorParallel,
 )
-from ckv_jax.cli.output import Terminal, check_writable
+from ckv_jax.cli.output import Terminal, check_writable, number_of
 from ckv_jax.cli.store_tools import open_store, store_config
 
 __all__ = ["batch"]
@@ -108,7 +108,7 @@ def batch(
             checkpoint, store=store, config=config, store_config=settings
         )
     start = time.perf_counter()
-    answered = failed = recomputed = 0
+    answered = failed = recomputed = compiling = 0
     with engine, Results(out) as results, terminal.progress() as bar, _said_if_interrupted(out):
         report = bar("questions")
         left = [line for line in lines if (line.line, line.digest) not in results.done]
@@ -126,6 +126,7 @@ def batch(
                     results.write({"line": job.line, "digest": job.digest, "id": job.id} | found)
                     answered += 1
                     recomputed += int(found["recomputed_chunks"])
+                    compiling += bool(found["compiled"])
             report(kept + answered + len(faults), len(lines))
         lost = say_recomputed(recomputed, engine, store)
         for line, error in faults:
@@ -140,6 +141,11 @@ def batch(
         terminal.say(
             f"{answered} answered in {seconds:.1f} s, {kept} kept from before, {failed} failed; "
             f"results in {out}"
+        )
+    if compiling:
+        terminal.warn(
+            f"the times of {number_of(compiling, 'answer')} hold compiling or loading programs: "
+            '"compiled" in the result file'
         )
     if recomputed:
         terminal.warn(lost)

@@ -85,6 +85,11 @@ def ingest(
     nothing behind; run it again.
     """
     terminal = Terminal(as_json=json)
+    if system == "recompute":
+        raise ValueError(
+            "recompute stores nothing: ingest with another --system, then ask with "
+            "--system recompute"
+        )
     settings = store_config(
         max_bytes=max_bytes,
         tenant_bytes=tenant_bytes,
@@ -131,6 +136,8 @@ def ingest(
         seconds = time.perf_counter() - start
         before = engine.store.wishes().get(prefix.id, Wish())
         engine.store.set_wish(prefix.id, replace(before, **said))
+        wishes = engine.store.wishes()
+        alone = sum(wish.name == name for wish in wishes.values()) == 1
         stored = engine.store.usage()
     if json:
         terminal.json(
@@ -152,7 +159,7 @@ def ingest(
         f"the store now holds {byte_size(stored)}"
     )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
-    command += ["--prefix", name or prefix.id[:8]]
+    command += ["--prefix", name if name and alone else prefix.id[:8]]
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),

@@ -51,7 +51,7 @@ def _show(
         "vocabulary": f"{c.vocab_size:,}, head {head}",
         "context": f"{context:,} tokens, {_rope(found)}",
         "weights": f"{byte_size(found.weight_bytes(dtype))} in {dtype}",
-        "KV": f"{byte_size(kv)} a token in {dtype}, {byte_size(kv * context)} for a whole context",
+        "KV": f"{byte_size(kv)} per token in {dtype}, {byte_size(kv * context)} per whole context",
         "disk": f"1 TB holds the KV of {10**12 // kv:,} tokens",
     }
     terminal.say(str(folder))

@@ -34,7 +34,8 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
     """The stored prefix of this name, or whose id is or begins with it; None: the only one there
     is. A whole id comes before a name.
 
-    Raises `PrefixNotFound` with close ids, `ValueError` for a name that several have.
+    Raises `PrefixNotFound` with close ids or, where there are none, with what is stored;
+    `ValueError` for a name that several have.
     """
     if name is not None and is_id(name):
         with contextlib.suppress(PrefixNotFound):
@@ -57,7 +58,13 @@ def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
             f"{len(mine)} prefixes are called {name!r}; say which by its id: "
             f"{_list(mine, known, called=False)}"
         )
-    return store.prefix(mine[0] if mine else name, salt=salt)
+    try:
+        return store.prefix(mine[0] if mine else name, salt=salt)
+    except PrefixNotFound as error:
+        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
+        if error.several or error.close or not stored:
+            raise
+        raise PrefixNotFound(name, stored=_list(stored, known)) from error
 
 
 def _is_whose(store: ChunkStore, prefix_id: str, salt: str) -> bool:

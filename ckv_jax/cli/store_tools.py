@@ -235,7 +235,10 @@ def _open_to_look(url: str) -> ChunkStore:
     except (StoreError, ValueError) as error:
         if type(error) not in (StoreError, ValueError):
             raise  # a store that cannot be asked just now
-        raise ValueError(f"{error}; nor is it a checkpoint: it has no config.json") from error
+        from ckv_jax.model.checkpoint import hub_hint
+
+        hint = "" if "://" in url else hub_hint(Path(url))
+        raise ValueError(f"{error}; nor is it a checkpoint: it has no config.json{hint}") from error
 
 
 def store_config(

@@ -46,6 +46,8 @@ class Programs:
         self._jitted: dict[Hashable, Program] = {}
         self._lock = threading.Lock()
         self._watcher: Watcher | None = None
+        self.made = 0
+        """Programs made from the start, those that were let go and made again included."""
 
     def __len__(self) -> int:
         """Programs held now."""
@@ -94,6 +96,7 @@ class Programs:
                     self._release(-(-len(self._known) // 4))
                 self._release(len(self._known) + 1 - self._most)
                 jitted = self._known[program, key] = program.make(key)
+                self.made += 1
             self._known.move_to_end((program, key))
         return jitted
 

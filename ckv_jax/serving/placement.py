@@ -54,7 +54,7 @@ class Placement:
                 raise ValueError("got text, expected token ids: this engine has no tokenizer")
             return self._tokenizer.encode(text, begins=begins)
         if not isinstance(text, (Several, np.ndarray)):
-            raise ValueError(f"got {type(text).__name__}, expected a text or token ids")
+            raise TypeError(f"got {type(text).__name__}, expected a text or token ids")
         try:
             tokens = np.asarray(text)
         except ValueError as error:

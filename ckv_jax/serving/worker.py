@@ -156,7 +156,7 @@ class Worker:
             self._first_tokens(batch, texts)
 
     def _first_tokens(self, batch: Several[Sequence], texts: bool) -> None:
-        trace = Trace()
+        trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
             with trace.span("open", lane="host"), self._peers.local():
                 leases, which = self._open(batch, stack)
@@ -180,6 +180,7 @@ class Worker:
             packs = stack.enter_context(self.packs([lease.source for lease in leases], trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
+            trace.count("compiled", self.layers.programs.made - made)
             logits = np.asarray(first.logits)
             shares = shares_of(trace, first, units)
             if not texts:

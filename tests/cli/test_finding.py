@@ -76,8 +76,14 @@ def test_an_id_that_begins_several_says_so(engine: Engine, stored: list[Prefix])
 
 
 def test_another_tenants_name_is_no_name(engine: Engine, stored: list[Prefix]) -> None:
-    with pytest.raises(PrefixNotFound, match="no stored prefix with id 'alone'"):
+    with pytest.raises(PrefixNotFound, match=r"no stored prefix with id 'alone'$"):
         find_prefix(engine.store, "alone", salt="somebody else")
+
+
+def test_a_name_of_nothing_lists_what_is_stored(engine: Engine, stored: list[Prefix]) -> None:
+    said = r"no stored prefix has the name or id 'nobody'; stored: .* and 15 more$"
+    with pytest.raises(PrefixNotFound, match=said):
+        find_prefix(engine.store, "nobody", salt="")
 
 
 def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix]) -> None:
@@ -95,9 +101,24 @@ def test_results_print_what_a_person_wants(engine: Engine, stored: list[Prefix])
     (result,) = engine.reprefill([Request(prefix=stored[0], suffix=[1, 2])])
     assert str(result).startswith("'' (token ") and "first token after" in str(result)
     assert "MB from SSD" in str(result.trace) and "covered" in str(result.trace)
-    assert str(stored[0]) == f"prefix {stored[0].id[:12]}: 16 tokens in 1 chunks"
+    assert str(stored[0]) == f"prefix {stored[0].id[:12]}: 16 tokens in 1 chunk"
     (bad,) = engine.reprefill([Request(prefix="0" * 32, suffix=[1])])
     assert str(bad).startswith("PrefixNotFound: no stored prefix")
+
+
+def test_a_first_answer_says_what_was_compiled(engine: Engine, stored: list[Prefix]) -> None:
+    other = Request(prefix=stored[0], suffix=list(range(1, 24)))  # of another bucket
+    (first,) = engine.reprefill([other])
+    (second,) = engine.reprefill([other])
+    assert first.trace.compiled > 0 and second.trace.compiled == 0
+    assert f"programs compiled or loaded: {first.trace.compiled}" in str(first.trace)
+    assert "compiled" not in str(second.trace)
+
+
+@pytest.mark.parametrize("give", ["ingest", "append", "reprefill", "generate"])
+def test_nothing_is_a_type_error(engine: Engine, give: str) -> None:
+    with pytest.raises(TypeError, match="got NoneType, expected"):
+        getattr(engine, give)(None)
 
 
 @pytest.mark.parametrize("field", ["prefix", "suffix"])

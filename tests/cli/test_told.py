@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -72,7 +73,7 @@ def test_a_damaged_store(store: Path, model: Path, here: Here, page: set[str]) -
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
     asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--no-warm-up")
-    assert lines(asked, 0, store)[-1] in page
+    assert set(lines(asked, 0, store)[-2:]) <= page  # what was compiled, what was damaged
     found = lines(here("verify", store), 1, store)
     assert len(found) == 3 and set(found) <= page
     found = lines(here("verify", store, "--repair", "--dry-run"), 1, store)
@@ -117,7 +118,7 @@ def test_what_fits_several(store: Path, model: Path, here: Here, page: set[str])
             engine.store.set_wish(id_, Wish(name="letters", begins="Dear …"))
         firsts = [prefix.id[0] for prefix in engine.store.prefixes()]  # 17 of 16 letters
     ask = ("ask", model, "why?", "--store", store)
-    for which in ((), ("--prefix", "letters")):
+    for which in ((), ("--prefix", "letters"), ("--prefix", "ledgr")):
         (line,) = lines(here(*ask, *which), 1, store)
         assert line in page
     twice = max(firsts, key=firsts.count)
@@ -165,6 +166,14 @@ def test_an_interrupted_batch_and_anything_else(
     assert line in page
     (line,) = lines(here("verify", store), 130, store)
     assert line == "ckv: interrupted" and line in page
+
+
+def test_a_batch_that_compiles(store: Path, model: Path, here: Here, page: set[str]) -> None:
+    asked, out = store.parent / "asked.jsonl", store.parent / "answers.jsonl"
+    asked.write_text('{"question": "why?"}\n{"question": "when?"}\n')
+    done = here("batch", model, asked, "--store", store, "--out", out, "--prefix", "handbook")
+    assert lines(done, 0, store)[-1] in page
+    assert all(json.loads(line)["compiled"] > 0 for line in out.read_text().splitlines())
 
 
 def test_an_import_that_is_interrupted_ends_at_once() -> None:
