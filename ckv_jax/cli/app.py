@@ -50,16 +50,22 @@ app = typer.Typer(
         "no network and no GPU."
     ),
 )
-app.command("demo")(demo.demo)
-app.command("ingest")(ingest.ingest)
-app.command("ask")(ask.ask)
-app.command("batch")(batch.batch)
-app.command("serve")(serve.serve)
-app.command("convert")(convert.convert)
-app.command("inspect")(store_tools.inspect)
-app.command("verify")(store_tools.verify)
-app.command("prune")(store_tools.prune)
-app.command("pin")(store_tools.pin)
+for _command in (
+    demo.demo,
+    ingest.ingest,
+    ask.ask,
+    batch.batch,
+    serve.serve,
+    convert.convert,
+    store_tools.inspect,
+    store_tools.verify,
+    store_tools.prune,
+    store_tools.pin,
+):
+    # A docstring's own line ends would be kept beside those of the terminal's width.
+    _said = (_command.__doc__ or "").split("\n\n")
+    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _said)
+    app.command(_command.__name__, help=_help)(_command)
 
 
 def _print_version(wanted: bool) -> None:

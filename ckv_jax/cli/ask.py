@@ -43,8 +43,9 @@ def ask(
         str | None,
         typer.Option(
             "--prefix",
-            metavar="ID",
-            help="Which stored text: the id that `ckv ingest` printed, or how it begins. "
+            metavar="ID|NAME",
+            help="Which stored text: the id that `ckv ingest` printed, how it begins, or the "
+            "--name that it was given. "
             "May be left out where the store holds just one.",
         ),
     ] = None,
@@ -52,7 +53,13 @@ def ask(
     system: System = "ckv",
     max_tokens: Annotated[
         int,
-        typer.Option("--max-tokens", metavar="N", min=1, help="Tokens to answer with, at most."),
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            min=1,
+            help="Tokens to answer with, at most. Text, question and answer together have to fit "
+            "the model's context.",
+        ),
     ] = 1,
     chat: Annotated[
         bool,

@@ -37,7 +37,11 @@ def ingest(
     checkpoint: Checkpoint,
     text_file: Annotated[
         str,
-        typer.Argument(metavar="TEXTFILE", help="The text, UTF-8; - reads it from stdin."),
+        typer.Argument(
+            metavar="TEXTFILE",
+            help="The text, UTF-8; - reads it from stdin. With question and answer it has to fit "
+            "the model's context, which `ckv inspect CHECKPOINT` tells.",
+        ),
     ],
     store: Store,
     system: System = "ckv",

@@ -83,8 +83,8 @@ System = Annotated[
         "--system",
         metavar="NAME",
         help="How prefixes are laid out, selected from and cached: ckv (ours), contiguous-kv "
-        "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru or recompute. "
-        "Ask with the system that ingested.",
+        "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru or recompute (which reads "
+        "and stores nothing). Ask with the system that ingested, or with recompute.",
     ),
 ]
 Codec = Annotated[

@@ -43,7 +43,7 @@ def test_a_checkpoint_of_either_format(form: str, llama: Path, here: Here) -> No
 def test_people_read_the_same(llama: Path, here: Here) -> None:
     code, out, _ = here("inspect", llama / "hf")
     assert code == 0
-    for fact in ("Llama (llama)", "192 B a token", "stretched from 32 by 8 (llama3)", "H200"):
+    for fact in ("Llama (llama)", "192 B per token", "stretched from 32 by 8 (llama3)", "H200"):
         assert fact in out
 
 
