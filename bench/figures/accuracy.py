@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import COLORS, INK, SERIES, line, percent, systems_of
+from bench.figures.style import (
+    COLORS,
+    INK,
+    SERIES,
+    checkpoint_name,
+    line,
+    model_name,
+    percent,
+    systems_of,
+)
 
 CAPTION = (
     "Left, right answers against the time to the first token: up and to the left is better; the "
-    "numbers beside marks are budgets in per cent. Times are of a model with the KV shape of "
+    "shares beside marks are budgets. Times are of a model with the KV shape of "
     "Qwen2.5-7B, answers of the small checkpoint that ships with the package, so that the plane "
     "holds two measurements, not one. Right, the same answers against budget. Whiskers are 95% "
     "intervals."
@@ -39,7 +48,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         _plane(plane, rows, times)
         setting = result["ttft"]["setting"]
         plane.set(
-            xlabel=f"mean TTFT, ms ({setting['model']}, {setting['prefix_tokens']:,} tokens, cold)",
+            xlabel=f"mean TTFT, ms ({model_name(setting['model'])}, "
+            f"{setting['prefix_tokens']:,} tokens, cold)",
             title="Right answers against time to first token",
         )
         plane.set_ylabel("right answers, %")
@@ -50,7 +60,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
     by_budget.set_ylim(100 * lowest - 4, 102)
     figure.suptitle(
         f"{result['questions']} questions on {result['documents']} ledgers of "
-        f"{result['tokens']:,} tokens, checkpoint {result['checkpoint']}",
+        f"{result['tokens']:,} tokens, {checkpoint_name(result['checkpoint'])}; whiskers: 95% "
+        "intervals",
         fontsize=10,
     )
 
@@ -85,7 +96,7 @@ def _plane(axis: Any, rows: list[dict[str, Any]], times: dict[tuple[str, float],
         up = {"ckv": -12, "contiguous-kv": 9}.get(name)
         if up is not None:  # the others' would hide each other
             for row, px, py in zip(mine, at, right, strict=True):
-                told = f"{100 * row['budget']:g}"
+                told = percent(row["budget"])
                 axis.annotate(told, (px, py), xytext=(-9, up), textcoords="offset points",
                               ha="center", fontsize=7, color=COLORS[name])  # fmt: skip
     if dense:

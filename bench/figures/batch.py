@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import FAINT, SERIES, ends, machine_line, percent
+from bench.figures.style import FAINT, SERIES, ends, machine_line, model_name, percent
 
 CAPTION = (
     "Left, requests per second by how many are asked at once, both axes logarithmic; the dashed "
@@ -55,8 +55,8 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         right.set(ylabel="MB read from SSD per call", title="Bytes on one prefix")
     setting = result["setting"]
     figure.suptitle(
-        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefixes, one prefix at "
-        f"{percent(setting['budgets'][0])}, mixed at all budgets. "
+        f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefixes, one prefix "
+        f"at {percent(setting['budgets'][0])}, mixed at all budgets. "
         f"{machine_line(result['machine'])}",
         fontsize=10,
     )

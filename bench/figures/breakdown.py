@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import machine_line, percent, stack
+from bench.figures.style import machine_line, model_name, percent, stack
+from ckv_jax.trace import MEANING
 
 CAPTION = (
     "Mean milliseconds of each stage as the engine's thread sees it; they add up to the time to "
@@ -32,10 +33,12 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
                       fontsize=8)  # fmt: skip
     axis.set_xlim(0, 1.33 * max(map(sum, widths)))
     axis.set_xlabel("ms of the mean time to first token")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))
+    handles, names = axis.get_legend_handles_labels()
+    figure.legend(handles, [f"{name}: {MEANING[name]}" for name in names],
+                  loc="outside lower center", ncols=3)  # fmt: skip
     setting = result["setting"]
     axis.set_title(
-        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefix, cold, "
+        f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefix, cold, "
         f"{rows[0]['ttft_ms']['n']} requests each. {machine_line(result['machine'])}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import FAINT, INK, SERIES, percent
+from bench.figures.style import FAINT, INK, SERIES, checkpoint_name, percent
 
 POLICIES_CAPTION = (
     "Hit rate of a policy that attention guides less that of another, in points, with 95% "
@@ -20,6 +20,11 @@ _KEEPS = {
     "lru": SERIES[6], "lfu": SERIES[3], "lookahead of 1.25": SERIES[2], "lookahead": SERIES[1],
     "belady": SERIES[0],
 }  # fmt: skip
+_WORDS = {
+    "lookahead of 1.25": "scores, of the best 1.25 choices", "lookahead": "the token's scores",
+    "belady": "Belady: told the future",
+}  # fmt: skip
+"""What a stranger reads for a way of keeping."""
 
 
 def draw_policies(figure: Any, result: dict[str, Any]) -> None:
@@ -40,8 +45,9 @@ def draw_policies(figure: Any, result: dict[str, Any]) -> None:
                                    label=guided if filled and at == 0 else None)  # fmt: skip
         panel.axvline(0, color=INK, lw=1)
         hits = mine["frequency-attention"]["hit_rate"]
-        panel.set(title=f"{name}\n({hits['device']:.0%} of uses hit the device)",
-                  xlabel="points of hit rate ahead")  # fmt: skip
+        what = name.replace("structured", "synthetic selections")
+        panel.set(title=f"{what}\n({hits['device']:.0%} of uses hit the device)",
+                  xlabel="points of hit rate ahead of that policy")  # fmt: skip
         panel.set_yticks(range(len(others)), [f"over {other}" for other in others])
         panel.set_ylim(len(others) - 0.5, -0.5)
         panel.grid(visible=False, axis="y")
@@ -81,7 +87,8 @@ def draw_windows(figure: Any, result: dict[str, Any]) -> None:
                                  if row["keep"] in (keep, "any")]  # fmt: skip
             axis.plot(*zip(*mine, strict=True), "--" if dashed else "-", marker="o", ms=3, lw=1.3,
                       color=color, label=None if dashed else keep)  # fmt: skip
-        axis.set_title(f"{part['choosing']}, budget {percent(part['budget'])}", fontsize=8.5)
+        choosing = part["choosing"].replace("pooled", "of all heads")
+        axis.set_title(f"{choosing}, budget {percent(part['budget'])}", fontsize=8.5)
     goal = next((bar["bar"] for bar in result["bars"] if 0.5 < bar["bar"] < 1), None)
     for axis in axes.flat:
         if goal is not None:
@@ -90,8 +97,16 @@ def draw_windows(figure: Any, result: dict[str, Any]) -> None:
         axis.set(xlabel="window, times one choice", xticks=range(5), ylim=(0, 102))
     for row in axes:
         row[0].set_ylabel("hits, %")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center",
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, [_WORDS.get(name, name) for name in names], loc="outside lower center",
                   ncols=len(_KEEPS), title=f"solid: {texts[0]}; dashed: {texts[-1]}")  # fmt: skip
+    bar = "" if goal is None else f"; grey: the goal, {percent(goal)}"
+    figure.suptitle(
+        f"Share of the chunks that a token chooses which a window still holds: "
+        f"{checkpoint_name(result['checkpoint'])},\n{result['prefix_tokens']:,} tokens; rows: how "
+        f"chunks are chosen{bar}",
+        fontsize=10,
+    )
 
 
 def conclude_windows(result: dict[str, Any]) -> str:

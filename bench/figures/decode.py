@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import COLORS, FAINT, MARKS, line, percent, systems_of
+from bench.figures.style import COLORS, FAINT, MARKS, checkpoint_name, line, percent, systems_of
 
 SPEED_CAPTION = (
     "Tokens per second of all sequences together, and the share of a token's time that waits for "
@@ -16,9 +16,15 @@ ACCURACY_CAPTION = (
 )
 STUDY_CAPTION = (
     "Right answers in per cent by rule and budget, by masks over the dense KV; the darker, the "
-    "fewer. A panel for each way in which heads and layers choose."
+    "fewer. A panel for each way in which heads and layers choose. Keys are scored whole, or as "
+    "int4, as product-quantised (pq) or by their signs; means and bounds stand for 8 or 16 tokens "
+    "each; `then int4 of 4 x` scores the best four budgets again by int4."
 )
-_PANELS = ("each head", "heads pooled", "period 4")
+_PANELS = {
+    "each head": "each head of each layer chooses", "heads pooled": "each layer chooses",
+    "period 4": "four layers choose together",
+}  # fmt: skip
+"""Parts of rules' names, and what a stranger reads."""
 
 
 def draw_speed(figure: Any, result: dict[str, Any]) -> None:
@@ -71,6 +77,11 @@ def draw_accuracy(figure: Any, result: dict[str, Any]) -> None:
             line(panel, at, right, system, yerr=(low, high), elinewidth=0.7, label=system,
                  ms=5 if MARKS[system] != "o" else 6)  # fmt: skip
     panels[0].set_ylabel("right answers, %")
+    figure.suptitle(
+        f"Answers decoded token by token, {result['documents']} ledgers of {result['tokens']:,} "
+        f"tokens, {checkpoint_name(result['checkpoint'])}; whiskers: 95% intervals",
+        fontsize=10,
+    )
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center",
                   ncols=len(systems))  # fmt: skip
 
@@ -114,9 +125,15 @@ def draw_study(figure: Any, result: dict[str, Any]) -> None:
         labels = [name.replace(f", {part}", "").replace(", heads pooled", "") for name in names]
         axis.set_yticks(range(len(names)), labels, fontsize=7.5)
         axis.set_xticks(range(len(budgets)), [percent(budget) for budget in budgets])
-        axis.set(title=part, xlabel="budget")
+        axis.set(title=_PANELS[part], xlabel="budget")
         axis.grid(visible=False)
     figure.colorbar(image, ax=axes, label=f"right answers, % (everything: {100 * full:.1f})")
+    figure.suptitle(
+        "What every token chooses by (rows) and how much of the text it attends to (columns): "
+        f"{result['documents']} ledgers of {result['tokens']:,} tokens, "
+        f"{checkpoint_name(result['checkpoint'])}",
+        fontsize=10,
+    )
 
 
 def conclude_study(result: dict[str, Any]) -> str:

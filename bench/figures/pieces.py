@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import COLORS, INK, half_width, line, machine_line, percent, systems_of
+from bench.figures.style import (
+    COLORS,
+    INK,
+    half_width,
+    line,
+    machine_line,
+    model_name,
+    percent,
+    systems_of,
+)
 
 ABLATION_CAPTION = (
     "Mean TTFT with a part taken away, less the mean of the whole system: to the right of zero, "
@@ -121,8 +130,8 @@ def draw_sensitivity(figure: Any, result: dict[str, Any]) -> None:
     figure.legend(*handles, loc="outside lower center", ncols=len(handles[1]))
     setting = result["setting"]
     figure.suptitle(
-        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefix where it does not change, "
-        f"cold. {machine_line(result['machine'])}",
+        f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefix where it "
+        f"does not change, cold; whiskers: 95% intervals. {machine_line(result['machine'])}",
         fontsize=10,
     )
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import NEEDED, PROBED, SPARE, UNUSED, machine_line, percent, stack
+from bench.figures.style import (
+    NEEDED,
+    PROBED,
+    SPARE,
+    UNUSED,
+    machine_line,
+    model_name,
+    percent,
+    stack,
+)
 
 AMPLIFICATION_CAPTION = (
     "Bytes of keys and values read for each byte that takes part in attention, means over requests "
@@ -45,7 +54,7 @@ def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
     axis.set_xlabel("bytes read per byte needed")
     setting = result["setting"]
     axis.set_title(
-        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefixes. "
+        f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefixes. "
         f"{machine_line(result['machine'])}"
     )
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -86,7 +95,7 @@ def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
     axis.set_xlabel("tokens loaded per request (keys and values of all layers)")
     setting = result["setting"]
     axis.set_title(
-        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefix, cold. "
+        f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefix, cold. "
         f"{machine_line(result['machine'])}"
     )
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(parts))

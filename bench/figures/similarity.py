@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import SERIES, ends, percent
+from bench.figures.style import SERIES, ends, model_name, percent
 
 CAPTION = (
     "Left, the share of a layer's chunks (row) that another layer (column) chose too, at the "
@@ -39,6 +39,12 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         right.plot(periods, values, color=color, marker=mark)
         named.append((f"budget {percent(row['budget'])}", periods[-1], values[-1], color))
     ends(right, named)
+    setting = result["setting"]
+    figure.suptitle(
+        f"Which chunks the layers of a {model_name(setting['model'])} choose, "
+        f"{setting['prefix_tokens']:,} tokens",
+        fontsize=10,
+    )
 
 
 def conclude(result: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ CAPTION = (
     "goal. Right, what the same model gives for a data sheet of another machine. Predictions are "
     "not measurements."
 )
+_SHEETS = {"a800-990pro": "an A800 and a 990 Pro"}
+"""Presets of machines by what a stranger calls them."""
 
 
 def draw(figure: Any, result: dict[str, Any]) -> None:
@@ -54,7 +56,7 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
     right.set_xticks(tokens, [f"{n // 1024}k" for n in tokens])
     right.minorticks_off()
     right.yaxis.set_major_formatter("{x:,.0f}")
-    sheet = predicted[0]["preset"]
+    sheet = _SHEETS.get(predicted[0]["preset"], predicted[0]["preset"])
     right.set(xlabel="tokens of the prefix", ylabel="predicted TTFT, ms",
               title=f"Predicted for 7B on {sheet}, budget {percent(budgets[0])}")  # fmt: skip
     ends(right, named)

@@ -59,7 +59,18 @@ def machine_line(found: Mapping[str, Any] | None) -> str:
         return "machine not recorded"
     device = str(found["device"])
     beside = "" if device.startswith("cpu") else f", {device}"
-    return f"{found['cpu']}, {found['cores']} cores{beside}"
+    cpu = str(found["cpu"]).replace("(R)", "").removesuffix(" Processor")
+    return f"{cpu}, {found['cores']} cores{beside}"
+
+
+def model_name(name: str) -> str:
+    """A model of a result, with what it is where its name does not tell a stranger."""
+    return "thin model with the KV of Qwen2.5-7B (kv7b-thin)" if name == "kv7b-thin" else name
+
+
+def checkpoint_name(name: str) -> str:
+    """A checkpoint of a result, as a stranger knows it."""
+    return "the checkpoint that ships with the package" if name == "reference" else name
 
 
 def line(axis: Any, xs: Sequence[float], ys: Sequence[float], system: str, **more: Any) -> None:

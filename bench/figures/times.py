@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import COLORS, FAINT, INK, MARKS, machine_line, percent, systems_of
+from bench.figures.style import (
+    COLORS,
+    FAINT,
+    INK,
+    MARKS,
+    machine_line,
+    model_name,
+    percent,
+    systems_of,
+)
 
 CAPTION = (
     "Dots are medians, the thick bars their 95% intervals (by bootstrap, where the result has "
@@ -56,12 +65,13 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         *first.plot([], [], ls="none", marker="_", ms=16, mew=2, color=INK),
         *first.plot([], [], ls="none", marker="_", ms=16, mew=2, color=FAINT),
     ]
-    figure.legend(handles, ["bare calls alone", "bytes to read at fio's bandwidth"],
+    figure.legend(handles, ["floor: the calls alone, all KV on the device",
+                            "floor: the bytes alone, at fio's bandwidth"],
                   loc="outside lower center", ncols=2)  # fmt: skip
     setting = result["setting"]
     title = (
-        f"{setting['model']}, {setting['prefix_tokens']:,}-token prefix, cold: median TTFT, "
-        f"line to P95. {machine_line(result['machine'])}"
+        f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefix, cold: "
+        f"median TTFT, line to P95. {machine_line(result['machine'])}"
     )
     if dense:
         title += f". recompute: {dense[0]['ttft_ms']['p50']:,.0f} ms"
