@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,15 @@ from ckv_jax.storage.index.wishes import Wish
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(40))
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, here and in new processes, however these tests were started: what a shell
+    runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
