@@ -115,6 +115,7 @@ def ingest(
     Wish(**said)  # refuses what cannot be before anything is loaded
     with terminal.loading():
         from ckv_jax import compilation_cache
+        from ckv_jax.cli.serving import find_prefix
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import with_codec
@@ -140,8 +141,10 @@ def ingest(
         seconds = time.perf_counter() - start
         before = engine.store.wishes().get(prefix.id, Wish())
         engine.store.set_wish(prefix.id, replace(before, **said))
-        wishes = engine.store.wishes()
-        alone = sum(wish.name == name for wish in wishes.values()) == 1
+        try:
+            alone = bool(name) and find_prefix(engine.store, name, salt=salt) == prefix
+        except ValueError:  # others are called the same
+            alone = False
         stored = engine.store.usage()
     if json:
         terminal.json(
@@ -163,7 +166,7 @@ def ingest(
         f"the store now holds {byte_size(stored)}"
     )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
-    command += ["--prefix", name if name and alone else prefix.id[:8]]
+    command += ["--prefix", name if alone else prefix.id[:8]]
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),

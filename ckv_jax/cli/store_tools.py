@@ -152,6 +152,8 @@ def verify(
             + (f", {len(report.unread)} not read" if report.unread else "")
             + (f"; {', '.join(done)}" if done else "")
         )
+    if not json and (report.quarantined or report.removed):
+        terminal.say("what was lost comes back when the same text is ingested again")
     if report.damages and not repair:
         more = "" if dry_run else "   (--dry-run: only say what)"
         terminal.say(f"run: ckv verify {store} --repair{more}", wrap=False)

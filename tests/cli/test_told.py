@@ -88,6 +88,9 @@ def test_a_damaged_store(store: Path, model: Path, here: Here, page: set[str]) -
     assert len(found) == 3 and set(found) <= page
     found = lines(here("verify", store, "--repair", "--dry-run"), 1, store)
     assert found[1].startswith("would") and found[1] in page
+    assert lines(here("verify", store, "--repair"), 0, store)[-1] in page
+    assert here("ingest", model, model.parent / "handbook.txt", "--store", store)[0] == 0
+    assert here("verify", store)[0] == 0
 
 
 def test_a_slow_disk(
@@ -134,6 +137,17 @@ def test_what_fits_several(store: Path, model: Path, here: Here, page: set[str])
     twice = max(firsts, key=firsts.count)
     (line,) = lines(here(*ask, "--prefix", twice), 1, store)
     assert line in page
+
+
+@pytest.mark.parametrize(("name", "alone"), [("handbook", False), ("other", True)])
+def test_what_to_try_finds_what_was_stored(
+    name: str, alone: bool, store: Path, model: Path, here: Here
+) -> None:
+    other = store.parent / "other.txt"
+    other.write_text(TEXT.replace("lamp", "desk"))
+    code, out, _ = here("ingest", model, other, "--store", store, "--name", name)
+    (prefix,) = re.findall(r"\b[0-9a-f]{32}\b", out)
+    assert code == 0 and out.rstrip().endswith(f"--prefix {name if alone else prefix[:8]}")
 
 
 def test_another_system_or_dtype(store: Path, model: Path, here: Here, page: set[str]) -> None:
