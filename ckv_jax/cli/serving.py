@@ -110,7 +110,7 @@ def kv_bytes(prefix: Prefix) -> int:
 
 
 def say_recomputed(chunks: int, engine: Engine, store: str) -> str:
-    """What to tell whoever got an answer for which chunks had to be computed again."""
+    """What to tell the user who got an answer for which chunks had to be computed again."""
     late = engine.stats().read_errors and not engine.stats().quarantined
     limit = engine.config.read_deadline_s
     are, were = ("is", "was") if chunks == 1 else ("are", "were")
