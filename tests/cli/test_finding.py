@@ -106,10 +106,11 @@ def test_results_print_what_a_person_wants(engine: Engine, stored: list[Prefix])
     assert str(bad).startswith("PrefixNotFound: no stored prefix")
 
 
-def test_a_first_answer_says_what_was_compiled(engine: Engine, stored: list[Prefix]) -> None:
-    other = Request(prefix=stored[0], suffix=list(range(1, 24)))  # of another bucket
-    (first,) = engine.reprefill([other])
-    (second,) = engine.reprefill([other])
+def test_a_first_answer_says_what_was_compiled(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, nothing_compiled=True) as engine:
+        request = Request(prefix=engine.ingest(list(range(1, 40))), suffix=list(range(1, 24)))
+        (first,) = engine.reprefill([request])
+        (second,) = engine.reprefill([request])
     assert first.trace.compiled > 0 and second.trace.compiled == 0
     assert f"programs compiled or loaded: {first.trace.compiled}" in str(first.trace)
     assert "compiled" not in str(second.trace)
