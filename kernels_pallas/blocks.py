@@ -149,7 +149,13 @@ class GpuBlocks:
     gather: GpuGather = field(default_factory=GpuGather)
 
 
-_TPU: Mapping[str, TpuBlocks] = MappingProxyType({"": TpuBlocks()})
+_TPU: Mapping[str, TpuBlocks] = MappingProxyType(
+    {
+        "": TpuBlocks(),
+        # Its matrix units hand results on in order, so that more of them wait in registers.
+        "TPU v4": TpuBlocks(dense=TpuDense(strip=128, part=256), score=TpuScore(keys=128)),
+    }
+)
 """By the beginning of the device's name; the longest that fits holds."""
 _GPU: Mapping[int, GpuBlocks] = MappingProxyType({9: GpuBlocks()})
 """By the major compute capability; where there is none, Hopper's."""

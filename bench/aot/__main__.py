@@ -60,8 +60,11 @@ class Asked:
         return values | sizes | {"compilers": versions}
 
 
-def rows_of(target: str, model: str, programs: Sequence[str], row_s: float) -> list[Json]:
-    """All rows of one device and model; what cannot be had says why."""
+def rows_of(
+    target: str, model: str, programs: Sequence[str], row_s: float, before: Sequence[Json]
+) -> list[Json]:
+    """All rows of one device and model; what cannot be had says why. `before`: rows that are
+    there."""
     known, why = False, None
     try:
         chip, devices = parted(target)
@@ -75,7 +78,7 @@ def rows_of(target: str, model: str, programs: Sequence[str], row_s: float) -> l
     except ValueError as error:
         known, why = False, str(error)
     if why is None:
-        return compiled_rows(target, model, programs, row_s=row_s)
+        return compiled_rows(target, model, programs, row_s=row_s, before=list(before))
     status = "skipped" if known else "failed"
     nothing = {"compiled": False, "why": why, "status": status, "failures": []}
     named = {"target": target, "model": model}
@@ -144,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             own = [name for name in asked.programs if ":" not in target or name in SPLIT]
             left = [name for name in own if (target, model, name) not in done]
             if left:
-                part = pool.submit(rows_of, target, model, left, asked.row_s)
+                part = pool.submit(rows_of, target, model, left, asked.row_s, rows)
                 parts[part] = f"{target} {model}"
         for part in as_completed(parts):
             rows += part.result()

@@ -35,6 +35,11 @@ class Chip:
     capability: tuple[int, int] | None = None
     """Of a GPU."""
 
+    @property
+    def compiled_as(self) -> str:
+        """What its compiler is told of it."""
+        return self.config or f"{self.topology} {self.eight}"
+
 
 def _tpu(
     name: str, device: str, topology: str, eight: str, *, gib: float, gb: float, tflops: float,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import jax.numpy as jnp
+import numpy as np
 
 from bench.aot.program import Program, of
 from bench.aot.shapes import (
@@ -20,14 +21,16 @@ from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.pieces import Part, Pieces
 
+ROWS = np.arange(4, dtype=np.int32)
+
 
 def _open(sizes: Sizes) -> Program:
     own = Pieces(sizes.layers)
     return of(sizes, lambda: own.open(0, sizes.hidden(1, SUFFIX), ints(1)), tokens=SUFFIX)
 
 
-def _part(sizes: Sizes) -> Part:
-    q, k = sizes.queries(1, SUFFIX), sizes.rows(1, SUFFIX)
+def _part(sizes: Sizes, length: int = SUFFIX) -> Part:
+    q, k = sizes.queries(1, length), sizes.rows(1, length)
     out, lse = (sizes.split(shape, jnp.float32, HEADS) for shape in (q.shape, q.shape[:3]))
     return Part(q, k, k, out, lse)
 
@@ -56,6 +59,18 @@ def _over_rows(sizes: Sizes) -> Program:
     )
 
 
+def _over_window(sizes: Sizes) -> Program:
+    """A block of a dense prefill past its window, over all that stays on the device."""
+    keys = sizes.rows(1, sizes.prefill_window)
+    return of(
+        sizes,
+        lambda: Pieces(sizes.layers).over_rows(_part(sizes, BLOCK), keys, keys),
+        kernels=1,
+        tokens=BLOCK,
+        room=8 * sizes.prefill_window * sizes.row,
+    )
+
+
 def _insert(sizes: Sizes) -> Program:
     buffer = sizes.rows(1, WINDOW_ROWS)
     own = Pieces(sizes.layers)
@@ -76,6 +91,24 @@ def _grow(sizes: Sizes) -> Program:
     return of(sizes, lambda: own.resize(kv, 2 * WINDOW_ROWS), tokens=0)
 
 
+def _pick(sizes: Sizes) -> Program:
+    """One sequence out of such a batch."""
+    many, own = sizes.rows(8, WINDOW_ROWS), KvRows(sizes.layers)
+    return of(sizes, lambda: own.pick(((many, many),) * CALL_LAYERS, 0, WINDOW_ROWS), tokens=0)
+
+
+def _take(sizes: Sizes) -> Program:
+    """Half of its sequences."""
+    many, own = sizes.rows(8, WINDOW_ROWS), KvRows(sizes.layers)
+    return of(sizes, lambda: own.take(((many, many),) * CALL_LAYERS, ROWS), tokens=0)
+
+
+def _keep(sizes: Sizes) -> Program:
+    """What one of them has generated, to be stored."""
+    many, own = sizes.rows(8, WINDOW_ROWS), KvRows(sizes.layers)
+    return of(sizes, lambda: own.read(((many, many),) * CALL_LAYERS, 0, 0, 1), tokens=0)
+
+
 def _put(sizes: Sizes) -> Program:
     """One sequence into a batch of decode buffers."""
     many, one = sizes.rows(8, WINDOW_ROWS), sizes.rows(1, WINDOW_ROWS)
@@ -92,10 +125,14 @@ PIECES: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "pieces-open": _open,
         "pieces-pages": _over_pages,
         "pieces-rows": _over_rows,
+        "pieces-window": _over_window,
         "pieces-insert": _insert,
         "pieces-close": _close,
         "buffers-grow": _grow,
         "buffers-put": _put,
+        "buffers-pick": _pick,
+        "buffers-take": _take,
+        "buffers-keep": _keep,
     }
 )
 """By name."""

@@ -16,20 +16,31 @@ from typing import IO
 from bench.aot.chips import parted
 from bench.aot.compilers import folder
 from bench.aot.kernels import KERNELS
+from bench.aot.verdict import SAID
 from bench.common import Json
 
 START_S = 120.0
 """For a process to come up and load its compiler."""
 
 
-def compiled_rows(target: str, model: str, programs: Sequence[str], *, row_s: float) -> list[Json]:
-    """One row a program. A process that ends early is started again behind the row it was at."""
+def compiled_rows(
+    target: str, model: str, programs: Sequence[str], *, row_s: float, before: Sequence[Json] = ()
+) -> list[Json]:
+    """One row a program. A process that ends early is started again behind the row it was at.
+
+    A program that is the very text of one in the rows `before` is not compiled again.
+    """
     rows: list[Json] = []
+    known = {
+        row["digest"]: {name: row[name] for name in SAID} for row in before if row.get("digest")
+    }
     alone = [name for name in programs if name in KERNELS]
     for group in ([name for name in programs if name not in KERNELS], alone):
         left = list(group)
         while left:
-            found = _worker(target, model, left, row_s, instructions=group is alone)
+            order = {"target": target, "model": model, "programs": left, "known": known,
+                     "instructions": group is alone}  # fmt: skip
+            found = _worker(order, row_s)
             rows += found
             left = left[len(found) :]
     named = {"target": target, "model": model}
@@ -53,20 +64,18 @@ def environment(target: str, dumps: Path, *, instructions: bool) -> dict[str, st
     return found
 
 
-def _worker(
-    target: str, model: str, programs: Sequence[str], row_s: float, *, instructions: bool
-) -> list[Json]:
+def _worker(order: Json, row_s: float) -> list[Json]:
     """Rows of the first programs, at least one, until one of them ends the process."""
     rows: list[Json] = []
+    programs = order["programs"]
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w+") as errors:
         dumps = Path(scratch)
         with subprocess.Popen(
             [sys.executable, "-m", "bench.aot.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            env=environment(target, dumps, instructions=instructions),
+            env=environment(order["target"], dumps, instructions=order["instructions"]),
         ) as process:  # fmt: skip
             assert process.stdin is not None and process.stdout is not None
-            order = {"target": target, "model": model, "programs": list(programs)}
             process.stdin.write(json.dumps(order))
             process.stdin.close()
             late = False

@@ -28,6 +28,8 @@ class Program:
     """Of one kernel by itself: bytes that it has to read and write."""
     moves_more: str | None = None
     """Why no kernel could move about that little."""
+    spills_more: str | None = None
+    """Why no version is better that spills less."""
     whole_model: float = 1.0
     """Donated buffers of the whole model over those of this call."""
     example: Callable[[], tuple[Any, ...]] | None = None

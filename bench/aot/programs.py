@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import jax
+import jax.numpy as jnp
 
+from bench.aot.choosing import CHOOSING
 from bench.aot.pieces import PIECES
 from bench.aot.program import Program, of
 from bench.aot.rivals import RIVALS
@@ -15,8 +18,8 @@ from bench.aot.shapes import (
     CALL_LAYERS,
     CHUNK,
     DTYPE,
+    LANDMARKS,
     PACK,
-    PREFIX,
     PROBES,
     SUFFIX,
     WINDOW_ROWS,
@@ -24,10 +27,15 @@ from bench.aot.shapes import (
     abstract,
     ints,
 )
+from ckv_jax.fitting import layout_of
 from ckv_jax.memory import device
+from ckv_jax.memory.landing import _decoding
 from ckv_jax.model.shardings import PAGES
-from ckv_jax.pipeline.prefill import Prefills, context_bucket
+from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.storage.codec import CODECS
+from ckv_jax.storage.layout import PLAIN
+from ckv_jax.systems import with_codec
 
 
 def _embed(sizes: Sizes) -> Program:
@@ -44,10 +52,11 @@ def _head(sizes: Sizes) -> Program:
 
 
 def _select(kind: str) -> Callable[[Sizes], Program]:
-    """Full keys as `contiguous-kv` selects, digests as `ckv` does."""
+    """Full keys as `contiguous-kv` selects, digests as `ckv` does, landmarks as rivals of long
+    decode do."""
 
     def program(sizes: Sizes) -> Program:
-        layers = [0] if kind == "keys" else [0, 1, 2]
+        layers = [0, 1, 2] if kind in ("int8", "int4", "pq") else [0]
         tokens = sizes.chunks * CHUNK
         window = None if kind == "keys" else 4
         probes = [sizes.probe(kind, tokens) for _ in layers]
@@ -57,7 +66,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
                 layers, sizes.hidden(1, SUFFIX), ints(1), ints(1), probes, ints(), ints(), ints(1),
                 score=attention_mass, n=sizes.chosen, window=window, chunk_tokens=CHUNK,
             ),
-            kernels=len(layers),
+            kernels=0 if kind in LANDMARKS else len(layers),
             sums=1,
             tokens=SUFFIX,
             room=8 * tokens * sizes.config.num_heads * (window or SUFFIX) // 16,
@@ -106,8 +115,8 @@ def _decode(batch: int) -> Callable[[Sizes], Program]:
 
 
 def _prefill(sizes: Sizes) -> Program:
-    own = Prefills(sizes.layers, block=BLOCK, window=8192)
-    rows = context_bucket(PREFIX, BLOCK)
+    own = Prefills(sizes.layers, block=BLOCK, window=sizes.prefill_window)
+    rows = sizes.prefill_rows
     buffer = sizes.rows(1, rows)
     return of(
         sizes,
@@ -125,8 +134,8 @@ def _prefill(sizes: Sizes) -> Program:
 
 
 def _join(sizes: Sizes) -> Program:
-    own = Prefills(sizes.layers, block=BLOCK, window=8192)
-    buffer = sizes.rows(1, context_bucket(PREFIX, BLOCK))
+    own = Prefills(sizes.layers, block=BLOCK, window=sizes.prefill_window)
+    buffer = sizes.rows(1, sizes.prefill_rows)
     buffers = ((buffer, buffer),) * CALL_LAYERS
     return of(sizes, lambda: own.join((), buffers, ints(), block=BLOCK), tokens=BLOCK)
 
@@ -156,11 +165,28 @@ def _stage(sizes: Sizes) -> Program:
     return Program(jitted=jitted, args=(fresh,), named={}, tokens=0, pinned=True)
 
 
+def _unpack(codec: str) -> Callable[[Sizes], Program]:
+    """A block of packs from what a codec left on the disk."""
+
+    def program(sizes: Sizes) -> Program:
+        system = with_codec("ckv", codec)
+        layout, coder = layout_of(system, sizes.config, DTYPE), system.coder
+        assert coder is not None
+        stored = abstract((16, *layout.stored_shape), jnp.uint8)
+        room = 16 * 4 * 3 * math.prod(sizes.pack())  # float32, a few of them at a time
+        return Program(
+            jitted=_decoding(coder.of_group(0, layout), layout), args=(stored,), named={},
+            tokens=0, room=room,
+        )  # fmt: skip
+
+    return program
+
+
 PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
         "embed": _embed,
         "head": _head,
-        **{f"select-{kind}": _select(kind) for kind in PROBES},
+        **{f"select-{kind}": _select(kind) for kind in (*PROBES, *LANDMARKS)},
         "run": _run(1),
         "run-b8": _run(8),
         "decode": _decode(1),
@@ -170,7 +196,9 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "pool-write": _write,
         "pool-read": _read,
         "stage": _stage,
+        **{f"unpack-{name}": _unpack(name) for name in CODECS if name != PLAIN},
         **PIECES,
+        **CHOOSING,
         **RIVALS,
     }
 )

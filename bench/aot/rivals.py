@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bench.aot.program import Program, of
 from bench.aot.shapes import (
@@ -20,7 +21,7 @@ from bench.aot.shapes import (
     ints,
 )
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.rivals.layers import RivalLayers
+from ckv_jax.rivals.layers import Choice, RivalLayers
 from ckv_jax.systems import SYSTEMS
 
 
@@ -62,9 +63,22 @@ def _rival(name: str) -> Callable[[Sizes], Program]:
                     ints(1), n=chosen, heads=impress.probe_heads, chunk_tokens=RIVAL_CHUNK,
                 ),
             ),
+            "by-heads": (
+                1,
+                lambda: own.choose_by_heads(
+                    qkv, ints(1), pool, table, ints(), ints(1), _trusted(chunks, tokens, chosen),
+                    abstract((1,), jnp.bool_), n=chosen,
+                ),
+            ),
             "attend-tokens": (
                 3,
                 lambda: own.attend_tokens(0, hidden, qkv, pool, table, table, ints(1, chosen)),
+            ),
+            "attend-heads": (
+                3,
+                lambda: own.attend_tokens(
+                    0, hidden, qkv, pool, table, table, ints(1, heads, chosen)
+                ),
             ),
             "attend-all": (
                 1, lambda: own.attend_all(0, hidden, ints(1), pool, table, table, table)
@@ -78,12 +92,28 @@ def _rival(name: str) -> Callable[[Sizes], Program]:
     return program
 
 
+def _trusted(chunks: int, tokens: int, chosen: int) -> Choice:
+    """What IMPRESS's probe heads chose, where only some rows fall back to every head's own."""
+    return Choice(
+        ids=ints(1, chosen), counts=ints(1, chunks), mass=abstract((1,), jnp.float32),
+        similarity=abstract((1,), jnp.float32), importance=abstract((tokens,), jnp.float32),
+    )  # fmt: skip
+
+
 RIVALS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
         "rival-gather": _gather,
         **{
             f"rival-{name}": _rival(name)
-            for name in ("project", "by-keys", "by-probe", "attend-tokens", "attend-all")
+            for name in (
+                "project",
+                "by-keys",
+                "by-probe",
+                "by-heads",
+                "attend-tokens",
+                "attend-heads",
+                "attend-all",
+            )
         },
     }
 )

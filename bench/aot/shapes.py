@@ -16,12 +16,21 @@ from jax.sharding import PartitionSpec
 
 from ckv_jax.buckets import chunk_bucket, probe_bucket
 from ckv_jax.config import EngineConfig
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, Probe
+from ckv_jax.kernels_pallas.score.probe import (
+    BoundKeys,
+    Int4Keys,
+    Int8Keys,
+    Keys,
+    MeanKeys,
+    PqKeys,
+    Probe,
+)
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.shardings import CODEBOOKS, HEADS, ONE_DEVICE, PAGES, PROBE, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.pipeline.prefill import context_bucket, window_within
 
 MODELS: Mapping[str, ModelConfig] = MappingProxyType(
     {name: PUBLISHED[name] for name in ("0.5B", "7B", "14B", "32B", "72B")}
@@ -77,6 +86,8 @@ class Sizes:
 
     config: ModelConfig
     target: Target
+    memory_bytes: int | None = None
+    """Of each device; None: as much as it takes."""
     shardings: Shardings = ONE_DEVICE
     """Over several devices, arrays are shapes that know where they lie."""
 
@@ -95,6 +106,22 @@ class Sizes:
         """What an engine gives its pool by default."""
         config = EngineConfig()
         return config.device_cache_bytes + config.prefetch_device_bytes
+
+    @property
+    def prefill_window(self) -> int:
+        """Tokens of a dense prefill that stay on the device, as an engine there has it."""
+        parts, room = self.shardings.size, self.memory_bytes
+        if room is not None:
+            room -= self.weight_bytes + self.pool_bytes // parts
+        return window_within(
+            room, EngineConfig().prefill_window, self.config, block=BLOCK,
+            itemsize=jnp.dtype(DTYPE).itemsize, devices=parts,
+        )  # fmt: skip
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of its buffers."""
+        return min(context_bucket(PREFIX, BLOCK), self.prefill_window + BLOCK)
 
     @property
     def chosen(self) -> int:
@@ -134,9 +161,14 @@ class Sizes:
         return self.split((batch, length, self.row), DTYPE, HEADS)
 
     def probe(self, kind: str, tokens: int) -> Probe:
-        """A probe of so many keys."""
+        """A probe of so many keys, or of the chunks that they make."""
         heads, dim = self.config.num_kv_heads, self.config.head_dim
         split = self.split
+        if kind in LANDMARKS:
+            marks = split((tokens // CHUNK, heads, dim), DTYPE, PROBE)
+            if kind == "bounds":
+                return BoundKeys(marks, marks)
+            return MeanKeys(marks, split((tokens // CHUNK, heads), jnp.float32, PROBE))
         scale = split((tokens, heads), jnp.float32, PROBE)
         if kind == "keys":
             return Keys(split((tokens, heads, dim), DTYPE, PROBE))
@@ -177,3 +209,6 @@ class Sizes:
 
 
 PROBES = ("keys", "int8", "int4", "pq")
+"""Those with a key for each token, which a kernel scores."""
+LANDMARKS = ("means", "bounds")
+"""Those with one for each chunk, which are XLA's alone."""

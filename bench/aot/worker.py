@@ -6,12 +6,13 @@ and a line `row JSON` after it. A compiler that crashes takes nothing else with 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,24 @@ def devices_of(chip: Chip, count: int) -> list[Any]:
 class Compiler:
     """One device, or some that a model is split over, and that model."""
 
-    def __init__(self, chip: Chip, count: int, model: str, folder: Path) -> None:
+    def __init__(
+        self, chip: Chip, count: int, model: str, folder: Path, *, instructions: bool,
+        known: Mapping[str, Json],
+    ) -> None:  # fmt: skip
+        """`instructions`: whether the compiler writes them down; `known`: what it said of programs
+        by their digests."""
         self.chip = chip
         self._folder = folder
+        self._model = model
+        self._instructions = instructions
+        self._known = dict(known)
         devices = devices_of(chip, count)
         self._device = devices[0]
         config = MODELS[model]
         shardings = Shardings.over(config, count, devices=devices)
-        self.sizes = Sizes(config, Target.of(self._device), shardings)
+        self.sizes = Sizes(
+            config, Target.of(self._device), memory_bytes=chip.memory_bytes, shardings=shardings
+        )
 
     def row(self, name: str) -> Json:
         """Everything about one program."""
@@ -68,7 +79,38 @@ class Compiler:
         start = time.perf_counter()
         with choices() as made:
             lowered = program.jitted.lower(*args, **program.named)
-        between = time.perf_counter()
+        digest = self._digest(lowered, program)
+        lower_s = round(time.perf_counter() - start, 2)
+        said = self._known.get(digest) or self._compiled(program, lowered)
+        self._known[digest] = said
+        found: Json = {
+            "implementation": _joined(choice.implementation for choice in made),
+            "kernels_expected": program.kernels,
+            "compiled": True,
+            "why": _joined(why for choice in made for why in choice.refused),
+            "lower_s": lower_s,
+            "temp_bound": temp_bound(self.sizes, program.tokens, program.room),
+            "must_read_bytes": program.must_read,
+            "moves_more": program.moves_more,
+            "spills_more": program.spills_more,
+            "devices": self.sizes.shardings.size,
+            "sums_expected": program.sums if self.sizes.shardings.size > 1 else 0,
+            "gathers": program.gathers,
+            "kinds_dropped": program.pinned and not said["host_argument_bytes"],
+            "digest": digest,
+            **said,
+            **self._fit(program, said),
+        }
+        return judged(found)
+
+    def _digest(self, lowered: Any, program: Program) -> str:
+        """Names a program as this compiler gets it: what it says of one, it says of its like."""
+        which = (self.chip.compiled_as, self._instructions, program.big, program.pinned)
+        return hashlib.sha256(f"{which}{lowered.as_text()}".encode()).hexdigest()[:16]
+
+    def _compiled(self, program: Program, lowered: Any) -> Json:
+        """What the compiler says of a program."""
+        start = time.perf_counter()
         compiled = lowered.compile()
         ended = time.perf_counter()
         text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -84,18 +126,14 @@ class Compiler:
         big = [(*shape[:-1], shape[-1] // parts) for shape in program.big]
         copies = hlo.copies_of(text, big)
         seconds = hlo.optimal_seconds(text, cost.get("optimal_seconds"))
-        found: Json = {
-            "implementation": _joined(choice.implementation for choice in made),
+        return {
+            "compiled_for": f"{self.chip.name} {self._model}",
             "kernels": len(ours),
-            "kernels_expected": program.kernels,
-            "compiled": True,
-            "why": _joined(why for choice in made for why in choice.refused),
-            "lower_s": round(between - start, 2),
-            "compile_s": round(ended - between, 2),
+            "compile_s": round(ended - start, 2),
             "argument_bytes": memory.argument_size_in_bytes,
+            "host_argument_bytes": memory.host_argument_size_in_bytes,
             "output_bytes": memory.output_size_in_bytes,
             "temp_bytes": memory.temp_size_in_bytes,
-            "temp_bound": temp_bound(self.sizes, program.tokens, program.room),
             "aliased_bytes": memory.alias_size_in_bytes,
             "donated_bytes": donated,
             "pool_copies": sum(not copy.on_chip for copy in copies),
@@ -103,17 +141,9 @@ class Compiler:
             "optimal_ms": None if seconds is None else seconds * 1e3,
             "flops": cost.get("flops"),
             "bytes_accessed": cost.get("bytes accessed"),
-            "must_read_bytes": program.must_read,
-            "moves_more": program.moves_more,
-            "devices": parts,
             "collectives": hlo.collectives(text),
-            "sums_expected": program.sums if parts > 1 else 0,
-            "gathers": program.gathers,
-            "kinds_dropped": program.pinned and memory.host_argument_size_in_bytes == 0,
-            **self._fit(program, memory, donated),
             **self._kernel_facts(program, ours),
         }
-        return judged(found)
 
     def _placed(self, program: Program) -> tuple[Any, ...]:
         kind = {"memory_kind": "pinned_host"} if program.pinned else {}
@@ -131,15 +161,16 @@ class Compiler:
         args: tuple[Any, ...] = jax.tree_util.tree_map_with_path(placed, program.args)
         return args
 
-    def _fit(self, program: Program, memory: Any, donated: int) -> Json:
+    def _fit(self, program: Program, said: Json) -> Json:
         """All that must be on the device while this program runs: the whole model, the pool, the
         donated buffers of all layers, the program's results and temporary arrays."""
         sizes = self.sizes
-        buffers = int(donated * program.whole_model) if program.whole_model > 1 else 0
-        fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        whole = program.whole_model
+        buffers = int(said["donated_bytes"] * whole) if whole > 1 else 0
+        fresh = said["output_bytes"] - said["aliased_bytes"]
         need = (
             sizes.weight_bytes + sizes.pool_bytes // sizes.shardings.size + buffers + max(0, fresh)
-            + memory.temp_size_in_bytes
+            + said["temp_bytes"]
         )  # fmt: skip
         return {
             "weight_bytes": sizes.weight_bytes,
@@ -186,7 +217,10 @@ def main() -> None:
     chip, count = parted(order["target"])
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(os.environ.get("BENCH_AOT_DUMPS", scratch))
-        compiler = Compiler(chip, count, order["model"], folder)
+        compiler = Compiler(
+            chip, count, order["model"], folder,
+            instructions=order["instructions"], known=order["known"],
+        )  # fmt: skip
         for name in order["programs"]:
             print(f"begin {name}", flush=True)
             try:

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import HEADS, PAGES
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.storage.prefix import Prefix
 
 STEP_LAYERS = 4
+LONGER_BLOCKS = 3  # that buffers may be longer than what they have to hold
 PIECE_BLOCKS = 4  # blocks of earlier tokens that are attended to at a time
 
 
@@ -59,6 +61,30 @@ def context_bucket(tokens: int, block: int) -> int:
     """Rows of the key buffer that are attended: block times a power of two."""
     blocks = -(-tokens // block)
     return block * (1 << (blocks - 1).bit_length())
+
+
+def window_within(
+    room_bytes: int | None, window: int, config: ModelConfig, *, block: int, itemsize: int,
+    devices: int = 1,
+) -> int:  # fmt: skip
+    """Tokens of a prefill's window: `window`, or fewer where a device has room for fewer.
+
+    Args:
+      room_bytes: of each device, beside weights and pool; None: not known, `window` it is.
+      itemsize: bytes of an element of keys and values.
+      devices: over how many a model of this `config` is split.
+
+    A block's arithmetic is taken to need float32 rows as wide as the layer's widest, and buffers to
+    be up to three blocks longer than the window. One block at least, room or not.
+    """
+    if room_bytes is None:
+        return window
+    widest = config.intermediate_size + config.num_heads * config.head_dim
+    arithmetic = 4 * block * 2 * (widest // devices + config.hidden_size)
+    row = config.num_kv_heads * config.head_dim // devices
+    token = 2 * config.num_layers * row * itemsize
+    blocks = (room_bytes - arithmetic) // (token * block) - LONGER_BLOCKS
+    return min(window, max(1, blocks) * block)
 
 
 class Prefills:
@@ -168,7 +194,7 @@ class Prefill:
         self._next = start
         self.total = start + len(tokens)
         block = own.block
-        self._window = own.window if bounded else self.total + 2 * block
+        self._window = own.window if bounded else self.total + (LONGER_BLOCKS - 1) * block
         rows = context_bucket(max(self.total, start + block), block)
         self._rows = min(rows, self._window + block)
         with own.layers.peers.local():

@@ -258,10 +258,12 @@ def _attend_tokens_of(
         value_slots: Array, ids: Array,
     ) -> Array:  # fmt: skip
         q, k, v = qkv
+        kv_heads = k.shape[2]
         apart = ids.ndim == 3  # each head has its own
-        heads = jnp.arange(k.shape[2], dtype=jnp.int32)[None, :, None] if apart else 0
-        parts = k.shape[2] if apart else 1
-        tokens = pages.reshape(-1, pages.shape[-1] // parts)  # [slots * C, K*D], a row a head
+        # A TPU keeps rows in tiles: seen as a row a head, the whole pool would be copied.
+        parts = kv_heads if apart and target.platform != "tpu" else 1
+        heads = jnp.arange(parts, dtype=jnp.int32)[None, :, None] if apart else 0
+        tokens = pages.reshape(-1, pages.shape[-1] // parts)  # [slots * C, K*D], or a row a head
         # The chosen ones come first, as many in every head.
         count = jnp.sum((ids[:, 0] if apart else ids) >= 0, axis=1, dtype=jnp.int32)
 
@@ -273,6 +275,8 @@ def _attend_tokens_of(
             if apart:
                 where = jnp.swapaxes(where, 1, 2).reshape(ids.shape[0], -1)  # [B, n*K]
             chosen = gather(tokens, where, target=target)
+            if apart and parts == 1:
+                chosen = _own_parts(chosen, kv_heads)
             chosen = chosen.reshape(ids.shape[0], ids.shape[-1], -1)  # [B, n, K*D]
             room = jnp.pad(chosen, ((0, 0), (0, new.shape[1]), (0, 0)))
             return as_bits(insert_rows(room, as_rows(new), count), new.dtype)
@@ -282,6 +286,13 @@ def _attend_tokens_of(
         return layer_of(state).complete(hidden, attended)
 
     return attend_tokens
+
+
+def _own_parts(rows: Array, kv_heads: int) -> Array:
+    """Rows [B, n*K, K*D], the token of each head in turn -> of each its own head's part, [B, n, K,
+    D]."""
+    rows = rows.reshape(rows.shape[0], -1, kv_heads, kv_heads, rows.shape[2] // kv_heads)
+    return jnp.stack([rows[:, :, head, head] for head in range(kv_heads)], axis=2)
 
 
 def _attend_all_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callable[..., Array]:

@@ -13,6 +13,7 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory
+from ckv_jax.memory.room import device_room
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.choice_calls import ChoiceCalls
@@ -23,7 +24,7 @@ from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.pipeline.prefill import Prefills, window_within
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
@@ -75,7 +76,13 @@ class Worker:
             digest_bytes=config.digest_bytes,
             shardings=layers.shardings,
         )
-        self.prefills = Prefills(layers, block=config.prefill_block, window=config.prefill_window)
+        # Processes that computed with other windows would wait for each other.
+        room = device_room(self.memory.pool.pages.devices()) if layers.peers.alone else None
+        window = window_within(
+            room, config.prefill_window, layers.config, block=config.prefill_block,
+            itemsize=layers.kv_dtype.itemsize, devices=layers.shardings.size,
+        )  # fmt: skip
+        self.prefills = Prefills(layers, block=config.prefill_block, window=window)
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self.landing = landing_for(
             self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
@@ -113,7 +120,7 @@ class Worker:
         )
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
-            max_bytes=config.admit_bytes,
+            max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
         )  # fmt: skip
 
     # -- what may run together --------------------------------------------------------------------

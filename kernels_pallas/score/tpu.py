@@ -141,9 +141,9 @@ def _kernel(
         top_ref[t] = jnp.full((1, tile), _LOWEST, jnp.float32)
         total_ref[t] = jnp.zeros((1, tile), jnp.float32)
         for table_ref in tables:
-            table_ref[t] = _tables(rows_ref[0, 0, at], probe_refs[1], probe_refs[0].shape[1])
+            _fill(table_ref, t, rows_ref[0, 0, at], probe_refs[1], probe_refs[0].shape[1])
 
-    rows = tables[0][t] if tables else rows_ref[0, 0, at]
+    rows = tables[0].at[t] if tables else rows_ref[0, 0, at]
     x = logits(rows, *probe_refs)  # [rows, keys]
     column = lax.broadcasted_iota(jnp.int32, (1, keys), 1) + step * keys
     x = jnp.where(column < limit_ref[0], x, _LOWEST)
@@ -237,7 +237,7 @@ def _dot4(rows: Array, codes_ref: Any, scale_ref: Any) -> Array:
     return (_matmul(rows[:, :half], low) + _matmul(rows[:, half:], high)) * scale
 
 
-def _dot_tables(tables: Array, codes_ref: Any, books_ref: Any) -> Array:
+def _dot_tables(tables: Any, codes_ref: Any, books_ref: Any) -> Array:
     codes = codes_ref[0].astype(jnp.int32)  # [Msub, keys]
     subspaces, keys = codes.shape
     size = books_ref.shape[1]
@@ -251,13 +251,14 @@ def _dot_tables(tables: Array, codes_ref: Any, books_ref: Any) -> Array:
     return x
 
 
-def _tables(rows: Array, books_ref: Any, subspaces: int) -> Array:
-    """rows [R, D] -> what every codebook entry gives them, [R, Msub * 256], in their dtype."""
+def _fill(tables_ref: Any, t: Array, rows: Array, books_ref: Any, subspaces: int) -> None:
+    """Into tables [tiles, R, Msub * 256] at `t`: what every codebook entry gives rows [R, D]. A
+    subspace at a time: together they would not fit the registers."""
     width = rows.shape[1] // subspaces
+    size = books_ref.shape[1]
     lane = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
-    parts = []
     for m in range(subspaces):
         mine = (lane >= m * width) & (lane < (m + 1) * width)
         of_part = jnp.where(mine, rows.astype(jnp.float32), 0.0).astype(rows.dtype)
-        parts.append(_matmul(of_part, books_ref[0]).astype(rows.dtype))
-    return jnp.concatenate(parts, axis=1)
+        given = _matmul(of_part, books_ref[0]).astype(rows.dtype)
+        tables_ref[t, :, pl.ds(m * size, size)] = given

@@ -179,6 +179,12 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"spill_bytes": 1600}, "failed", "spilled"),
         ({"bundles": 6884, "spill_stores": 1766}, "failed", "1766 spills"),
         ({"bundles": 3239, "spill_stores": 142}, "ok", None),
+        (
+            {"bundles": 7432, "spill_stores": 2832, "spills_more": "with fewer it takes longer"},
+            "explained",
+            "2832 spills in 7432 instructions: with fewer it takes longer",
+        ),
+        ({"implementation": "reference", "kernels": 0, "kernels_expected": 0}, "ok", None),
         ({"kernel_bytes": 1199, "must_read_bytes": 1000}, "ok", None),
         ({"kernel_bytes": 1500, "must_read_bytes": 1000}, "failed", "moves 1.5 times"),
         (

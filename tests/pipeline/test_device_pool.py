@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from kernel_targets import CPU
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.memory.room import device_room
 from ckv_jax.memory.staging import Staging
 
 SHAPE = (2, 2, 4, 8)
@@ -73,3 +75,18 @@ def test_a_mapped_pool_is_the_memory_that_is_read_into(dtype: object) -> None:
     expected[[5, 3]] = packs(1, dtype)[0]
     expected[[6, 0]] = packs(3, dtype, 1)[[0, 2]]
     np.testing.assert_array_equal(np.asarray(pages).view(dtype), expected)
+
+
+def test_the_fullest_device_says_what_is_left() -> None:
+    class Device:
+        def __init__(self, **stats: int) -> None:
+            self._stats = stats
+
+        def memory_stats(self) -> dict[str, int] | None:
+            return self._stats or None
+
+    two = [Device(bytes_limit=100, bytes_in_use=used) for used in (30, 90)]
+    assert device_room(two) == 10
+    assert device_room([*two, Device()]) is None  # a CPU
+    assert device_room([Device(bytes_in_use=3)]) is None
+    assert device_room(jax.devices()) is None

@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+from flax import nnx
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request
 from ckv_jax.identity import random_fingerprint
+from ckv_jax.kernels_pallas.attend.api import attend_rows
+from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.weights import load_pretrained
-from ckv_jax.rivals.layers import Choice, _by_heads_of
+from ckv_jax.model.weights import load_pretrained, random_model
+from ckv_jax.rivals import layers
+from ckv_jax.rivals.layers import Choice, _attend_tokens_of, _by_heads_of
 from ckv_jax.selection.h2o import column_sums
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -109,3 +114,41 @@ def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     assert counts[1].sum() == pytest.approx(n)
     np.testing.assert_array_equal(ids[0], np.broadcast_to(np.arange(n), (heads, n)))
     assert float(mass[0]) == 0.5 and set(np.asarray(counts[0]).tolist()) == {7.0}
+
+
+def test_a_tpu_gathers_whole_rows_for_tokens_of_single_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen as a row a head, its pool would be copied; what is attended is the same."""
+    model = random_model(MODEL, dtype="float32", seed=0)
+    slots, chunk, heads, dim = 8, 4, MODEL.num_kv_heads, MODEL.head_dim
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    pages, hidden = normal(slots, 1, 1, chunk, heads * dim), normal(2, 3, MODEL.hidden_size)
+    qkv = (normal(2, 3, MODEL.num_heads, dim), normal(2, 3, heads, dim), normal(2, 3, heads, dim))
+    keys, values = np.array([5, 1, 7], np.int32), np.array([0, 2, 4], np.int32)
+    ids = np.sort(np.stack([[rng.permutation(12)[:5] for _ in range(heads)] for _ in range(2)]))
+    ids[1, :, 4] = -1
+    gathered: list[tuple[int, ...]] = []
+
+    def of(target: Target) -> np.ndarray:
+        def plain(rows: jax.Array, table: jax.Array, *, target: Target) -> jax.Array:
+            gathered.append(rows.shape)
+            return gather(rows, table, target=Target(platform="cpu"))
+
+        def dense(*args: jax.Array, target: Target) -> tuple[jax.Array, jax.Array]:
+            return attend_rows(*args, target=Target(platform="cpu"))
+
+        monkeypatch.setattr(layers, "gather", plain)
+        monkeypatch.setattr(layers, "attend_rows", dense)
+        graph, state = nnx.split(model.layers[0])
+        call = _attend_tokens_of(lambda state: nnx.merge(graph, state), target)
+        out = call(state, hidden, qkv, pages, keys, values, jnp.asarray(ids, jnp.int32))
+        return np.asarray(out)
+
+    np.testing.assert_array_equal(of(Target(platform="tpu")), of(Target(platform="cpu")))
+    assert gathered[0] == (slots * chunk, heads * dim)
+    assert gathered[2] == (slots * chunk * heads, dim)

@@ -1,0 +1,100 @@
+"""What chooses tokens and chunks beside the attention itself: decode's choices, and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+
+from bench.aot.program import Program, of
+from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Sizes, abstract, ints
+from ckv_jax.buckets import choice_bucket
+from ckv_jax.cache.window import KEEP, Window
+from ckv_jax.model.sampling import SamplingArrays, sample
+from ckv_jax.pipeline.choice_calls import ChoiceCalls
+from ckv_jax.pipeline.executor import _latest
+from ckv_jax.reads.residents import Resident
+from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.systems import system_named
+
+
+class _Prefix:
+    """Of a `Resident` what a choice asks for."""
+
+    num_tokens = PREFIX
+    layout = type("Layout", (), {"chunk_tokens": CHUNK})
+
+
+class _Resident:
+    prefix = _Prefix
+    num_chunks = -(-PREFIX // CHUNK)
+
+
+def _anew(system: str, kind: str) -> Callable[[Sizes], Program]:
+    """What one token chooses as `system` does, and what of it a window lacks."""
+
+    def program(sizes: Sizes) -> Program:
+        preset = system_named(system)
+        assert preset.decode is not None
+        layers = range(preset.decode.score_layers)
+        tokens = sizes.chunks * CHUNK
+        n = choice_bucket(sizes.chosen)
+        slots = max(n, choice_bucket(round(sizes.chosen * max(1.0, preset.window))))
+        window = Window(*(ints(1, slots) for _ in Window._fields))
+        return of(
+            sizes,
+            lambda: ChoiceCalls(sizes.layers).choose(
+                layers, sizes.hidden(1, 1), cast(np.ndarray, np.zeros(1, np.int32)), ints(1),
+                [sizes.probe(kind, tokens) for _ in layers], cast(Resident, _Resident), ints(1),
+                ints(1), window, 0, cast(Any, abstract((1, sizes.chunks), jnp.float32)),
+                score=attention_mass, keep=KEEP[preset.keep], n=n,
+            ),
+            kernels=0 if kind in ("means", "bounds") else len(layers),
+            sums=1,
+            tokens=1,
+            room=16 * tokens * sizes.config.num_heads,
+        )  # fmt: skip
+
+    return program
+
+
+def _sample(batch: int) -> Callable[[Sizes], Program]:
+    """The next token of each row by temperature, top-k and top-p."""
+
+    def program(sizes: Sizes) -> Program:
+        words = sizes.config.vocab_size
+        params = SamplingArrays(
+            temperature=abstract((batch,), jnp.float32), top_p=abstract((batch,), jnp.float32),
+            top_k=ints(batch), seed=abstract((batch,), jnp.uint32),
+        )  # fmt: skip
+        return Program(
+            jitted=sample, args=(abstract((batch, words), jnp.float32), params, ints(batch)),
+            named={}, tokens=batch, room=16 * 4 * batch * words,
+        )  # fmt: skip
+
+    return program
+
+
+def _rows(sizes: Sizes) -> Program:
+    """The last queries of one member of a batch."""
+    latest = sizes.layers.programs.jit(_latest, static=("tokens",))
+    return of(
+        sizes,
+        lambda: latest((), sizes.hidden(8, SUFFIX), ints(4), ints(4), tokens=16),
+        tokens=4 * SUFFIX,
+    )
+
+
+CHOOSING: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
+    {
+        "latest": _rows,
+        "choose": _anew("ckv", "int4"),
+        "choose-means": _anew("kvdrive", "means"),
+        "choose-pq": _anew("pqcache", "pq"),
+        "sample-b8": _sample(8),
+    }
+)
+"""By name."""
