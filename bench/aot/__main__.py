@@ -10,7 +10,8 @@ loses a donation, falls to a reference although the device could do better, spil
 does not fit although the weights do. Nothing runs on a device; XLA's seconds are its own model's.
 Programs are of four layers; `fits` is about the whole model. Kernels also stand by themselves.
 Of a model that is split, bytes are one device's, and a row fails where devices send each other
-anything other than two sums per layer and one per selection.
+anything other than two sums per layer and one per selection. A program that is word for word one
+that was compiled for such a device is not compiled again (`compiled_for` says for which).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from bench.aot.kernels import KERNELS
 from bench.aot.processes import compiled_rows
 from bench.aot.programs import PROGRAMS, SPLIT
 from bench.aot.shapes import MODELS, PREFIX, SUFFIX
-from bench.common import Json, finish, result_file, table
+from bench.common import Json, existing_path, finish, result_file, table
 from ckv_jax.model.shardings import check_divides
 
 COLUMNS = (
@@ -61,10 +62,14 @@ class Asked:
 
 
 def rows_of(
-    target: str, model: str, programs: Sequence[str], row_s: float, before: Sequence[Json]
+    target: str,
+    model: str,
+    programs: Sequence[str],
+    row_s: float,
+    before: Sequence[Sequence[Json]] = (),
 ) -> list[Json]:
     """All rows of one device and model; what cannot be had says why. `before`: rows that are
-    there."""
+    there, of several runs."""
     known, why = False, None
     try:
         chip, devices = parted(target)
@@ -78,7 +83,9 @@ def rows_of(
     except ValueError as error:
         known, why = False, str(error)
     if why is None:
-        return compiled_rows(target, model, programs, row_s=row_s, before=list(before))
+        return compiled_rows(
+            target, model, programs, row_s=row_s, before=[*itertools.chain(*before)]
+        )
     status = "skipped" if known else "failed"
     nothing = {"compiled": False, "why": why, "status": status, "failures": []}
     named = {"target": target, "model": model}
@@ -132,6 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     p.add_argument("--row-s", type=float, default=600.0, help="seconds for one program at most")
+    p.add_argument(
+        "--like", nargs="+", default=[], type=existing_path, metavar="FILE",
+        help="files of earlier runs: a program that is word for word one of theirs is not compiled "
+        "again",
+    )  # fmt: skip
     args = p.parse_args(argv)
     asked = Asked(
         targets=tuple(args.target),
@@ -141,13 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows = kept(args.json) if args.resume else []
     done = {tuple(row[name] for name in KEY) for row in rows}
+    like = [row for path in args.like for row in rows_in(path)]
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:
         parts = {}
         for target, model in itertools.product(asked.targets, asked.models):
             own = [name for name in asked.programs if ":" not in target or name in SPLIT]
             left = [name for name in own if (target, model, name) not in done]
             if left:
-                part = pool.submit(rows_of, target, model, left, asked.row_s, rows)
+                part = pool.submit(rows_of, target, model, left, asked.row_s, (like, rows))
                 parts[part] = f"{target} {model}"
         for part in as_completed(parts):
             rows += part.result()
@@ -170,8 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def before() -> list[Json]:
     """Rows of before pages held whole token rows."""
-    rows: list[Json] = json.loads(BEFORE.read_text(encoding="utf-8"))["rows"]
-    return rows
+    return rows_in(BEFORE)
 
 
 def said_of_kernels(rows: Sequence[Json], old: Sequence[Json]) -> list[str]:
@@ -207,13 +219,19 @@ def said_of_kernels(rows: Sequence[Json], old: Sequence[Json]) -> list[str]:
     return lines
 
 
+def rows_in(path: Path) -> list[Json]:
+    """The rows of a file of this command."""
+    rows: list[Json] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
 def kept(path: Path | None) -> list[Json]:
     """Rows of a run that was cut short, without those that no compiler was asked for."""
     if path is None:
         raise SystemExit("--resume needs --json FILE, the file to go on from")
     if not path.is_file():
         return []
-    rows: list[Json] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = rows_in(path)
     return [row for row in rows if row["status"] != "skipped" and row["program"] != "all"]
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 GIB = 2**30
+_OF_MEMORY = ("device_memory_size", "memory_bandwidth", "device_description_str")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,10 @@ class Chip:
 
     @property
     def compiled_as(self) -> str:
-        """What its compiler is told of it."""
-        return self.config or f"{self.topology} {self.eight}"
+        """What its compiler is told of it, apart from how much memory it has and how fast that is:
+        an H200 is an H100 with more and faster memory."""
+        lines = self.config.splitlines() or [self.topology, self.eight]
+        return "\n".join(line for line in lines if not any(word in line for word in _OF_MEMORY))
 
 
 def _tpu(

@@ -89,6 +89,13 @@ def test_devices_of_a_target() -> None:
             parted(wrong)
 
 
+def test_devices_that_differ_in_their_memory_alone_are_compiled_for_once() -> None:
+    told = {name: chip.compiled_as for name, chip in CHIPS.items()}
+    assert told.pop("H200") == told["H100"]
+    assert len({*told.values()}) == len(told) == len(CHIPS) - 1
+    assert CHIPS["H200"].config != CHIPS["H100"].config
+
+
 def test_kernels_are_told_from_bookkeeping_whose_second_is_given_back() -> None:
     assert hlo.kernels(RUN_ON_V5E) == ["run.4"]
     assert hlo.optimal_seconds(RUN_ON_V5E, -0.99627) == pytest.approx(0.00373)
