@@ -260,8 +260,9 @@ def _attend_tokens_of(
         q, k, v = qkv
         kv_heads = k.shape[2]
         apart = ids.ndim == 3  # each head has its own
-        # A TPU keeps rows in tiles: seen as a row a head, the whole pool would be copied.
-        parts = kv_heads if apart and target.platform != "tpu" else 1
+        # Devices with memory of their own move whole rows: a TPU keeps them in tiles, so that seen
+        # as a row a head the whole pool would be copied, and a GPU's want 128 elements.
+        parts = kv_heads if apart and target.in_host_memory else 1
         heads = jnp.arange(parts, dtype=jnp.int32)[None, :, None] if apart else 0
         tokens = pages.reshape(-1, pages.shape[-1] // parts)  # [slots * C, K*D], or a row a head
         # The chosen ones come first, as many in every head.

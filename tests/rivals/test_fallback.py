@@ -116,10 +116,11 @@ def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     assert float(mass[0]) == 0.5 and set(np.asarray(counts[0]).tolist()) == {7.0}
 
 
-def test_a_tpu_gathers_whole_rows_for_tokens_of_single_heads(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_a_device_gathers_whole_rows_for_tokens_of_single_heads(
+    platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen as a row a head, its pool would be copied; what is attended is the same."""
+    """Seen as a row a head, a TPU's pool would be copied; what is attended is the same."""
     model = random_model(MODEL, dtype="float32", seed=0)
     slots, chunk, heads, dim = 8, 4, MODEL.num_kv_heads, MODEL.head_dim
     rng = np.random.default_rng(0)
@@ -149,6 +150,6 @@ def test_a_tpu_gathers_whole_rows_for_tokens_of_single_heads(
         out = call(state, hidden, qkv, pages, keys, values, jnp.asarray(ids, jnp.int32))
         return np.asarray(out)
 
-    np.testing.assert_array_equal(of(Target(platform="tpu")), of(Target(platform="cpu")))
+    np.testing.assert_array_equal(of(Target(platform=platform)), of(Target(platform="cpu")))
     assert gathered[0] == (slots * chunk, heads * dim)
     assert gathered[2] == (slots * chunk * heads, dim)
