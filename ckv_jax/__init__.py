@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from ckv_jax.model.sampling import Logprobs, SamplingParams
+    from ckv_jax.parts.blend import Blend
     from ckv_jax.request import Completion, Generation, Request, Result, TokenEvent
     from ckv_jax.serving.async_streams import AsyncTokenStream
     from ckv_jax.serving.sequence import Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncTokenStream": "serving.async_streams",
+    "Blend": "parts.blend",
     "Cancelled": "errors",
     "CheckpointError": "errors",
     "ChunkStore": "storage.store",
@@ -72,6 +74,7 @@ _HOME = {
 
 __all__ = [
     "AsyncTokenStream",
+    "Blend",
     "Cancelled",
     "CheckpointError",
     "ChunkStore",

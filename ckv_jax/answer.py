@@ -12,9 +12,10 @@ __all__ = ["answer_json"]
 
 
 def answer_json(
-    outcome: Result | Generation, engine: Engine, prefix: Prefix, *, model: str
+    outcome: Result | Generation, engine: Engine, *prefixes: Prefix, model: str
 ) -> dict[str, Any]:
-    """What was asked over `prefix` and what came of it. Times in ms; bytes by where they came from.
+    """What was asked over a prefix, or over several as parts, and what came of it. Times in ms;
+    bytes by where they came from.
 
     `attention_mass` is the share of the probe's attention on the chosen chunks, averaged over
     periods; 1 where nothing was left out. `codec` is what the stored KV was encoded with: a budget
@@ -24,6 +25,7 @@ def answer_json(
     `compiled` programs were not there yet: compiling or loading them is part of `ttft_ms`. A
     generation also has its number of tokens, the time from its first token to its last, tokens a
     second in between, why it ended, and where what its tokens chose came from (`Trace.decode`).
+    Over parts, `blended_tokens` were attended to as stored and `recomputed_tokens` computed again.
     Raises the outcome's error, if it has one.
     """
     outcome.raise_for_error()
@@ -33,7 +35,7 @@ def answer_json(
         "model": model,
         "codec": outcome.codec,
         "budget": engine.config.budget if budget is None else budget,
-        "prefix_tokens": prefix.num_tokens,
+        "prefix_tokens": sum(prefix.num_tokens for prefix in prefixes),
         "suffix_tokens": len(engine.encode(outcome.request.suffix)),
         "token_id": 0,
         "text": outcome.text,
@@ -47,6 +49,9 @@ def answer_json(
         "period_chunks": trace.period_chunks,
         "attention_mass": trace.attention_mass,
     }
+    if len(prefixes) > 1:
+        values["blended_tokens"] = trace.blended_tokens
+        values["recomputed_tokens"] = trace.recomputed_tokens
     if isinstance(outcome, Result):
         return values | {"token_id": outcome.token_id}
     later = len(outcome.token_ids) - 1

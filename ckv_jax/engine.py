@@ -325,7 +325,7 @@ class Engine:
         self._placement.place(sequence)
         nothing = Prefix.empty(self.fingerprint, self.layout, sequence.prefix.salt)
         sequence.place(nothing, sequence.tokens, 1.0)
-        self._scheduler.add(self._worker.dense_job(sequence))
+        self._scheduler.add(self._worker.alone.dense_job(sequence))
         return result_of(sequence)
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 from ckv_jax.config import check_budget
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import Logprobs
+from ckv_jax.parts.blend import Blend
 from ckv_jax.storage import tenant
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
@@ -22,10 +23,17 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One suffix over one prefix."""
+    """One suffix over one prefix, or over several put one after the other."""
 
-    prefix: Prefix | str | Sequence[int]
-    """A handle from `Engine.ingest`, its id, or token ids of which as much is used as is stored."""
+    prefix: Prefix | str | Sequence[int] | None = None
+    """A handle from `Engine.ingest`, its id, or token ids of which as much is used as is stored;
+    None: there are `parts`."""
+    parts: Sequence[Prefix | str] | None = None
+    """In place of a prefix: stored prefixes, each a handle or an id, in the order in which their
+    texts are to be read. Their keys are moved to their places, and `blend` says how much is
+    computed again. Nothing of it is stored."""
+    blend: Blend = field(default_factory=Blend)
+    """What of the `parts` is computed again."""
     suffix: str | Sequence[int]
     """Text, or token ids."""
     budget: float | str | None = None
@@ -42,7 +50,9 @@ class Request:
     def __post_init__(self) -> None:
         if self.budget is not None:
             check_budget(self.budget)
-        if not isinstance(self.prefix, Prefix) and not hasattr(self.prefix, "__len__"):
+        if self.parts is not None:
+            self._check_parts()
+        elif not isinstance(self.prefix, Prefix) and not hasattr(self.prefix, "__len__"):
             raise TypeError(f"got prefix={self.prefix!r}, expected a Prefix, its id, or token ids")
         if not hasattr(self.suffix, "__len__"):
             raise TypeError(f"got suffix={self.suffix!r}, expected text or token ids")
@@ -56,6 +66,19 @@ class Request:
                 raise ValueError(f"got deadline_s={self.deadline_s}, expected more than 0 seconds")
         if self.salt is not None:
             tenant.check(self.salt)
+
+    def _check_parts(self) -> None:
+        if self.prefix is not None:
+            raise ValueError("got both prefix and parts, expected one of them")
+        if isinstance(self.parts, (str, Prefix)) or not isinstance(self.parts, Sequence):
+            raise TypeError(f"got parts={self.parts!r}, expected a list of Prefix or their ids")
+        for part in self.parts:
+            if not isinstance(part, (str, Prefix)):
+                raise TypeError(f"got {part!r} among parts, expected a Prefix or its id")
+        if not self.parts:
+            raise ValueError("got no parts, expected at least one stored prefix")
+        if not isinstance(self.blend, Blend):
+            raise TypeError(f"got blend={self.blend!r}, expected a Blend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +169,8 @@ class Completion:
     """[L, 2, suffix + tokens, K, D] in the layout's element type, if it was to be kept."""
     logprobs: tuple[Logprobs, ...] = ()
     """One for each token, if `SamplingParams.logprobs` asked for them."""
+    parts: tuple[Prefix, ...] = ()
+    """Those of the request, in place of a prefix, which is empty then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +217,9 @@ class Generation:
     @property
     def codec(self) -> str:
         """See `Result.codec`."""
-        prefix = self.completion().prefix
-        return prefix.layout.codec if prefix.num_tokens else PLAIN
+        answer = self.completion()
+        prefix = answer.prefix
+        return prefix.layout.codec if answer.parts or prefix.num_tokens else PLAIN
 
     def __str__(self) -> str:
         """The text and what it took, or what was wrong."""

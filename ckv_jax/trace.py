@@ -208,6 +208,17 @@ class Trace:
         return self.counters.get("recomputed_chunks", 0)
 
     @property
+    def blended_tokens(self) -> int:
+        """Tokens of `Request.parts` after the first that were attended to as they are stored,
+        though computed without what now stands before them; averaged over periods."""
+        return self.counters.get("blended_tokens", 0)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of `Request.parts` that were computed again at their new places."""
+        return self.counters.get("recomputed_tokens", 0)
+
+    @property
     def compiled(self) -> int:
         """Programs that the batch's first tokens were the first to need: their compiling, or
         loading from the compilation cache, is in `ttft_ms`. 0 in an engine that is warm."""
@@ -223,6 +234,8 @@ class Trace:
         again = (
             f"; {self.recomputed_chunks} chunks computed again" if self.recomputed_chunks else ""
         )
+        if self.blended_tokens or self.recomputed_tokens:
+            again += f"; {self.blended_tokens} tokens blended, {self.recomputed_tokens} recomputed"
         made = f"; programs compiled or loaded: {self.compiled}" if self.compiled else ""
         return (
             f"first token after {self.ttft_ms:.1f} ms ({longest}); {read:.1f} MB from SSD{unused}; "

@@ -136,6 +136,18 @@ def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict, 
         assert word in out
 
 
+def test_asking_over_texts_put_together(home: Path, prefix: dict, here: Here) -> None:
+    code, out, _ = here(
+        "ask", home / "checkpoint", "What is it?", "--store", home / "kv", "--json",
+        "--prefix", "handbook", "--prefix", str(prefix["prefix"])[:6], "--recompute", "0.3",
+        "--no-warm-up",
+    )  # fmt: skip
+    answer = json.loads(out)
+    assert code == 0 and answer["prefix_tokens"] == 2 * prefix["tokens"]
+    again = answer["recomputed_tokens"] / (0.25 * answer["prefix_tokens"])
+    assert answer["blended_tokens"] > 0 and 0.3 <= again < 0.4
+
+
 def test_ingesting_again_stores_nothing_new(
     home: Path, prefix: dict, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +291,7 @@ def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
         (["ask", "{home}/checkpoint", "why?", "--budget", "0"], "(0, 1]"),
         (["ask", "{home}/checkpoint", "why?", "--budget", "1.5"], "(0, 1]"),
         (["ask", "{home}/checkpoint", " "], "empty"),
+        (["ask", "{home}/checkpoint", "why?", "--recompute", "0.3"], "for one text"),
         (["ask", "{home}/checkpoint", "why?", "--prefix", "{wrong}"], "{prefix}"),
         (["ask", "{home}/checkpoint", "why?", "--dtype", "float32"], "dtype"),
         (["ask", "{home}/checkpoint", "why?", "--system", "contiguous-kv"], "digest"),

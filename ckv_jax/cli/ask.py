@@ -27,6 +27,7 @@ from ckv_jax.cli.store_tools import open_store, store_config
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
     from ckv_jax.request import Generation, Request, Result
+    from ckv_jax.storage.prefix import Prefix
 
 __all__ = ["ask"]
 
@@ -40,16 +41,26 @@ def ask(
     ],
     store: Store,
     prefix: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
             help="Which stored text: the id that `ckv ingest` printed, how it begins, or the "
             "--name that it was given. "
-            "May be left out where the store holds just one.",
+            "May be left out where the store holds just one. Given several times: those texts one "
+            "after the other, in this order.",
         ),
     ] = None,
     budget: Budget = None,
+    recompute: Annotated[
+        float | None,
+        typer.Option(
+            "--recompute",
+            metavar="SHARE",
+            help="With several texts: how much of what is attended to is computed again, so that "
+            "each text is read in the light of those before it; 0 to 1. Without it: 0.2.",
+        ),
+    ] = None,
     system: System = "ckv",
     max_tokens: Annotated[
         int,
@@ -91,7 +102,7 @@ def ask(
     io_concurrency: IoConcurrency = 32,
     json: Json = False,
 ) -> None:
-    """Answer a question over a stored text, reading only the share of it that the budget allows.
+    """Answer a question over stored texts, reading only the share that the budget allows.
 
     Prints the answer as it comes, then where the time to its first token went: programs compiled
     and the digest of the keys in memory, as in a server that is running, and the KV on disk. With
@@ -120,17 +131,19 @@ def ask(
         )
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
-        from ckv_jax.request import Request
         from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
         share = EngineConfig().budget if budget is None else parse_budget(budget)
         most = Budget.of(share).most
         with open_store(store, settings) as opened:
-            stored = find_prefix(opened, prefix, salt=salt)
-        several, size = max_tokens > 1, kv_bytes(stored)
+            names: list[str | None] = [*prefix] if prefix else [None]
+            stored = [find_prefix(opened, name, salt=salt) for name in names]
+        if recompute is not None and len(stored) == 1:
+            raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
+        several, size = max_tokens > 1, sum(map(kv_bytes, stored))
         config = EngineConfig(
-            system=with_codec(system, codec_name(stored)),
+            system=with_codec(system, codec_name(stored[0])),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,
@@ -144,15 +157,16 @@ def ask(
             checkpoint, store=store, config=config, store_config=settings
         )
     with engine:
-        engine.check_prefix(stored)
+        for one in stored:
+            engine.check_prefix(one)
         if chat:
             question = engine.chat(question)
-        request = Request(prefix=stored, suffix=question)
+        request = _request(stored, question, recompute)
         if warm_up:
             with terminal.status("compiling"):
                 _answer(engine, request, min(2, max_tokens))
         outcome = _answer(engine, request, max_tokens, None if json else terminal)
-        answer = answer_json(outcome, engine, stored, model=checkpoint.name)
+        answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
         lost = say_recomputed(answer["recomputed_chunks"], engine, store)
         if verbose:
             answer["engine"] = engine.stats().to_json()
@@ -178,6 +192,17 @@ def ask(
             terminal.say(speed(answer))
         for name, value in answer.get("engine", {}).items():
             terminal.say(f"{name.replace('_', ' '):<14} {value:,}")
+
+
+def _request(stored: list[Prefix], question: str, recompute: float | None) -> Request:
+    """Over one prefix, or over several put together."""
+    from ckv_jax.parts.blend import Blend
+    from ckv_jax.request import Request
+
+    if len(stored) == 1:
+        return Request(prefix=stored[0], suffix=question)
+    blend = Blend() if recompute is None else Blend(recompute=recompute)
+    return Request(parts=stored, suffix=question, blend=blend)
 
 
 def _answer(
@@ -223,6 +248,11 @@ def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
         f"\nattended to {share:.1%} of {answer['prefix_tokens']:,} tokens, which hold "
         f"{answer['attention_mass']:.1%} of the probe's attention"
     )
+    if "blended_tokens" in answer:
+        terminal.say(
+            f"of the texts after the first, {answer['blended_tokens']:,} tokens as stored, "
+            f"{answer['recomputed_tokens']:,} computed again"
+        )
     terminal.say(
         f"read from SSD: {needed} needed, {byte_size(unused)} ahead and not used; "
         f"host {host}, device {device}"

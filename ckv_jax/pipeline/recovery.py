@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
+from collections.abc import Generator
 
 import numpy as np
 
@@ -23,6 +24,14 @@ class RecoveryNeeded(Exception):
         super().__init__(f"the first {tokens} tokens of prefix {recovered.prefix.id}")
         self.recovered = recovered
         self.tokens = tokens
+
+
+def recover(needed: RecoveryNeeded) -> Generator[None, None, None]:
+    """Computes a prefix again as far as somebody needs it, a block a step."""
+    while needed.recovered.tokens < needed.tokens:
+        needed.recovered.advance()
+        yield
+    needed.recovered.pause()
 
 
 class Recovered:

@@ -100,7 +100,7 @@ class Follower:
         logits, token = self._worker.layers.head(block.hidden, np.array([last], np.int32))
         found = self._sequence(**sequence)
         if found.sampling is not None:
-            self._worker.dense_done(
+            self._worker.alone.dense_done(
                 found, np.asarray(logits), int(np.asarray(token)[0]), prefill.kv, Trace()
             )
 

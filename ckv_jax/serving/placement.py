@@ -12,6 +12,7 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.parts.rotation import check_rotates
 from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import PrefixNotFound
@@ -82,26 +83,70 @@ class Placement:
             raise ValueError("got keep_kv over several processes, each of which has only a part")
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
-        suffix = self.encode(request.suffix, begins=_nothing(request.prefix))
+        asked = request.prefix
+        if request.parts is not None:
+            if len(request.parts) > 1:
+                self._place_parts(sequence, request.parts, salt, new_tokens)
+                return
+            asked = request.parts[0]  # in its place already: nothing is to be put together
+        suffix = self.encode(request.suffix, begins=_nothing(asked))
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
-        if isinstance(request.prefix, str):
-            prefix = self._store.prefix(request.prefix, fingerprint=self._fingerprint, salt=salt)
-        elif isinstance(request.prefix, Prefix):
-            prefix = request.prefix
+        if isinstance(asked, str):
+            prefix = self._store.prefix(asked, fingerprint=self._fingerprint, salt=salt)
+        elif isinstance(asked, Prefix):
+            prefix = asked
         else:
-            tokens = self.encode(request.prefix, begins=True)
+            assert asked is not None  # `Request` sees to it
+            tokens = self.encode(asked, begins=True)
             prefix = self.longest(tokens, salt)
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
-        budget = self._config.budget if request.budget is None else request.budget
+        budget = self.budget(request)
         if Budget.of(budget).mass is not None and self._system.selector in ("h2o", "impress"):
             raise ValueError(
                 f"got budget={budget!r}, but system {self._system.name!r} selects tokens: "
                 "it takes a share of them"
             )
         sequence.place(prefix, suffix, budget)
+
+    def _place_parts(
+        self, sequence: Sequence, parts: Several[Prefix | str], salt: str, new_tokens: int
+    ) -> None:
+        """The same over several stored prefixes, one after the other."""
+        suffix = self.encode(sequence.request.suffix)
+        if not len(suffix):
+            raise ValueError("got an empty suffix, expected text or at least one token")
+        found = []
+        for part in parts:
+            if isinstance(part, str):
+                part = self._store.prefix(part, fingerprint=self._fingerprint, salt=salt)
+            self.check_prefix(part, salt)
+            if not part.num_tokens:
+                raise ValueError("got an empty prefix among parts, expected at least one token")
+            found.append(part)
+        self.check_context(sum(part.num_tokens for part in found), len(suffix), new_tokens)
+        budget = self.budget(sequence.request)
+        nothing = Prefix.empty(self._fingerprint, self._layout, salt)
+        if self._system.selector == "none":
+            sequence.place(nothing, np.concatenate([*(p.tokens for p in found), suffix]), 1.0)
+            return
+        if sequence.keep_kv:
+            raise ValueError("got keep_kv with parts, whose KV is not that of their text")
+        if self._config.processes > 1:
+            raise ValueError("got parts over several processes, expected an engine of one")
+        if not self._system.chunked or self._system.score is not None:
+            raise ValueError(
+                f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
+                "ckv and contiguous-kv do"
+            )
+        check_rotates(self._model)
+        sequence.place(nothing, suffix, budget, tuple(found))
+
+    def budget(self, request: Request) -> float | str:
+        """The one that a request is answered with."""
+        return self._config.budget if request.budget is None else request.budget
 
     def shorten(self, sequence: Sequence) -> None:
         """Places a sequence on as much of its prefix as is stored now."""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Generator
 
 import numpy as np
 
-from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.sequence_job import given_up, sequence_job
 from ckv_jax.trace import Trace
 
 Done = Callable[[Sequence, np.ndarray, int, LayerKv, Trace], None]
@@ -23,21 +23,11 @@ def dense_job(sequence: Sequence, prefills: Prefills, num_bytes: int, done: Done
 
     What goes wrong is the sequence's own outcome.
     """
-    job = Job(_dense(sequence, prefills, done), num_bytes=num_bytes)
-
-    def ended(_: object) -> None:
-        error = None if job.future.cancelled() else job.future.exception()
-        if isinstance(error, (CkvError, ValueError)):
-            sequence.fail(error)
-        elif error is not None:
-            sequence.crash(error)
-
-    job.future.add_done_callback(ended)
-    return job
+    return sequence_job(sequence, _dense(sequence, prefills, done), num_bytes)
 
 
 def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None, None, None]:
-    if _lapsed(sequence):
+    if given_up(sequence):
         return
     sequence.begin()
     trace = Trace()
@@ -51,7 +41,7 @@ def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None
         if prefill.done:
             break
         yield
-        if _lapsed(sequence):
+        if given_up(sequence):
             return
     peers.tell("first", number=prefill.number, last=block.length - 1, sequence=sequence.to_json())
     with peers.together():
@@ -63,22 +53,6 @@ def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None
         done(sequence, logits, int(token[0]), prefill.kv, trace)
 
 
-def recover(needed: RecoveryNeeded) -> Generator[None, None, None]:
-    """Computes a prefix again as far as somebody needs it, a block a step."""
-    while needed.recovered.tokens < needed.tokens:
-        needed.recovered.advance()
-        yield
-    needed.recovered.pause()
-
-
 def recovery_job(needed: RecoveryNeeded, num_bytes: int) -> Job:
     """The same as a job of its own, for all who wait for it."""
     return Job(recover(needed), num_bytes=num_bytes)
-
-
-def _lapsed(sequence: Sequence) -> bool:
-    """Whether nobody waits for it any more; then it has failed."""
-    error = sequence.lapsed()
-    if error is not None:
-        sequence.fail(error)
-    return error is not None

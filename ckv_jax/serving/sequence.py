@@ -110,9 +110,19 @@ class Sequence:
 
     # From here on: for the engine thread and the submitting one.
 
-    def place(self, prefix: Prefix, suffix: np.ndarray, budget: float | str) -> None:
-        """Where it stands: what is stored, and the tokens int32 [S] to compute after that."""
+    def place(
+        self,
+        prefix: Prefix,
+        suffix: np.ndarray,
+        budget: float | str,
+        parts: tuple[Prefix, ...] = (),
+    ) -> None:
+        """Where it stands: what is stored, and the tokens int32 [S] to compute after that.
+
+        `parts`: several stored texts one after the other, in place of the prefix, which is empty.
+        """
         self.prefix = prefix
+        self.parts = parts
         self.suffix = suffix
         self.budget = budget
 
@@ -129,8 +139,9 @@ class Sequence:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [T + S]: prefix and suffix."""
-        return np.concatenate([self.prefix.tokens, self.suffix])
+        """int32 [T + S]: prefix, or parts, and suffix."""
+        before = self.parts or (self.prefix,)
+        return np.concatenate([*(part.tokens for part in before), self.suffix])
 
     @property
     def queued_ms(self) -> float:
@@ -159,7 +170,7 @@ class Sequence:
 
     def answer(self, token_id: int, text: str, logits: np.ndarray, trace: Trace) -> None:
         """Ends with a first token."""
-        codec = self.prefix.layout.codec if self.prefix.num_tokens else PLAIN
+        codec = self.prefix.layout.codec if self.parts or self.prefix.num_tokens else PLAIN
         first = FirstAnswer(token_id=token_id, text=text, logits=logits, codec=codec)
         self.finish(
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
@@ -221,6 +232,7 @@ class Sequence:
                     text=self._text.text,
                     finish_reason=self.reason,
                     prefix=self.prefix,
+                    parts=self.parts,
                     suffix=self.suffix,
                     budget=self.budget,
                     kv=kv,

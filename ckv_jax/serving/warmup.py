@@ -12,9 +12,8 @@ from ckv_jax.budget import Budget
 from ckv_jax.memory.memory import job_packs
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.pipeline.kv_rows import rows_bucket
-from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.request import Request
-from ckv_jax.serving.prefill_jobs import recover
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix

@@ -10,11 +10,13 @@ import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.errors import CkvError, ContextOverflow
+from ckv_jax.errors import CkvError
 from ckv_jax.memory.landing import landing_for
 from ckv_jax.memory.memory import Memory
 from ckv_jax.memory.room import device_room
 from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.parts.blending import Blending
+from ckv_jax.parts.loading import Loading
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.choice_calls import ChoiceCalls
 from ckv_jax.pipeline.choices import Choices
@@ -22,7 +24,7 @@ from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.kv_rows import KvRows
-from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills, window_within
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
@@ -35,10 +37,11 @@ from ckv_jax.reads.source import Source
 from ckv_jax.request import FinishReason
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
+from ckv_jax.serving.alone import Alone
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
-from ckv_jax.serving.prefill_jobs import dense_job, recovery_job
+from ckv_jax.serving.prefill_jobs import recovery_job
 from ckv_jax.serving.room import SlotRoom
 from ckv_jax.serving.running import Going, Running
 from ckv_jax.serving.sequence import Sequence
@@ -92,7 +95,6 @@ class Worker:
         self._tokenizer = tokenizer
         self.system = system
         self._layout = layout
-        self._store_prompt = store_prompt
         self._recoveries = Recoveries(self.prefills)
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.leases = Leases(
@@ -121,6 +123,18 @@ class Worker:
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
+        )  # fmt: skip
+        loading = Loading(
+            layers, self.memory, self.plan, open_packs=self.packs, make_way=self._make_way
+        )
+        self.alone = Alone(
+            self.prefills, self._running,
+            Blending(
+                layers, loading, self.residents, self.plan, system, block=config.prefill_block
+            ),
+            self.leases, plan=self.plan, token_bytes=self._room.token_bytes,
+            computes_all=system.selector == "none", finish=self._finish,
+            begin_text=self._begin_text, store_prompt=store_prompt,
         )  # fmt: skip
 
     # -- what may run together --------------------------------------------------------------------
@@ -221,6 +235,12 @@ class Worker:
             prefetcher=self.prefetcher,
             trace=trace,
         )
+
+    def _make_way(self, slots: int) -> None:
+        """Running texts give back device slots that they could do without, as far as need be."""
+        self._running.rest()
+        if slots > self.memory.step_slots:
+            self._running.narrow()
 
     def _open(self, batch: Several[Sequence], stack: ExitStack) -> tuple[list[Lease], list[int]]:
         """A lease for each prefix of a batch, and which of them each sequence stands on."""
@@ -345,33 +365,7 @@ class Worker:
 
     def job_for(self, sequence: Sequence) -> Job | None:
         """See `scheduler.Worker`."""
-        if self.system.selector != "none" and len(sequence.tokens) > self.prefills.window:
-            if self._peers.alone:
-                self._store_prompt(sequence)
-                return None
-            says = "that are not stored, or cannot be read, over several processes"
-            most = f"expected at most prefill_window={self.prefills.window}"
-            sequence.fail(ContextOverflow(f"got {len(sequence.tokens)} tokens {says}, {most}"))
-            return None
-        return self.dense_job(sequence)
-
-    def dense_job(self, sequence: Sequence) -> Job:
-        """A dense prefill of all tokens of a sequence, whose KV stays on the device."""
-        size = len(sequence.tokens) * self._room.token_bytes
-        return dense_job(sequence, self.prefills, size, self.dense_done)
-
-    def dense_done(
-        self, sequence: Sequence, logits: np.ndarray, token: int, kv: LayerKv, trace: Trace
-    ) -> None:
-        """What all tokens of a sequence came to: its answer, or the beginning of its text."""
-        if sequence.sampling is None:
-            self._finish(sequence, token, logits[0].copy(), trace)
-            sequence.settle()
-            return
-        self._begin_text(sequence, trace)
-        going = Going(sequence=sequence, row=Row(start=0, length=len(sequence.tokens), window=None))
-        by_step = [tuple(kv[layer] for layer in step.layers) for step in self.plan.steps]
-        self._running.start(logits, by_step, [(0, going)])
+        return self.alone.job(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
         """See `scheduler.Worker`. Who asks for more than a job under way computes asks again."""

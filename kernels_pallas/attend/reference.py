@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_upto"]
 
 _LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time: what a CPU's caches hold
 
@@ -45,7 +45,8 @@ def attend(
             old_keys, old_values, valid = _context(pages, k_table, v_table, lengths, k_new.dtype)
             keys = jnp.concatenate([old_keys, keys], axis=0)
             values = jnp.concatenate([old_values, values], axis=0)
-        return _by_query_blocks(q, keys, values, valid, q_start, logits_bytes)
+        last = q_start + jnp.arange(q.shape[0], dtype=jnp.int32)
+        return _by_query_blocks(q, keys, values, valid, last, logits_bytes)
 
     rows: tuple[Array, ...] = (q, k_table, v_table, lengths, k_new, v_new, q_start)
     if q.shape[0] > 1:
@@ -53,6 +54,18 @@ def attend(
         return outs, lses
     out, lse = one(tuple(row[0] for row in rows))
     return out[None], lse[None]
+
+
+def attend_upto(
+    q: Array, keys: Array, values: Array, last: Array, *, logits_bytes: int = _LOGITS_BYTES
+) -> Array:
+    """Softmax attention of one sequence's tokens that do not follow one another.
+
+    Query i sees the keys of rows up to `last[i]`, the row that it has itself: q [S, H, D], keys and
+    values [R, K*D], last int32 [S] -> [S, H, D]. What stands in rows that nobody sees must be
+    finite. Plain XLA on every device.
+    """
+    return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, logits_bytes)[0]
 
 
 def _context(
@@ -76,36 +89,37 @@ def _context(
 
 
 def _by_query_blocks(
-    q: Array, keys: Array, values: Array, valid: Array, q_start: Array, logits_bytes: int
+    q: Array, keys: Array, values: Array, valid: Array, last: Array, logits_bytes: int
 ) -> tuple[Array, Array]:
-    """One sequence: q [S, H, D], keys and values [T, K*D] -> out [S, H, D], lse [S, H]."""
+    """One sequence: q [S, H, D], keys and values [T, K*D] -> out [S, H, D], lse [S, H].
+
+    Query i sees the keys that are `valid`, and of those after them up to number `last[i]`.
+    """
     queries, heads, dim = q.shape
     tokens, kv_heads = keys.shape[0], keys.shape[1] // dim
     if tokens == 0:
         return jnp.zeros_like(q), jnp.full((queries, heads), -jnp.inf, jnp.float32)
     block = max(16, logits_bytes // (4 * tokens * (heads // kv_heads)) // 16 * 16)
     if queries <= block:
-        return _dense(q, keys, values, valid, q_start)
+        return _dense(q, keys, values, valid, last)
     blocks = -(-queries // block)
-    padded = jnp.pad(q, ((0, blocks * block - queries), (0, 0), (0, 0)))
-    starts = q_start + block * jnp.arange(blocks, dtype=jnp.int32)
+    more = blocks * block - queries
+    padded = jnp.pad(q, ((0, more), (0, 0), (0, 0)))
+    ends = jnp.pad(last, (0, more))
     out, lse = lax.map(
         lambda part: _dense(part[0], keys, values, valid, part[1]),
-        (padded.reshape(blocks, block, heads, dim), starts),
+        (padded.reshape(blocks, block, heads, dim), ends.reshape(blocks, block)),
     )
     return out.reshape(-1, heads, dim)[:queries], lse.reshape(-1, heads)[:queries]
 
 
-def _dense(
-    q: Array, keys: Array, values: Array, valid: Array, q_start: Array
-) -> tuple[Array, Array]:
+def _dense(q: Array, keys: Array, values: Array, valid: Array, last: Array) -> tuple[Array, Array]:
     queries, heads, dim = q.shape
     kv_heads = keys.shape[1] // dim
     group = heads // kv_heads
     tail = keys.shape[0] - valid.shape[0]
     rows = q.reshape(queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, S, G, D]
     rows = rows.reshape(kv_heads, queries * group, dim)
-    last = q_start + jnp.arange(queries, dtype=jnp.int32)
     causal = jnp.arange(tail, dtype=jnp.int32)[None, :] <= last[:, None]  # [S, R]
     pages_seen = jnp.broadcast_to(valid[None, :], (queries, valid.shape[0]))
     mask = jnp.repeat(jnp.concatenate([pages_seen, causal], axis=1), group, axis=0)  # [S*G, T]

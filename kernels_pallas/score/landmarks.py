@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Landmarks, MeanKeys
 
-__all__ = ["score"]
+__all__ = ["landmark_sums", "score"]
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -36,6 +36,19 @@ def score(
     q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
     rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
     rows = rows.reshape(kv_heads, -1, dim)  # [K, B*S*G, D]
+    weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    counted = jnp.repeat(valid.reshape(-1), heads // kv_heads)[None, :, None]
+    share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+    by_sequence = (weights * share).reshape(kv_heads, batch, -1, chunks)
+    return jnp.sum(by_sequence, axis=2).swapaxes(0, 1)
+
+
+def landmark_sums(
+    rows: Array, probe: Landmarks, num_tokens: Array, chunk_tokens: int
+) -> tuple[Array, Array]:
+    """rows [K, R, D] -> exponentials [K, R, M] of every chunk's logit, less the maxima [K, R]."""
+    chunks, _, dim = probe.shape
     scale = 1.0 / math.sqrt(dim)
     if isinstance(probe, MeanKeys):
         logits = _dot(rows, probe.mean) * scale + probe.log_size.T[:, None, :]
@@ -45,13 +58,8 @@ def score(
         logits = (above + _dot(jnp.minimum(rows, zero), probe.low)) * scale
     held = jnp.arange(chunks, dtype=jnp.int32) * chunk_tokens < num_tokens
     logits = jnp.where(held[None, None, :], logits, -jnp.inf)
-    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), _LOWEST)
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    counted = jnp.repeat(valid.reshape(-1), heads // kv_heads)[None, :, None]
-    share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
-    by_sequence = (weights * share).reshape(kv_heads, batch, -1, chunks)
-    return jnp.sum(by_sequence, axis=2).swapaxes(0, 1)
+    top = jnp.maximum(jnp.max(logits, axis=-1), _LOWEST)
+    return jnp.exp(logits - top[..., None]), top
 
 
 def _dot(rows: Array, landmarks: Array) -> Array:

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
 
-__all__ = ["score"]
+__all__ = ["block_sums", "score"]
 
 _LOGITS_BYTES = 4 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -45,7 +45,7 @@ def score(
     chunks = tokens // chunk_tokens
     most = max(1, logits_bytes // (4 * batch * queries * heads * chunk_tokens))
     if chunks <= most:
-        part, top = _block(rows, probe, num_tokens, chunk_tokens)
+        part, top = block_sums(rows, probe, num_tokens, chunk_tokens)
         sums, tops = part[None], top[None]
     else:
         blocks = -(-chunks // most)
@@ -55,7 +55,7 @@ def score(
         starts = block * chunk_tokens * jnp.arange(blocks, dtype=jnp.int32)
         parts, join = _split(probe, blocks, blocks * block * chunk_tokens, q.dtype)
         sums, tops = lax.map(
-            lambda item: _block(rows, join(*item[1:]), num_tokens - item[0], chunk_tokens),
+            lambda item: block_sums(rows, join(*item[1:]), num_tokens - item[0], chunk_tokens),
             (starts, *parts),
         )
     top = jnp.max(tops, axis=0)  # [K, rows]
@@ -71,7 +71,9 @@ def score(
     return out.transpose(2, 1, 0, 3).reshape(batch, kv_heads, blocks_ * width)[..., :chunks]
 
 
-def _block(rows: Array, probe: TokenProbe, num_tokens: Array, chunk: int) -> tuple[Array, Array]:
+def block_sums(
+    rows: Array, probe: TokenProbe, num_tokens: Array, chunk: int
+) -> tuple[Array, Array]:
     """rows [K, R, D] -> sums of exponentials [K, R, chunks], maxima [K, R], of these keys."""
     tokens, kv_heads, dim = probe.shape
     if isinstance(probe, PqKeys):

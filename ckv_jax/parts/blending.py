@@ -1,0 +1,323 @@
+"""One question over texts put together: the question alone first, then what it needs again.
+
+The first pass is ProphetKV's stage 1: the question runs over what is stored, chooses chunks period
+by period, and its attention says which tokens matter. The second computes those again, in order
+of position and with all that was chosen in sight, and the question after them (CacheBlend's frame:
+new keys and values stand where the stored ones would).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.buckets import bucket, choice_bucket, suffix_bucket
+from ckv_jax.budget import Budget
+from ckv_jax.config import SystemConfig
+from ckv_jax.parts.blend import Blend
+from ckv_jax.parts.choice import again, around, attended
+from ckv_jax.parts.joined import Rows
+from ckv_jax.parts.loading import Loading, Opened, Unreadable
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
+from ckv_jax.reads.residents import Residents
+from ckv_jax.selection.base import Selection, Share
+from ckv_jax.trace import Trace
+
+_T = TypeVar("_T")
+_LEAST = 64  # rows of a buffer
+
+
+class Blended(NamedTuple):
+    """What came of it."""
+
+    logits: np.ndarray
+    """float32 [1, V]."""
+    token: int
+    kv: list[LayerKv]
+    """Each step's (K, V) [1, R, K*D], of a text that goes on; else empty."""
+    rows: int
+    """Rows of them in use: the next token comes after those, at position `start + rows`."""
+    start: int
+    trace: Trace
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """The tokens that are computed together, in blocks."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    size: int
+    hidden: list[Array] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[slice]:
+        """The places of each block's tokens."""
+        count = len(self.tokens)
+        return [slice(i, min(i + self.size, count)) for i in range(0, count, self.size)]
+
+    def padded(self, block: slice, values: np.ndarray, fill: int) -> np.ndarray:
+        """`values` of a block's tokens int32 [S], S a bucket."""
+        count = block.stop - block.start
+        out = np.full(min(suffix_bucket(count), max(self.size, count)), fill, np.int32)
+        out[:count] = values[block]
+        return out
+
+
+class Blending:
+    """Answers questions over parts, for one engine. Engine thread only."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        loading: Loading,
+        residents: Residents,
+        plan: Plan,
+        system: SystemConfig,
+        *,
+        block: int,
+    ) -> None:
+        """`block`: tokens computed in one call at most."""
+        self.layers = layers
+        self.loading = loading
+        self.residents = residents
+        self.plan = plan
+        self.system = system
+        self.block = block
+
+    def run(
+        self, opened: Opened, suffix: np.ndarray, budget: float | str, blend: Blend, trace: Trace,
+        *, keep: bool,
+    ) -> Generator[None, None, Blended]:  # fmt: skip
+        """A block of work a `yield`, then the first token after `suffix` int32 [S].
+
+        `keep`: the keys and values, for a text that goes on.
+        """
+        asked = _Asked(self, opened, suffix, Budget.of(budget), blend, trace, keep)
+        return (yield from asked.answer())
+
+
+class _Asked:
+    """One question on its way."""
+
+    def __init__(
+        self, own: Blending, opened: Opened, suffix: np.ndarray, budget: Budget, blend: Blend,
+        trace: Trace, keep: bool,
+    ) -> None:  # fmt: skip
+        self._own = own
+        self._opened = opened
+        self._joined = opened.joined
+        self._suffix = suffix
+        self._budget = budget
+        self._blend = blend
+        self._trace = trace
+        self._keep = keep
+        self._lost = np.zeros(0, np.int64)
+        self._scores: list[np.ndarray] = []
+        self._chosen: list[np.ndarray] = []
+        self._new = self._lost
+        """Chunks that are computed again."""
+        self._kept: list[np.ndarray] = []
+        """Those attended to as stored, period by period."""
+
+    def answer(self) -> Generator[None, None, Blended]:
+        """See `Blending.run`."""
+        found = yield from self._first()
+        while (more := self._more()) is not None:
+            try:
+                found = yield from self._second(*more)
+                break
+            except Unreadable as error:
+                self._lose(error)
+        hidden, last, kv, rows = found
+        logits, token = self._own.layers.head(hidden, np.array([last], np.int32))
+        with self._trace.span("compute", lane="compute"):
+            logits_, token_ = np.asarray(logits), int(np.asarray(token)[0])
+        self._trace.end()
+        start = self._joined.num_tokens + len(self._suffix) - rows
+        return Blended(logits_, token_, kv, rows, start, self._told())
+
+    # -- the question over what is stored ---------------------------------------------------------
+
+    def _first(self) -> Generator[None, None, tuple[Array, int, list[LayerKv], int]]:
+        own, total = self._own, self._joined.num_tokens
+        keep = self._keep and not self._blend.recompute
+        asked = self._pass(np.zeros(0, np.int64))
+        kv: list[LayerKv] = []
+        rows = 0
+        for period in range(own.plan.periods):
+            scores, count = yield from _recovered(partial(self._choose, period, asked, total))
+            while True:
+                ids = attended(self._joined, scores, count, self._lost)
+                try:
+                    steps = self._load(period, ids, ids, asked)
+                    break
+                except Unreadable as error:
+                    self._lose(error)
+            self._scores.append(scores)
+            self._chosen.append(ids)
+            rows = int(self._joined.length[ids].sum())
+            places = rows + np.arange(len(self._suffix))
+            yield
+            yield from self._through(period, steps, asked, places)
+            kv += steps if keep else []
+        self._kept = self._chosen
+        return asked.hidden[-1], _last(asked), kv, rows + len(self._suffix)
+
+    def _choose(self, period: int, asked: _Pass, total: int) -> tuple[np.ndarray, int]:
+        """The attention float32 [M] that each chunk gets, and how many chunks are chosen."""
+        own, opened, joined = self._own, self._opened, self._joined
+        layers = own.plan.scoring_layers(period)
+        by_prefix = [probes.get(layers, period) for probes in opened.probes]
+        residents = [opened.residents[which] for which in opened.which]
+        limit = self._budget.chunks(joined.num_chunks)
+        mass, least = self._budget.mass or 1.0, self._budget.floor(joined.num_chunks)
+        widths = [resident.probe_chunks for resident in residents]
+        pick: Selection = own.loading.calls.choose(
+            layers, asked.hidden[0], total, len(self._suffix), joined.offsets,
+            [by_prefix[which] for which in opened.which],
+            [part.num_tokens for part in joined.parts], [part.num_chunks for part in joined.parts],
+            limit, Share(np.array([mass], np.float32), np.array([least], np.int32)),
+            n=min(choice_bucket(limit), sum(widths)), window=own.system.score_window,
+            chunk_tokens=own.system.chunk_tokens,
+        )  # fmt: skip
+        with self._trace.span("select", lane="host", period=period):
+            ids, every = np.asarray(pick.ids)[0], np.asarray(pick.scores)[0]
+        first = np.cumsum(widths) - widths
+        scores = every[first[joined.part] + joined.chunk]
+        for probes in opened.probes:
+            probes.used(period)
+        return scores, int((ids >= 0).sum())
+
+    # -- what is computed again, and the question after it ----------------------------------------
+
+    def _more(self) -> tuple[np.ndarray, list[np.ndarray]] | None:
+        """What the second pass computes again and what it attends to; None: there is none."""
+        joined = self._joined
+        most = max(int(joined.length[ids].sum()) for ids in self._chosen)
+        mean = np.mean(self._scores, axis=0)
+        tokens = self._blend.recompute * most
+        new = again(joined, mean, round(tokens), self._blend.choice, self._lost)
+        if not len(new) and len({len(ids) for ids in self._chosen}) == 1:
+            return None
+        return new, around(joined, np.stack(self._scores), self._chosen, new)
+
+    def _second(
+        self, new: np.ndarray, kept: list[np.ndarray]
+    ) -> Generator[None, None, tuple[Array, int, list[LayerKv], int]]:
+        asked = self._pass(new)
+        kv: list[LayerKv] = []
+        rows = 0
+        for period, ids in enumerate(kept):
+            every = np.union1d(ids, new)
+            steps = self._load(period, every, ids, asked)
+            yield
+            held = Rows.of(self._joined, every)
+            rows = len(held)
+            places = np.concatenate([held.of_chunks(new), rows + np.arange(len(self._suffix))])
+            yield from self._through(period, steps, asked, places)
+            kv += steps if self._keep else []
+        self._new, self._kept = new, kept
+        return asked.hidden[-1], _last(asked), kv, rows + len(self._suffix)
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def _pass(self, new: np.ndarray) -> _Pass:
+        """The tokens of chunks `new` and of the suffix, embedded."""
+        at = self._joined.positions(new)
+        tokens = np.concatenate([self._joined.tokens[at], self._suffix]).astype(np.int32)
+        positions = np.concatenate(
+            [at, self._joined.num_tokens + np.arange(len(self._suffix))]
+        ).astype(np.int32)
+        made = _Pass(tokens=tokens, positions=positions, size=self._own.block)
+        with self._trace.span("dispatch", lane="host"):
+            for block in made.blocks:
+                padded = made.padded(block, tokens, 0)
+                made.hidden.append(self._own.layers.embed(padded[None]))
+        return made
+
+    def _load(
+        self, period: int, every: np.ndarray, stored: np.ndarray, asked: _Pass
+    ) -> list[LayerKv]:
+        """Buffers with room for chunks `every` and the suffix, `stored` ones of them filled in."""
+        rows = Rows.of(self._joined, every)
+        capacity = bucket(len(rows) + len(self._suffix), least=_LEAST)
+        load = self._own.loading.load
+        return load(self._opened, period, rows, stored, capacity, self._trace)
+
+    def _through(
+        self, period: int, steps: list[LayerKv], asked: _Pass, places: np.ndarray
+    ) -> Generator[None, None, None]:
+        """A period's layers over all blocks; `places`: each token's row in the buffers."""
+        calls = self._own.loading.calls
+        for index, step in enumerate(self._own.plan.period_steps(period)):
+            capacity = int(steps[index][0][0].shape[1])
+            for number, block in enumerate(asked.blocks):
+                context = min(capacity, bucket(int(places[block].max()) + 1, least=_LEAST))
+                with self._trace.span("dispatch", lane="host"):
+                    asked.hidden[number], steps[index] = calls.advance(
+                        step.layers, asked.hidden[number],
+                        asked.padded(block, asked.positions, 0),
+                        asked.padded(block, places, capacity), steps[index], context=context,
+                    )  # fmt: skip
+                with self._trace.span("compute", lane="compute", period=period):
+                    asked.hidden[number].block_until_ready()
+                yield
+
+    def _lose(self, error: Unreadable) -> None:
+        """Chunks that cannot be read are among those computed again."""
+        lost = self._opened.everywhere(error)
+        resident = self._opened.residents[error.which]
+        self._trace.count("recomputed_chunks", len(lost), prefix=resident.prefix.id)
+        self._lost = np.union1d(self._lost, lost)
+
+    def _told(self) -> Trace:
+        """The trace as this request's, once the caches know what was used."""
+        joined, opened = self._joined, self._opened
+        masses, selected, blended = [], [], 0
+        for period, (scores, ids) in enumerate(zip(self._scores, self._kept, strict=True)):
+            held = np.union1d(ids, self._new)
+            masses.append(float(scores[held].sum() / max(scores.sum(), 1e-30)))
+            selected.append(len(held))
+            blended += int(joined.length[ids[joined.part[ids] > 0]].sum())
+            for part, which in enumerate(opened.which):
+                mine = ids[joined.part[ids] == part]
+                if len(mine):
+                    own = scores[joined.part == part]
+                    self._own.residents.record(
+                        opened.residents[which], self._own.plan.groups(period),
+                        _selection(joined.chunk[mine], own),
+                    )  # fmt: skip
+        self._trace.count("blended_tokens", round(blended / len(selected)))
+        self._trace.count("recomputed_tokens", int(joined.length[self._new].sum()))
+        total = joined.num_chunks * len(selected)
+        return self._trace.share(selected=selected, total=total, attention_mass=masses)
+
+
+def _selection(chunks: np.ndarray, scores: np.ndarray) -> Selection:
+    """What one part's chunks got, as the caches' policies want it."""
+    held = scores[chunks]
+    mass = np.array([held.sum() / max(scores.sum(), 1e-30)])
+    return Selection(ids=chunks[None], attention=held[None], mass=mass, scores=scores[None])  # type: ignore[arg-type]
+
+
+def _last(asked: _Pass) -> int:
+    """The place of the last token in the last block."""
+    block = asked.blocks[-1]
+    return int(block.stop - block.start - 1)
+
+
+def _recovered(call: Callable[[], _T]) -> Generator[None, None, _T]:
+    """The result of a call, once what the store has lost of its keys is computed again."""
+    while True:
+        try:
+            return call()
+        except RecoveryNeeded as needed:
+            yield from recover(needed)
