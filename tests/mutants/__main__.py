@@ -1,12 +1,14 @@
 """Small wrong changes, drawn at random, and whether the tests near them notice.
 
     python -m tests.mutants [--count 200] [--seed 0] [--only storage ckv_jax/cache] [--json OUT]
+                            [--resume]
 
 Changes are cosmic-ray's. Each is made in a copy of the checkout, whose tests for that folder
 (`near.py`) then run until the first fails, those before others that reach the change
 (`reach.py`); the checkout itself is never touched. Survivors are listed with their diff.
 A run that takes twice as long as without a change has hung: killed too. Exit status 1 if fewer
-than `--least` of a hundred were killed.
+than `--least` of a hundred were killed. What `--json` names is written after every change, and
+`--resume` keeps those of its outcomes whose change is drawn again and is the same to the letter.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.mutants.draw import Mutant, drawn
 from tests.mutants.near import NEAR, tests_of
-from tests.mutants.trial import Trial, copied
+from tests.mutants.trial import Trial, changed, copied
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,10 +38,15 @@ def main() -> int:
     parser.add_argument("--timeout", type=int, default=300, help="seconds per run of tests (300)")
     parser.add_argument("--least", type=float, default=0.0, help="percent that must be killed")
     parser.add_argument("--json", type=Path, metavar="OUT", help="where the outcomes go")
+    parser.add_argument("--resume", action="store_true", help="keep the outcomes in --json")
     options = parser.parse_args()
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json OUT, the file to go on from")
     folders = options.only or sorted(NEAR)
     mutants = drawn(ROOT, folders, count=options.count, seed=options.seed)
-    trials: list[Trial] = []
+    trials = _kept(options.json, mutants) if options.resume else []
+    done = {trial.mutant for trial in trials}
+    mutants = [mutant for mutant in mutants if mutant not in done]
     with tempfile.TemporaryDirectory(prefix="ckv-mutants-") as work:
         tree = copied(ROOT, Path(work))
         for folder in sorted({mutant.folder for mutant in mutants}):
@@ -52,12 +60,40 @@ def main() -> int:
             for mutant in (m for m in mutants if m.folder == folder):
                 trials.append(tree.tried(mutant, near, reach, limit))
                 print(_line(trials[-1]), flush=True)
-    killed = _report(trials)
-    if options.json:
-        found = [dataclasses.asdict(t.mutant) | {"outcome": t.outcome, "seconds": t.seconds,
-                 "diff": t.diff} for t in trials]  # fmt: skip
-        options.json.write_text(json.dumps({"killed": killed, "mutants": found}, indent=1))
-    return int(killed < options.least)
+                if options.json:
+                    _write(options.json, trials)
+    return int(_report(trials) < options.least)
+
+
+def _write(path: Path, trials: list[Trial]) -> None:
+    found = [_plain(trial) for trial in trials]
+    path.write_text(json.dumps({"killed": _killed(trials), "mutants": found}, indent=1))
+
+
+def _plain(trial: Trial) -> dict[str, Any]:
+    assert isinstance(trial.mutant, Mutant)
+    return dataclasses.asdict(trial.mutant) | {
+        "outcome": trial.outcome, "seconds": trial.seconds, "diff": trial.diff
+    }  # fmt: skip
+
+
+def _kept(path: Path, mutants: list[Mutant]) -> list[Trial]:
+    """Outcomes of an earlier run whose mutants are drawn now and change the same lines."""
+    if not path.exists():
+        return []
+    trials = []
+    for found in json.loads(path.read_text())["mutants"]:
+        outcome, seconds, diff = (found.pop(name) for name in ("outcome", "seconds", "diff"))
+        mutant = Mutant(**found)
+        if mutant in mutants and changed(ROOT, mutant)[1] == diff:
+            trials.append(Trial(mutant, outcome, seconds, "", diff))
+    return trials
+
+
+def _killed(trials: list[Trial]) -> float:
+    """Of a hundred."""
+    killed = sum(trial.outcome != "survived" for trial in trials)
+    return 100 * killed / max(1, len(trials))
 
 
 def _line(trial: Trial) -> str:
@@ -80,7 +116,7 @@ def _report(trials: list[Trial]) -> float:
     for folder, counts in sorted(by_folder.items()):
         print(f"{folder:20} {counts.total() - counts['survived']} of {counts.total()} killed")
     killed = sum(trial.outcome != "survived" for trial in trials)
-    share = 100 * killed / max(1, len(trials))
+    share = _killed(trials)
     seconds = sum(trial.seconds for trial in trials) / max(1, len(trials))
     print(f"{'all':20} {killed} of {len(trials)} killed ({share:.1f}%), {seconds:.1f} s a mutant")
     return share

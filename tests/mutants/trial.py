@@ -34,6 +34,16 @@ class Trial:
     diff: str = ""
 
 
+def changed(root: Path, mutant: Mutant) -> tuple[str, str]:
+    """A file's text with the mutant in it, and the diff that makes it."""
+    before = (root / mutant.file).read_text()
+    after = mutate_code(before, get_operator(mutant.operator)(), mutant.index)
+    if after is None or after == before:
+        raise ValueError(f"got no change for {mutant}, expected one")
+    lines = (text.splitlines(keepends=True) for text in (before, after))
+    return after, "".join(difflib.unified_diff(*lines, "as it is", "mutant", n=1))
+
+
 def copied(root: Path, work: Path) -> Tree:
     """A copy of what the tests need, in which the package is one folder.
 
@@ -83,11 +93,7 @@ class Tree:
         """Runs `tests`, those first that reach the mutant, then puts the file back."""
         path = self._root / mutant.file
         before = path.read_text()
-        after = mutate_code(before, get_operator(mutant.operator)(), mutant.index)
-        if after is None or after == before:
-            raise ValueError(f"got no change for {mutant}, expected one")
-        lines = (text.splitlines(keepends=True) for text in (before, after))
-        diff = "".join(difflib.unified_diff(*lines, "as it is", "mutant", n=1))
+        after, diff = changed(self._root, mutant)
         first = self._compiled.parent / "first"
         first.write_text("\n".join(reach.tests_of(mutant.file, mutant.line)))
         path.write_text(after)
