@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench import paper as command
+from bench import paper_traffic as traffic
 from bench.paper import OURS, Paper, Setting, arithmetic, cases_of
 from bench.paper_traffic import Case, replay, token_bytes
 from bench.published import FIGURES
@@ -64,11 +66,19 @@ def test_the_long_prefix_is_of_its_own_length() -> None:
     assert [case.tokens for case in cases_of(long)] == [10_000]
 
 
-@pytest.mark.slow
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "QUANTILES", 4)
+@pytest.fixture
+def little_traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Some of the requests, and one that stands for all; what is kept of others is let go."""
+    monkeypatch.setattr(command, "QUANTILES", 1)
+    monkeypatch.setattr(traffic, "WARM_UP", traffic.WARM_UP // 40)
+    monkeypatch.setattr(traffic, "MEASURED", traffic.MEASURED // 40)
+    command._quantiles.cache_clear()
+    yield
+    command._quantiles.cache_clear()
+
+
+@pytest.mark.usefixtures("little_traffic")
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--json", str(tmp_path / "paper.json")])
     found = json.loads((tmp_path / "paper.json").read_text())
     [fitted] = [row for row in found["rows"] if row["fitted"]]
