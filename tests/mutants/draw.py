@@ -73,7 +73,8 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _unseen(source: str) -> list[Span]:
-    """Where nothing happens when the program runs: annotations, aliases, messages."""
+    """Where nothing happens when the program runs: annotations, aliases, messages, and what types
+    check (that a dataclass is frozen, has slots, takes keywords alone)."""
     spans: list[Span] = []
 
     def leave_out(node: ast.AST | None) -> None:
@@ -91,6 +92,10 @@ def _unseen(source: str) -> list[Span]:
                 leave_out(node.annotation)
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 leave_out(node.test)
+            case ast.ClassDef():
+                for decorator in node.decorator_list:
+                    if isinstance(decorator, ast.Call):
+                        leave_out(decorator)
             case ast.Raise():
                 leave_out(node.exc)
             case ast.Assign(targets=[ast.Name(id=name)]) if name[:1].isupper() and any(
