@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,8 @@ def by_engine(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
 
 
 def by_transformers(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
-    """The same by `transformers` on PyTorch, in bfloat16: the ledger once, then each question."""
+    """The same by `transformers` on PyTorch, in bfloat16: the ledger once, then its questions side
+    by side, each of which sees the ledger and itself."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -36,13 +36,18 @@ def by_transformers(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
     found = []
     with torch.no_grad():
         for page in pages:
-            read = model(torch.from_numpy(page.tokens.astype(np.int64))[None], use_cache=True)
-            said = []
-            for question, length in zip(page.questions, page.lengths, strict=True):
-                ids = torch.from_numpy(question[:length].astype(np.int64))[None]
-                past = copy.deepcopy(read.past_key_values)
-                said.append(int(model(ids, past_key_values=past).logits[0, -1].argmax()))
-            found.append(np.array(said) == page.answers)
+            read = model(torch.from_numpy(page.tokens.astype(np.int64))[None], logits_to_keep=1)
+            asked = np.arange(page.questions.shape[1]) < page.lengths[:, None]
+            owner, place = np.nonzero(asked)
+            own = (owner[:, None] == owner) & (place[:, None] >= place)
+            seen = np.concatenate([np.ones((len(own), len(page.tokens)), bool), own], axis=1)
+            said = model(
+                torch.from_numpy(page.questions[asked].astype(np.int64))[None],
+                attention_mask=torch.from_numpy(seen)[None, None],
+                position_ids=torch.from_numpy(len(page.tokens) + place)[None],
+                past_key_values=read.past_key_values,
+            ).logits[0].argmax(-1).numpy()  # fmt: skip
+            found.append(said[np.cumsum(page.lengths) - 1] == page.answers)
     return found
 
 

@@ -128,18 +128,18 @@ class InPool:
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""
-        quiet = settled is None or settled()
-        if room.array is not self._packs:
-            if quiet or settled is None:
-                self._host += room.array.nbytes
+        if settled is not None and settled():
+            settled = None
+        if room.array is self._packs:
+            self._flying -= len(room.rows)
+            if settled is None:
+                self._memory.tiers.release(room.rows)
             else:
-                self._unsettled.append((settled, room.array.nbytes))
-            return
-        self._flying -= len(room.rows)
-        if quiet or settled is None:
-            self._memory.tiers.release(room.rows)
+                self._memory.abandon(room.rows, settled)
+        elif settled is None:
+            self._host += room.array.nbytes
         else:
-            self._memory.abandon(room.rows, settled)
+            self._unsettled.append((settled, room.array.nbytes))
 
     def warm(self) -> None:
         """Nothing to be done; see `Landing`."""

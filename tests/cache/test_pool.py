@@ -59,6 +59,12 @@ def test_slots_for_rounds_down() -> None:
         ),
         (
             lambda: HostPool(1, SHAPE, np.float32).read(
+                np.zeros(1, np.int32), np.zeros((1, *SHAPE), np.int32)
+            ),
+            "got out int32",
+        ),
+        (
+            lambda: HostPool(1, SHAPE, np.float32).read(
                 np.array([0], np.int32), np.zeros((2, *SHAPE), np.float32)
             ),
             "got out",

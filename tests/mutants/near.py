@@ -40,7 +40,9 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "ckv_jax/cache": ("tests/cache",),
     "ckv_jax/memory": (
-        "tests/pipeline/test_device_pool.py", "tests/reads", "tests/test_engine.py",
+        "tests/cache/test_pool.py", "tests/pipeline/test_device_pool.py",
+        "tests/pipeline/test_landing.py", "tests/pipeline/test_targets.py",
+        "tests/pipeline/test_bytes_on_disk.py", "tests/reads", "tests/test_engine.py",
         "tests/pipeline/test_same_answers.py",
     ),
     "ckv_jax/reads": (

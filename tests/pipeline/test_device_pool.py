@@ -63,6 +63,31 @@ def test_staging_moves_scattered_host_packs_in_blocks() -> None:
     np.testing.assert_array_equal(content(pool, dtype), expected)
 
 
+class Write:
+    """A write that has ended once somebody has waited for it."""
+
+    ended = False
+
+    def block_until_ready(self) -> None:
+        self.ended = True
+
+
+def test_a_block_is_filled_again_only_after_its_write_and_draining_waits_for_all() -> None:
+    dtype = np.dtype(np.float32)
+    host, writes = HostPool(8, SHAPE, dtype), []
+
+    def write(_: np.ndarray, slots: np.ndarray) -> Write:
+        writes.append(Write())
+        return writes[-1]
+
+    staging = Staging(2, SHAPE, dtype, write)  # type: ignore[arg-type]
+    slots = np.arange(8, dtype=np.int32)
+    staging.send(host, slots, slots)
+    assert [one.ended for one in writes] == [True, True, False, False]
+    staging.drain()
+    assert all(one.ended for one in writes)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mapped_pool_is_the_memory_that_is_read_into(dtype: object) -> None:
     pool, host = MappedPool(7, SHAPE, np.dtype(dtype), CPU), HostPool(3, SHAPE, dtype)
