@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -62,6 +63,11 @@ class _Pass:
         """The places of each block's tokens."""
         count = len(self.tokens)
         return [slice(i, min(i + self.size, count)) for i in range(0, count, self.size)]
+
+    @property
+    def whole(self) -> Array:
+        """The hidden states of all blocks, [1, S, E]."""
+        return self.hidden[0] if len(self.hidden) == 1 else jnp.concatenate(self.hidden, axis=1)
 
     def padded(self, block: slice, values: np.ndarray, fill: int) -> np.ndarray:
         """`values` of a block's tokens int32 [S], S a bucket."""
@@ -180,14 +186,16 @@ class _Asked:
         limit = self._budget.chunks(joined.num_chunks)
         mass, least = self._budget.mass or 1.0, self._budget.floor(joined.num_chunks)
         widths = [resident.probe_chunks for resident in residents]
-        pick: Selection = own.loading.calls.choose(
-            layers, asked.hidden[0], total, len(self._suffix), joined.offsets,
-            [by_prefix[which] for which in opened.which],
-            [part.num_tokens for part in joined.parts], [part.num_chunks for part in joined.parts],
-            limit, Share(np.array([mass], np.float32), np.array([least], np.int32)),
-            n=min(choice_bucket(limit), sum(widths)), window=own.system.score_window,
-            chunk_tokens=own.system.chunk_tokens,
-        )  # fmt: skip
+        with self._trace.span("dispatch", lane="host"):
+            pick: Selection = own.loading.calls.choose(
+                layers, asked.whole, total, len(self._suffix), joined.offsets,
+                [by_prefix[which] for which in opened.which],
+                [part.num_tokens for part in joined.parts],
+                [part.num_chunks for part in joined.parts], limit,
+                Share(np.array([mass], np.float32), np.array([least], np.int32)),
+                n=min(choice_bucket(limit), sum(widths)), window=own.system.score_window,
+                chunk_tokens=own.system.chunk_tokens,
+            )  # fmt: skip
         with self._trace.span("select", lane="host", period=period):
             ids, every = np.asarray(pick.ids)[0], np.asarray(pick.scores)[0]
         first = np.cumsum(widths) - widths
