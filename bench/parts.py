@@ -105,7 +105,6 @@ def all_accuracy(documents: int, tokens: int, shares: Sequence[float]) -> list[J
         config = EngineConfig(dtype="float32")
         opened = ChunkStore.open(Path(store))
         with Engine(model, None, opened, random_fingerprint(model), config) as engine:
-            asked = ways(shares, (1.0,))
             made = partial(alias_texts, questions=6)
             aliases = accuracy(
                 engine, "aliases", made, counts, 2 * tokens, max(3, documents // 2), asked

@@ -158,7 +158,7 @@ def test_all_computed_again_is_a_dense_prefill_in_any_order(
         assert (plain.trace.recomputed_tokens, plain.trace.blended_tokens) == (0, rest)
         some = ask(engine, mine, blend=Blend(recompute=0.5))
         assert f"{some.trace.recomputed_tokens} recomputed" in str(some)
-        assert 0.5 <= some.trace.recomputed_tokens / (0.5 * sum(map(len, TEXTS))) <= 1.2
+        assert 0.8 < some.trace.recomputed_tokens / (0.5 * sum(map(len, TEXTS))) <= 1
         off = [scale_error(found.logits, dense.logits) for found in (some, plain)]
         assert TIGHT < off[0] < off[1]
         answers.append(whole.logits)
@@ -178,7 +178,7 @@ def test_a_small_budget_and_a_share_of_it(engine: Engine, parts: list[Prefix]) -
     assert 0 < trace.recomputed_tokens < 0.5 * 205 and trace.blended_tokens > 0
     assert trace.chunks["selected"] == sum(trace.period_chunks)
     assert 0 < trace.attention_mass < 1
-    first = ask(engine, parts, blend=Blend(recompute=0.1, choice="first"))
+    first = ask(engine, parts, blend=Blend(recompute=0.15, choice="first"))
     assert first.trace.recomputed_tokens == 32  # the first chunk of each part after the first
     mass = ask(engine, parts, "mass:0.5", blend=Blend(recompute=0))  # type: ignore[arg-type]
     assert mass.trace.chunks["selected"] < mass.trace.chunks["total"]

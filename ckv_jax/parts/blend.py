@@ -15,9 +15,9 @@ class Blend:
     """What `Request.parts` are computed again for."""
 
     recompute: float = 0.2
-    """Tokens computed again, in [0, 1], as a share of those that a layer attends to: chunks of the
-    parts after the first, whose own keys and values are exact. 0: none; 1, with a budget of 1: the
-    answer of a dense prefill."""
+    """Tokens computed again at most, in [0, 1], as a share of those that a layer attends to: whole
+    chunks, at least one, of the parts after the first, whose own keys and values are exact. 0:
+    none; 1, with a budget of 1: the answer of a dense prefill."""
     choice: Again = "both"
     """Which: "attended", the chunks that the question attends to most, averaged over all layers
     (ProphetKV, stage 1); "first", the first chunks of each part (EPIC, the baseline); or "both",

@@ -28,7 +28,7 @@ def again(
     joined: Joined, scores: np.ndarray, tokens: int, choice: Again, lost: np.ndarray
 ) -> np.ndarray:
     """The chunks, ascending, to be computed again: `lost` ones, and others of the parts after the
-    first until they hold `tokens`.
+    first as long as they hold no more than `tokens`, but one if that is not 0.
 
     "attended": in order of `scores` [M] (ProphetKV: the mean over all layers of the question's
     attention). "first": the first chunk of each part, then the second of each (EPIC). "both": as
@@ -42,8 +42,8 @@ def again(
         "both": (-worth, number > 0),  # the last key counts first
     }
     order = later[np.lexsort(keys[choice])]
-    before = np.cumsum(joined.length[order]) - joined.length[order]
-    return np.union1d(order[before < tokens], lost)
+    fitting = np.cumsum(joined.length[order]) <= tokens
+    return np.union1d(order[: max(int(fitting.sum()), min(1, tokens))], lost)
 
 
 def around(
