@@ -21,6 +21,7 @@ from command_line import Here
 
 from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
+from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.storage import ChunkStore, Wish
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.trace import STAGES
@@ -456,6 +457,42 @@ def broken(home: Path) -> None:
     (home / "empty.txt").write_text(" \n")
     (home / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (home / "long.txt").write_text(TEXT * 8)
+
+
+def test_what_prompts_begin_with_alike_is_stored_once(home: Path, here: Here) -> None:
+    manual = TEXT + "\nThis is the manual of the lamps."
+    lines = [
+        {"id": "one", "prompt": f"{manual} Which lamp is in room 3?", "max_tokens": 3},
+        {"id": "apart", "prompt": "Which lamp is in room 4?"},
+        {"id": "two", "prompt": f"{manual} Which lamp is in room 5?", "max_tokens": 3},
+        {"id": "both", "prompt": "Which?", "question": "Which?"},
+        {"id": "long", "prompt": list(range(1, 60)) * 100},
+    ]
+    requests, out, kv = home / "prompts.jsonl", home / "prompted.jsonl", home / "prompted"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ("batch", home / "checkpoint", requests, "--store", kv, "--out", out)
+    code, said, complaint = here(*command, "--json")
+    assert code == 3 and "got a prompt and a question" in complaint, complaint
+    assert "line 5" in complaint and "4096" in complaint
+    told = json.loads(said)
+    assert (told["answered"], told["failed"]) == (3, 2)
+    [(stored, count)] = told["beginnings"].items()
+    found = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert count > 256 and stored in {prefix.id for prefix in ChunkStore.open(kv).prefixes()}
+    assert found["one"]["prefix_tokens"] == found["two"]["prefix_tokens"] == count
+    assert found["one"]["bytes"]["ssd"] > 0 and found["apart"]["prefix_tokens"] == 0
+    # Stored by its id and asked in the usual way, the answer is the same.
+    rest = home / "rest.jsonl"
+    tokens = found["one"]["suffix_tokens"]
+    whole = load_tokenizer(home / "checkpoint").encode(lines[0]["prompt"]).tolist()
+    assert len(whole) == count + tokens
+    asked = {"prefix": stored, "question": whole[count:], "max_tokens": 3}
+    rest.write_text(json.dumps(asked) + "\n")
+    assert here("batch", home / "checkpoint", rest, "--store", kv, "--out", home / "r")[0] == 0
+    assert json.loads((home / "r").read_text())["text"] == found["one"]["text"]
+    # A second run has nothing left to do but the two that failed.
+    code, said, _ = here(*command, "--json")
+    assert code == 3 and json.loads(said)["kept"] == 3 and json.loads(said)["answered"] == 0
 
 
 def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict, here: Here) -> None:

@@ -26,7 +26,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, check_writable, number_of
-from ckv_jax.cli.store_tools import open_store, store_config
+from ckv_jax.cli.store_tools import is_store, open_store, store_config
 
 __all__ = ["batch"]
 
@@ -37,8 +37,9 @@ def batch(
         Path,
         typer.Argument(
             metavar="REQUESTS.jsonl",
-            help="One JSON object per line: question (text or token ids); optionally id, prefix, "
-            "budget, max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids.",
+            help="One JSON object per line: question (text or token ids) and prefix, or a whole "
+            "prompt; optionally id, budget, max_tokens, temperature, top_p, top_k, seed, stop, "
+            "stop_token_ids.",
         ),
     ],
     store: Store,
@@ -70,10 +71,11 @@ def batch(
 ) -> None:
     """Answer many questions from a file.
 
-    Questions over one stored text share what they read. If the command is interrupted, run it
-    again: answers that are in the result file already are kept, and it goes on from there. A bad
-    line is reported, skipped, and noted in the result file with its error; the exit code is then
-    3, and all other answers are there.
+    Questions over one stored text share what they read, and are answered one after the other.
+    What whole prompts begin with alike (256 tokens or more) is found and stored once. If the
+    command is interrupted, run it again: answers that are in the result file already are kept, and
+    it goes on from there. A bad line is reported, skipped, and noted in the result file with its
+    error; the exit code is then 3, and all other answers are there.
     """
     check_writable(out)
     terminal = Terminal(as_json=json)
@@ -87,14 +89,18 @@ def batch(
         from ckv_jax import compilation_cache
         from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
         from ckv_jax.cli.serving import Answerer, kv_bytes, parse_budget, say_recomputed
+        from ckv_jax.cli.turns import turns
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import with_codec
 
         compilation_cache.enable()
         lines = list(read_jobs(requests, prefix=prefix))
-        with open_store(store, settings) as opened:
-            largest = max(map(kv_bytes, opened.prefixes()), default=0)
+        prompts = any(isinstance(line, Job) and line.prefix is None for line in lines)
+        largest = 0
+        if not prompts or is_store(store):  # prompts may be the first that is stored
+            with open_store(store, settings) as opened:
+                largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
             system=with_codec(system, codec),
@@ -110,7 +116,6 @@ def batch(
     start = time.perf_counter()
     answered = failed = recomputed = compiling = 0
     with engine, Results(out) as results, terminal.progress() as bar, _said_if_interrupted(out):
-        report = bar("questions")
         left = [line for line in lines if (line.line, line.digest) not in results.done]
         kept = len(lines) - len(left)
         jobs = [line for line in left if isinstance(line, Job)]
@@ -118,8 +123,11 @@ def batch(
             (line, line.error) for line in left if not isinstance(line, Job)
         ]
         answerer = Answerer(engine, model=checkpoint.name)
-        for first in range(0, len(jobs), together):
-            for job, found in answerer.answer(jobs[first : first + together]):
+        every = [line for line in lines if isinstance(line, Job)]
+        stored = answerer.store_beginnings(every if jobs else [], bar("prompts"))
+        report = bar("questions")
+        for part in turns(jobs, together, text_of=answerer.text_of):
+            for job, found in answerer.answer(part):
                 if isinstance(found, str):
                     faults.append((job, found))
                 else:
@@ -135,13 +143,19 @@ def batch(
             failed += 1
     seconds = time.perf_counter() - start
     summary = {"answered": answered, "kept": kept, "failed": failed, "seconds": seconds}
+    shared = {"beginnings": stored} if stored else {}
     if json:
-        terminal.json(summary)
+        terminal.json(summary | shared)
     else:
         terminal.say(
             f"{answered} answered in {seconds:.1f} s, {kept} kept from before, {failed} failed; "
             f"results in {out}"
         )
+        if stored:
+            terminal.say(
+                f"{number_of(len(stored), 'beginning')} that prompts share "
+                f"{'is' if len(stored) == 1 else 'are'} stored, {sum(stored.values()):,} tokens"
+            )
     if compiling:
         terminal.warn(
             f"the times of {number_of(compiling, 'answer')} hold compiling or loading programs: "

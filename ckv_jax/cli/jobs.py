@@ -19,7 +19,7 @@ __all__ = ["BadLine", "Job", "Results", "read_jobs"]
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 _START = b'{"line": '  # of every result
-_KNOWN = {"id", "prefix", "question", "budget"} | _SAMPLING
+_KNOWN = {"id", "prefix", "question", "prompt", "budget"} | _SAMPLING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class Job:
     digest: str
     """Identifies the line by its content, so that a line that was edited is asked again."""
     id: str
-    prefix: str
+    prefix: str | None
+    """What the stored text is called; None: the question is a whole prompt."""
     question: str | tuple[int, ...]
     budget: float | str | None
     sampling: SamplingParams
@@ -92,27 +93,31 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
         raise ValueError(
             f"got unknown field {', '.join(unknown)}, expected {', '.join(sorted(_KNOWN))}"
         )
-    named = values.get("prefix", prefix)
-    if not isinstance(named, str) or not named:
+    whole = "prompt" in values
+    named = None if whole else values.get("prefix", prefix)
+    if whole and (both := sorted({"prefix", "question"} & values.keys())):
+        raise ValueError(f"got a prompt and a {both[0]}, expected the prompt alone")
+    if not whole and (not isinstance(named, str) or not named):
         raise ValueError("got no prefix, expected the id of a stored one (or --prefix)")
+    asked = "prompt" if whole else "question"
     budget = values.get("budget")
     return Job(
         line=line,
         digest=digest,
         id=id,
         prefix=named,
-        question=_question(values.get("question")),
+        question=_text(asked, values.get(asked)),
         budget=None if budget is None else check_budget(budget),
         sampling=_sampling(values),
     )
 
 
-def _question(value: Any) -> str | tuple[int, ...]:
+def _text(name: str, value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
-    raise ValueError(f"got question={value!r}, expected a text or a list of token ids, not empty")
+    raise ValueError(f"got {name}={value!r}, expected a text or a list of token ids, not empty")
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParams:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ckv_jax.answer import answer_json
+from ckv_jax.cli.beginnings import shared_beginnings
 from ckv_jax.cli.jobs import Job
 from ckv_jax.cli.output import number_of, one_line
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
-from ckv_jax.errors import CkvError
+from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
@@ -132,6 +135,45 @@ class Answerer:
         self._engine = engine
         self._model = model
         self._prefixes: dict[str, Prefix] = {}
+        self._prompts: dict[int, tuple[Prefix | None, np.ndarray]] = {}
+
+    def store_beginnings(
+        self, jobs: Sequence[Job], progress: Callable[[int, int], object]
+    ) -> dict[str, int]:
+        """Stores what several prompts begin with, once: tokens by the id of the prefix.
+
+        The shortest first, which the longer go on from. `progress(done, all)` counts beginnings. A
+        prompt that cannot be stored is asked as it is, and its answer says what is wrong with it.
+        """
+        whole: dict[int, np.ndarray] = {}
+        for job in jobs:
+            if job.prefix is None:
+                with contextlib.suppress(CkvError, ValueError):
+                    whole[job.line] = self._engine.encode(job.question, begins=True)
+        lengths = shared_beginnings(list(whole.values()))
+        found: dict[bytes, Prefix | None] = {b"": None}
+        stored: dict[str, int] = {}
+        order = sorted(zip(lengths, whole.items(), strict=True), key=lambda entry: entry[0])
+        for number, (length, (line, tokens)) in enumerate(order, start=1):
+            begins = tokens[:length].tobytes()
+            if begins not in found:
+                try:
+                    found[begins] = self._engine.ingest(tokens[:length])
+                except ContextOverflow:
+                    found[begins] = None
+            prefix = found[begins]
+            if prefix is not None:
+                stored[prefix.id] = prefix.num_tokens
+            self._prompts[line] = prefix, tokens[0 if prefix is None else length :]
+            progress(number, len(order))
+        return stored
+
+    def text_of(self, job: Job) -> Hashable:
+        """What a job's question stands on: jobs of one text are best answered one by one."""
+        if job.prefix is not None:
+            return job.prefix
+        prefix, _ = self._prompts.get(job.line, (None, None))
+        return job.line if prefix is None else prefix.id
 
     def answer(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any] | str]]:
         """Each job with its answer as JSON, or with what is wrong with it."""
@@ -159,13 +201,16 @@ class Answerer:
         else:
             found += self._engine.reprefill(requests)
         for index, outcome in enumerate(found):
-            prefix = self._prefixes[part[index][0].prefix]
+            prefix = part[index][1].prefix
+            prefixes = (prefix,) if isinstance(prefix, Prefix) else ()
             try:
-                yield answer_json(outcome, self._engine, prefix, model=self._model)
+                yield answer_json(outcome, self._engine, *prefixes, model=self._model)
             except (CkvError, ValueError) as error:
                 yield one_line(error)
 
     def _request(self, job: Job) -> Request:
+        if job.prefix is None:
+            return self._whole(job)
         if job.prefix not in self._prefixes:
             engine = self._engine
             prefix = find_prefix(engine.store, job.prefix, salt=engine.config.salt)
@@ -173,6 +218,13 @@ class Answerer:
         return Request(
             prefix=self._prefixes[job.prefix], suffix=job.question, budget=job.budget, id=job.id
         )
+
+    def _whole(self, job: Job) -> Request:
+        """A prompt: what others begin with is stored, the rest is asked."""
+        if job.line not in self._prompts:
+            self._engine.encode(job.question, begins=True)  # raises what is wrong with it
+        prefix, rest = self._prompts[job.line]
+        return Request(prefix=prefix or [], suffix=rest.tolist(), budget=job.budget, id=job.id)
 
 
 def _several(job: Job) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "inspect",
+    "is_store",
     "open_store",
     "parse_seconds",
     "parse_size",
@@ -218,14 +219,19 @@ def pin(
         terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
 
 
+def is_store(url: str) -> bool:
+    """Whether something is at a store's URL, as far as a folder can tell without being opened."""
+    folder = folder_of(url)
+    return folder is None or (folder.is_dir() and any(folder.iterdir()))
+
+
 def open_store(
     url: str, config: StoreConfig | None = None, *, readonly: bool = False
 ) -> ChunkStore:
     """A store that is there already, `readonly` only to look; `ValueError` where there is none."""
     from ckv_jax.storage.store import ChunkStore
 
-    folder = folder_of(url)
-    if folder is not None and not (folder.is_dir() and any(folder.iterdir())):
+    if not is_store(url):
         raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
     return ChunkStore.open(url, config=config, readonly=readonly)
 
