@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
@@ -29,6 +30,7 @@ from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
+from ckv_jax.serving.hints import brought, let_go
 from ckv_jax.serving.intake import Intake, Way, sampled, several
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
@@ -364,6 +366,30 @@ class Engine:
             max_tokens=max_tokens,
         )
         self._scheduler.add(Job(steps)).future.result()
+
+    def prefetch(self, prefix: Prefix, *, budget: float | str | None = None) -> Future[int]:
+        """A hint that questions over `prefix` will come: its digest and the packs that questions
+        have attended to most, as many as `budget` (None: the engine's), are brought to memory.
+
+        Returns at once; it goes on between the tokens of others. The result is how many packs are
+        in memory then: as many as are worth more than what is there, none of a prefix that is
+        gone. Cancelling the future does not stop it. Raises what `check_prefix` does for a prefix
+        of another model or layout.
+        """
+        check_processes(self.config, 1)
+        self._placement.check_prefix(prefix, prefix.salt)
+        chosen = check_budget(self.config.budget if budget is None else budget)
+        return self._scheduler.add(Job(brought(self._worker, prefix, chosen))).future
+
+    def demote(self, prefix: Prefix) -> Future[int]:
+        """A hint that no question over `prefix` will come soon: its digest and its packs leave
+        memory, those that it shares with other prefixes too, but for what is being used.
+
+        What they are worth is kept. Returns at once; the result is how many packs left.
+        """
+        check_processes(self.config, 1)
+        self._placement.check_prefix(prefix, prefix.salt)
+        return self._scheduler.add(Job(let_go(self._worker, prefix))).future
 
     @property
     def worker(self) -> Worker:

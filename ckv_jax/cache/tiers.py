@@ -165,6 +165,25 @@ class Tiers:
         """Device slot and host slot of each page, int32 `[n]` each; -1 where it is not there."""
         return self._table.device_slot[pages], self._table.host_slot[pages]
 
+    def worth(self, pages: Pages) -> npt.NDArray[np.float64]:
+        """The policy's score `[n]` of each page, cached or not."""
+        return self._table.score[pages]
+
+    def let_go(self, pages: Pages) -> int:
+        """Takes those of these distinct pages out of both tiers that nobody pins; how many that
+        were. They keep their scores."""
+        table = self._table
+        table.check(pages)
+        free = pages[table.pins[pages] == 0]
+        on_device, on_host = (
+            free[column[free] >= 0] for column in (table.device_slot, table.host_slot)
+        )
+        self._device.put_back(table.device_slot[on_device])
+        self._host.put_back(table.host_slot[on_host])
+        table.device_slot[on_device] = -1
+        table.host_slot[on_host] = -1
+        return len(on_device) + len(on_host)
+
     def pin(self, pages: Pages) -> None:
         """Keep distinct pages where they are until as many `unpin` calls; pins nest.
 

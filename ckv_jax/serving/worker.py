@@ -125,7 +125,7 @@ class Worker:
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
         )  # fmt: skip
         loading = Loading(
-            layers, self.memory, self.plan, open_packs=self.packs, make_way=self._make_way
+            layers, self.memory, self.plan, open_packs=self.packs, make_way=self.make_way
         )
         self.alone = Alone(
             self.prefills, self._running,
@@ -236,7 +236,7 @@ class Worker:
             trace=trace,
         )
 
-    def _make_way(self, slots: int) -> None:
+    def make_way(self, slots: int) -> None:
         """Running texts give back device slots that they could do without, as far as need be."""
         self._running.rest()
         if slots > self.memory.step_slots:

@@ -1,0 +1,105 @@
+"""What is brought to memory before anybody asks, and let go after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import MIB, small_engine, tokens
+
+from ckv_jax import Engine, Prefix, Request, SamplingParams
+from ckv_jax.storage.errors import FingerprintMismatch
+
+SUFFIX = tokens(9, 5)
+
+
+def ask(engine: Engine, prefix: Prefix, budget: float = 0.2) -> tuple[np.ndarray, dict[str, int]]:
+    """Logits, and where the bytes came from."""
+    [result] = engine.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=budget)])
+    result.raise_for_error()
+    return result.logits, {name: result.trace.bytes[name] for name in ("ssd", "host", "device")}
+
+
+def packs(prefix: Prefix) -> int:
+    return prefix.num_chunks * prefix.layout.groups
+
+
+def test_what_was_let_go_is_read_again_and_what_was_brought_is_not(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv") as engine:
+        prefix = engine.ingest(tokens(300))
+        first, cold = ask(engine, prefix)
+        again, warm = ask(engine, prefix)
+        assert cold["ssd"] > 0 and warm["ssd"] == 0
+        assert engine.demote(prefix).result() == warm["device"] // prefix.layout.pack_bytes
+        assert engine.stats().digest_bytes == 0
+        third, read = ask(engine, prefix)
+        assert read["ssd"] == cold["ssd"] and read["device"] == read["host"] == 0
+        engine.demote(prefix).result()
+        assert engine.prefetch(prefix, budget=0.2).result() > 0
+        assert engine.stats().digest_bytes > 0
+        fourth, brought = ask(engine, prefix)  # the packs that it attended to most before
+        assert brought == warm
+        for logits in (again, third, fourth):
+            assert np.array_equal(logits, first)
+
+
+def test_a_prefix_that_nobody_asked_about_fills_what_is_free(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv", device_cache_bytes=4 * MIB) as engine:
+        prefix = engine.ingest(tokens(300))
+        assert engine.prefetch(prefix, budget=1.0).result() == packs(prefix)
+        assert ask(engine, prefix, 1.0)[1]["ssd"] == 0
+        assert engine.demote(prefix).result() == packs(prefix)
+        assert engine.prefetch(prefix, budget=1e-6).result() == prefix.layout.groups  # a chunk
+
+
+def test_what_is_worth_more_stays(tmp_path: Path) -> None:
+    config = {"device_cache_bytes": MIB // 16, "host_cache_bytes": 0}
+    with small_engine(tmp_path, system="ckv", **config) as engine:
+        asked, other = engine.ingest(tokens(300)), engine.ingest(tokens(300, 1))
+        ask(engine, asked, 1.0)
+        _, before = ask(engine, asked, 1.0)
+        assert 0 < before["device"] < before["ssd"]  # the cache is full
+        assert engine.prefetch(other, budget=1.0).result() == 0
+        assert ask(engine, asked, 1.0)[1] == before
+
+
+def test_texts_that_run_keep_what_they_use(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv") as engine:
+        prefix = engine.ingest(tokens(300))
+        request, ways = Request(prefix=prefix, suffix=SUFFIX), SamplingParams(max_tokens=24)
+        [alone] = engine.generate(request, ways).results()
+        stream = engine.generate(request, ways)
+        next(iter(stream))
+        engine.demote(prefix).result()
+        engine.prefetch(prefix).result()
+        engine.demote(prefix).result()
+        [found] = stream.results()
+        assert found.token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_packs_that_cannot_be_read_are_left_to_whoever_asks(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv") as engine:
+        prefix = engine.ingest(tokens(300))
+        for file in tmp_path.glob("segments/*/*/packs/c.*"):
+            file.write_bytes(bytes(file.stat().st_size))
+        assert engine.prefetch(prefix).result() == 0
+        request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+        [answer] = engine.reprefill([request])
+        dense = engine.recompute(request)
+        assert answer.trace.recomputed_chunks == prefix.num_chunks
+        np.testing.assert_allclose(answer.logits, dense.logits, atol=1e-4)
+
+
+def test_prefixes_that_are_gone_or_of_another_model(tmp_path: Path) -> None:
+    with small_engine(tmp_path / "a", system="ckv") as engine:
+        prefix = engine.ingest(tokens(300))
+        with small_engine(tmp_path / "b", system="ckv", seed=1) as other:
+            for hint in (other.prefetch, other.demote):
+                with pytest.raises(FingerprintMismatch):
+                    hint(prefix)
+        with pytest.raises(ValueError, match="budget=0"):
+            engine.prefetch(prefix, budget=0)
+        engine.store.delete(prefix)
+        assert engine.prefetch(prefix).result() == 0  # there is nothing to bring
+        assert engine.demote(prefix).result() == 0
