@@ -157,13 +157,20 @@ def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixtu
     prefix = engine.ingest(TEXT)
     request = Request(prefix=prefix, suffix="Which lamp?")
     names = {"engine": engine, "request": request, "requests": [request], "history": prefix}
+    names["documents"] = [f"Document {n}. {TEXT}" for n in range(3)]  # type: ignore[assignment]
+    names["question"] = "Which lamp?"  # type: ignore[assignment]
     for code in blocks(DOCS / "requests.md", "python"):
         for said, meant in SMALLER.items():
             code = code.replace(said, meant)
         exec(compile(code, "requests.md", "exec"), names)
     (first,) = engine.reprefill([names["request"]])  # type: ignore[list-item]
-    told = (names["generation"].text, first.text, names["said"].text)  # type: ignore[attr-defined]
+    joined = names["result"].trace  # type: ignore[attr-defined]
+    told = (
+        names["generation"].text, f"{joined.blended_tokens} {joined.recomputed_tokens}\n",  # type: ignore[attr-defined]
+        first.text, names["said"].text,  # type: ignore[attr-defined]
+    )  # fmt: skip
     assert capsys.readouterr().out == "".join(told)
+    assert 0 < joined.recomputed_tokens < joined.blended_tokens
     assert names["whole"].token_id == names["dense"].token_id  # type: ignore[attr-defined]
     assert len(names["chosen"]) == engine.periods  # type: ignore[arg-type]
     assert names["compiled"] > 0  # type: ignore[operator]
