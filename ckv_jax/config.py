@@ -227,12 +227,14 @@ class EngineConfig:
     prefill_block: int = 512
     """Tokens in one block of the dense prefill: what others wait for at most."""
     prefill_window: int = 8192
-    """Tokens of an ingest whose keys and values stay on the device; the others come back from the
-    store, so that a text of any length needs no more memory."""
+    """Tokens of an ingest whose keys and values stay on the device, fewer where it has room for
+    fewer; the others come back from the store, so that a text of any length needs no more
+    memory."""
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB
-    """Device room for the packs, suffixes, texts and prefills that run at once; others wait."""
+    """Device room for the packs, suffixes, texts and prefills that run at once, less where weights
+    and pool leave less; others wait."""
     tensor_parallel: int = 1
     """Devices that the model is split over, by KV head; the store knows nothing of it."""
     processes: int = 1

@@ -33,6 +33,9 @@ from ckv_jax.kernels_pallas.score.api import Probe, score
 from ckv_jax.pipeline.prefill import context_bucket
 
 _ITEM = 2  # bytes of an element of bfloat16
+_FEWER_SPILLS = "versions that spill less take 1.4 times the instructions or more"
+_SPILLING = ("TPU v4", "TPU v6", "TPU7x")
+"""Where that was tried of dense attention, see docs/accelerators.md."""
 
 
 def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:
@@ -54,9 +57,17 @@ def _attend(batch: int, length: int, rows: int) -> Callable[[Sizes], Program]:
             jitted=jax.jit(partial(attend, target=sizes.target)), args=args, named={}, kernels=1,
             tokens=batch * length, big=(slots.shape,), must_read=read + written,
             example=lambda: _pages_example(args, at=rows - length),
+            moves_more=_read_by_each_core(sizes, batch),
         )  # fmt: skip
 
     return program
+
+
+def _read_by_each_core(sizes: Sizes, batch: int) -> str | None:
+    """Why keys may be read more than once: with more cores than sequences no core idles."""
+    if sizes.target.platform != "tpu" or sizes.target.cores <= batch:
+        return None
+    return "rows are split between the device's cores, each of which reads the keys"
 
 
 def _attend_rows(sizes: Sizes) -> Program:
@@ -68,11 +79,8 @@ def _attend_rows(sizes: Sizes) -> Program:
         args=(q, new, new, ints(1)), named={}, kernels=1, tokens=BLOCK,
         must_read=2 * nbytes(q) + 2 * nbytes(new) + 4 * BLOCK * sizes.config.num_heads,
         room=16 * rows * sizes.row,
-        spills_more=(
-            "with fewer it takes 1.5 to 1.9 times the instructions"
-            if sizes.target.kind.startswith("TPU v4")
-            else None
-        ),
+        moves_more=_read_by_each_core(sizes, 1),
+        spills_more=_FEWER_SPILLS if sizes.target.kind.startswith(_SPILLING) else None,
         example=lambda: (
             *(np.zeros(x.shape, x.dtype) for x in (q, new, new)),
             np.full(1, rows - BLOCK, np.int32),
