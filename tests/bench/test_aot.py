@@ -171,6 +171,15 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"kernels": 0}, "failed", "expected 4"),
         (
             {
+                "implementation": "mosaic_gpu; reference",
+                "kernels": 2,
+                "why": "mosaic_gpu does not: got compute capability (10, 0), expected (9, 0)",
+            },
+            "explained",
+            "compute capability",
+        ),
+        (
+            {
                 "implementation": "reference",
                 "why": "mosaic_gpu does not: got compute capability (8, 0), expected (9, 0)",
             },
