@@ -184,14 +184,15 @@ def test_a_small_budget_and_a_share_of_it(engine: Engine, parts: list[Prefix]) -
     assert mass.trace.chunks["selected"] < mass.trace.chunks["total"]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1e-6, 1.0])
 def test_texts_go_on_from_there(engine: Engine, parts: list[Prefix], share: float) -> None:
     request = Request(parts=parts, suffix=SUFFIX, budget=1.0, blend=Blend(recompute=share))
     sampling = SamplingParams(max_tokens=4, logprobs=0)
     (said,) = engine.generate(request, sampling).results()
     assert said.token_ids[0] == ask(engine, parts, blend=request.blend).token_id
     assert said.completion().parts == tuple(parts) and said.codec == "none"
-    if share:  # what a text over the whole stored as one would say
+    assert said.trace.recomputed_tokens == {0.0: 0, 1e-6: 16, 1.0: 64 + 77}[share]
+    if share == 1:  # what a text over the whole stored as one would say
         whole = engine.ingest(np.concatenate(TEXTS))
         (dense,) = engine.generate(
             Request(prefix=whole, suffix=SUFFIX, budget=1.0), sampling

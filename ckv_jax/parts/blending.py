@@ -8,6 +8,7 @@ new keys and values stand where the stored ones would).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,26 +78,17 @@ class _Pass:
         return out
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blending:
     """Answers questions over parts, for one engine. Engine thread only."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        loading: Loading,
-        residents: Residents,
-        plan: Plan,
-        system: SystemConfig,
-        *,
-        block: int,
-    ) -> None:
-        """`block`: tokens computed in one call at most."""
-        self.layers = layers
-        self.loading = loading
-        self.residents = residents
-        self.plan = plan
-        self.system = system
-        self.block = block
+    layers: Layers
+    loading: Loading
+    residents: Residents
+    plan: Plan
+    system: SystemConfig
+    block: int
+    """Tokens computed in one call at most."""
 
     def run(
         self, opened: Opened, suffix: np.ndarray, budget: float | str, blend: Blend, trace: Trace,
@@ -163,7 +155,7 @@ class _Asked:
             while True:
                 ids = attended(self._joined, scores, count, self._lost)
                 try:
-                    steps = self._load(period, ids, ids, asked)
+                    steps = self._load(period, ids, ids)
                     break
                 except Unreadable as error:
                     self._lose(error)
@@ -211,8 +203,8 @@ class _Asked:
         joined = self._joined
         most = max(int(joined.length[ids].sum()) for ids in self._chosen)
         mean = np.mean(self._scores, axis=0)
-        tokens = self._blend.recompute * most
-        new = again(joined, mean, round(tokens), self._blend.choice, self._lost)
+        tokens = math.ceil(self._blend.recompute * most)  # any share is a chunk at least
+        new = again(joined, mean, tokens, self._blend.choice, self._lost)
         if not len(new) and len({len(ids) for ids in self._chosen}) == 1:
             return None
         return new, around(joined, np.stack(self._scores), self._chosen, new)
@@ -225,7 +217,7 @@ class _Asked:
         rows = 0
         for period, ids in enumerate(kept):
             every = np.union1d(ids, new)
-            steps = self._load(period, every, ids, asked)
+            steps = self._load(period, every, ids)
             yield
             held = Rows.of(self._joined, every)
             rows = len(held)
@@ -251,9 +243,7 @@ class _Asked:
                 made.hidden.append(self._own.layers.embed(padded[None]))
         return made
 
-    def _load(
-        self, period: int, every: np.ndarray, stored: np.ndarray, asked: _Pass
-    ) -> list[LayerKv]:
+    def _load(self, period: int, every: np.ndarray, stored: np.ndarray) -> list[LayerKv]:
         """Buffers with room for chunks `every` and the suffix, `stored` ones of them filled in."""
         rows = Rows.of(self._joined, every)
         capacity = bucket(len(rows) + len(self._suffix), least=_LEAST)

@@ -119,8 +119,9 @@ class Loading:
         at_once = len(chunks) * len(groups) <= room
         with self._open(opened.sources, trace) as packs:
             with trace.span("submit", lane="host", period=period):
-                for group in groups if at_once else ():
-                    _demand(packs, opened, group, chunks)
+                for step in steps if at_once else ():
+                    for which, group, own in _wanted(opened, step, chunks):
+                        packs.demand(which, group, own)
             for index, step in enumerate(steps):
                 portion = len(chunks) if at_once else max(1, room // len(step.groups))
                 for first in range(0, len(chunks), portion):
@@ -131,7 +132,7 @@ class Loading:
                         buffers[index] = self.calls.bring(
                             buffers[index], self._memory.pool.pages, slots, within, tables, part
                         )
-                        for which, group in _wanted(opened, step, now):
+                        for which, group, _ in _wanted(opened, step, now):
                             packs.give_up(which, group, buffers[index][0][0])
         return buffers
 
@@ -139,10 +140,10 @@ class Loading:
         """The slot int32 [P, M] of each chunk of the text in each of a step's layer groups; -1."""
         joined = opened.joined
         slots = np.full((len(step.groups), joined.num_chunks), -1, np.int32)
-        for group in step.groups:
-            _demand(packs, opened, group, chunks)
-        for which, group in _wanted(opened, step, chunks):
-            own = opened.chunks_of(which, chunks)
+        wanted = _wanted(opened, step, chunks)
+        for which, group, own in wanted:
+            packs.demand(which, group, own)
+        for which, group, own in wanted:
             slot_of = np.full(opened.residents[which].num_chunks, -1, np.int32)
             slot_of[own] = packs.collect(which, group, own)
             for part in (part for part, mine in enumerate(opened.which) if mine == which):
@@ -151,17 +152,9 @@ class Loading:
         return slots
 
 
-def _wanted(opened: Opened, step: Step, chunks: np.ndarray) -> list[tuple[int, int]]:
-    """(prefix, layer group) of all packs of some chunks in a step."""
+def _wanted(opened: Opened, step: Step, chunks: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+    """(prefix, layer group, its own chunks) of all packs of some chunks in a step."""
+    own = [opened.chunks_of(which, chunks) for which in range(len(opened.residents))]
     return [
-        (which, group)
-        for group in step.groups
-        for which in range(len(opened.residents))
-        if len(opened.chunks_of(which, chunks))
+        (which, group, mine) for group in step.groups for which, mine in enumerate(own) if len(mine)
     ]
-
-
-def _demand(packs: Packs, opened: Opened, group: int, chunks: np.ndarray) -> None:
-    for which in range(len(opened.residents)):
-        if len(own := opened.chunks_of(which, chunks)):
-            packs.demand(which, group, own)
