@@ -14,7 +14,7 @@ from ckv_jax.cli.jobs import Job
 from ckv_jax.cli.output import number_of, one_line
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
-from ckv_jax.errors import CkvError, ContextOverflow
+from ckv_jax.errors import CkvError
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
@@ -159,7 +159,7 @@ class Answerer:
             if begins not in found:
                 try:
                     found[begins] = self._engine.ingest(tokens[:length])
-                except ContextOverflow:
+                except (CkvError, ValueError):
                     found[begins] = None
             prefix = found[begins]
             if prefix is not None:
@@ -169,7 +169,7 @@ class Answerer:
         return stored
 
     def text_of(self, job: Job) -> Hashable:
-        """What a job's question stands on: jobs of one text are best answered one by one."""
+        """What a job's question stands on: jobs over one text follow each other."""
         if job.prefix is not None:
             return job.prefix
         prefix, _ = self._prompts.get(job.line, (None, None))
@@ -224,7 +224,8 @@ class Answerer:
         if job.line not in self._prompts:
             self._engine.encode(job.question, begins=True)  # raises what is wrong with it
         prefix, rest = self._prompts[job.line]
-        return Request(prefix=prefix or [], suffix=rest.tolist(), budget=job.budget, id=job.id)
+        stored: Prefix | list[int] = [] if prefix is None else prefix
+        return Request(prefix=stored, suffix=rest.tolist(), budget=job.budget, id=job.id)
 
 
 def _several(job: Job) -> bool:
