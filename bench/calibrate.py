@@ -38,7 +38,7 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 LOOP_S = 0.15
-_CUT = "_latest"
+_CUT = "latest"
 """Takes the tokens that score out of a hidden state: a part of the selection that follows it."""
 _SCORING = ("select", "project", "by_keys", "by_heads", "_by_probe")
 _LAYERS = ("run", "attend_tokens", "attend_all")

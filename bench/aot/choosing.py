@@ -15,7 +15,7 @@ from ckv_jax.buckets import choice_bucket
 from ckv_jax.cache.window import KEEP, Window
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.choice_calls import ChoiceCalls
-from ckv_jax.pipeline.executor import _latest
+from ckv_jax.pipeline.executor import latest
 from ckv_jax.reads.residents import Resident
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.systems import system_named
@@ -80,10 +80,10 @@ def _sample(batch: int) -> Callable[[Sizes], Program]:
 
 def _rows(sizes: Sizes) -> Program:
     """The last queries of one member of a batch."""
-    latest = sizes.layers.programs.jit(_latest, static=("tokens",))
+    cut = sizes.layers.programs.jit(latest, static=("tokens",))
     return of(
         sizes,
-        lambda: latest((), sizes.hidden(8, SUFFIX), ints(4), ints(4), tokens=16),
+        lambda: cut((), sizes.hidden(8, SUFFIX), ints(4), ints(4), tokens=16),
         tokens=4 * SUFFIX,
     )
 

@@ -29,7 +29,7 @@ from bench.aot.shapes import (
 )
 from ckv_jax.fitting import layout_of
 from ckv_jax.memory import device
-from ckv_jax.memory.landing import _decoding
+from ckv_jax.memory.landing import decoding
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.selection.chunks import attention_mass
@@ -175,7 +175,7 @@ def _unpack(codec: str) -> Callable[[Sizes], Program]:
         stored = abstract((16, *layout.stored_shape), jnp.uint8)
         room = 16 * 4 * 3 * math.prod(sizes.pack())  # float32, a few of them at a time
         return Program(
-            jitted=_decoding(coder.of_group(0, layout), layout), args=(stored,), named={},
+            jitted=decoding(coder.of_group(0, layout), layout), args=(stored,), named={},
             tokens=0, room=room,
         )  # fmt: skip
 

@@ -166,7 +166,7 @@ class HostBlocks:
         self._decode: list[Decode] = []  # by layer group; equal ones share their programs
         if codec is not None:
             coders = [codec.of_group(group, layout) for group in range(layout.groups)]
-            calls = {coder: _decoding(coder, layout) for coder in coders}
+            calls = {coder: decoding(coder, layout) for coder in coders}
             self._decode = [calls[coder] for coder in coders]
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
@@ -234,5 +234,6 @@ class HostBlocks:
             self._keep(entry[1])
 
 
-def _decoding(coder: Codec, layout: Layout) -> Decode:
+def decoding(coder: Codec, layout: Layout) -> Decode:
+    """Jitted: packs uint8 [n, *stored_shape] as a codec left them -> as the pool keeps them."""
     return jax.jit(lambda rows: coder.decode(rows, layout))

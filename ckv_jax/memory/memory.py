@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ckv_jax.cache.moves import Moves
 from ckv_jax.cache.policy import POLICIES
-from ckv_jax.cache.tiers import Moves, Tiers
+from ckv_jax.cache.tiers import Tiers
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool

@@ -67,7 +67,7 @@ class Executor:
         self._system = system
         self._score = system.score or attention_mass
         self._pieces = Piecewise(layers, memory)
-        self._latest = layers.programs.jit(_latest, static=("tokens",))
+        self._latest = layers.programs.jit(latest, static=("tokens",))
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
@@ -293,7 +293,7 @@ class Executor:
             trace.count_chunks(selected=taken, total=len(member.real) * resident.num_chunks)
 
 
-def _latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:
+def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:
     """`tokens` hidden states of each of `rows` [B, S, E] -> [b, tokens, E], the first skipped."""
     at = skipped[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
     return hidden[rows[:, None], at]

@@ -106,6 +106,15 @@ class Prefills:
         self._live: WeakValueDictionary[int, Prefill] = WeakValueDictionary()
         self.join = layers.programs.jit(_join, static=("block",))
 
+    @classmethod
+    def within(cls, room_bytes: int | None, layers: Layers, *, block: int, window: int) -> Prefills:
+        """With a window that devices with so much room can hold, see `window_within`."""
+        fits = window_within(
+            room_bytes, window, layers.config, block=block, itemsize=layers.kv_dtype.itemsize,
+            devices=layers.shardings.size,
+        )  # fmt: skip
+        return cls(layers, block=block, window=fits)
+
     @cached_property
     def no_pages(self) -> Array:
         """A pool of one slot that nobody attends to."""

@@ -26,7 +26,7 @@ from ckv_jax.pipeline.executor import Executor, FirstToken
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.prefill import Prefills, window_within
+from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
@@ -81,11 +81,9 @@ class Worker:
         )
         # Processes that computed with other windows would wait for each other.
         room = device_room(self.memory.pool.pages.devices()) if layers.peers.alone else None
-        window = window_within(
-            room, config.prefill_window, layers.config, block=config.prefill_block,
-            itemsize=layers.kv_dtype.itemsize, devices=layers.shardings.size,
-        )  # fmt: skip
-        self.prefills = Prefills(layers, block=config.prefill_block, window=window)
+        self.prefills = Prefills.within(
+            room, layers, block=config.prefill_block, window=config.prefill_window
+        )
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
         self.landing = landing_for(
             self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
@@ -130,7 +128,8 @@ class Worker:
         self.alone = Alone(
             self.prefills, self._running,
             Blending(
-                layers, loading, self.residents, self.plan, system, block=config.prefill_block
+                layers=layers, loading=loading, residents=self.residents, plan=self.plan,
+                system=system, block=config.prefill_block,
             ),
             self.leases, plan=self.plan, token_bytes=self._room.token_bytes,
             computes_all=system.selector == "none", finish=self._finish,
