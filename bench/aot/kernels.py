@@ -33,7 +33,7 @@ from ckv_jax.kernels_pallas.score.api import Probe, score
 from ckv_jax.pipeline.prefill import context_bucket
 
 _ITEM = 2  # bytes of an element of bfloat16
-_FEWER_SPILLS = "versions that spill less take about 1.4 times the instructions or more"
+_FEWER_SPILLS = "versions that spill about a tenth or less take 1.4 times the instructions or more"
 _SPILLING = ("TPU v4", "TPU v6", "TPU7x")
 """Where that was tried of dense attention, see docs/accelerators.md; on a v4 of `attend`, too."""
 

@@ -200,6 +200,11 @@ def row(**changes: Any) -> dict[str, Any]:
             "explained",
             "2832 spills in 7432 instructions: with fewer it takes longer",
         ),
+        (
+            {"bundles": 7432, "spill_stores": 4500, "spills_more": "with fewer it takes longer"},
+            "failed",
+            "4500 spills in 7432 instructions",
+        ),
         ({"implementation": "reference", "kernels": 0, "kernels_expected": 0}, "ok", None),
         ({"kernel_bytes": 1199, "must_read_bytes": 1000}, "ok", None),
         ({"kernel_bytes": 1500, "must_read_bytes": 1000}, "failed", "moves 1.5 times"),
