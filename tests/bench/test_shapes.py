@@ -47,7 +47,7 @@ import mmap, runpy, sys
 from pathlib import Path
 
 held = runpy.run_path(sys.argv[1])["held"]
-files = [Path(sys.argv[2]) / str(index) for index in range(20)]  # their own, so that none are merged
+files = [Path(sys.argv[2]) / str(index) for index in range(20)]  # none are merged
 held()
 before, mapped = held(), []
 for file in files:
