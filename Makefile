@@ -5,6 +5,9 @@
 #   make mutants     small wrong changes, and whether the tests notice (hours; ARGS="--count 20")
 #   make aot         every program of a request through the compilers of TPUs and GPUs (1.1 GB are installed
 #                    into the user's cache folder; ARGS="--target v5e --model 0.5B --json OUT" narrows it)
+#   make bench       every benchmark in full, with one page of figures in bench/results; goes on where it was
+#                    stopped, and says first how many hours are left (ARGS=--quick: small settings;
+#                    ARGS="--only ttft peers" narrows it)
 #   make docs        build/docs/index.html from the docstrings
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
@@ -19,7 +22,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types mutants aot docs clean
+.PHONY: demo test lint types mutants aot bench docs clean
 
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
@@ -43,6 +46,9 @@ mutants: $(VENV)/.mutable
 aot: $(VENV)/.tested
 	-@$(VENV)/bin/python -m bench.aot.compilers
 	@$(VENV)/bin/python -m bench.aot $(ARGS)
+
+bench: $(VENV)/.tested
+	@$(VENV)/bin/python -m bench.report --resume --out bench/results $(ARGS)
 
 docs: $(VENV)/.documented
 	@$(VENV)/bin/python docs/build.py build/docs

@@ -1,23 +1,34 @@
-"""Accuracy of every system, budget and task on the reference checkpoint, and why.
+"""Accuracy of every system, budget and task on a checkpoint, and why.
 
     python -m bench.accuracy [--quick] [--json OUT]
+    python -m bench.accuracy --model DIR --dataset sst2.jsonl rte.jsonl [--json OUT]
 
 The engine answers ledgers whose names were never trained on; a study with masks over the dense
 KV (`bench.selection_study`) says which rule of choosing costs what. JSON: `{"rows": [{"system",
 "budget", "task", "accuracy", "ci95", "chunk_recall", ...}], "coverage": [...], "study": [...]}`.
+
+With `--dataset` it is asked few-shot in place of ledgers (`bench.few_shot`): files of `{"text",
+"label"}` lines, each named after its task (sst2, subj, trec, rte). A file that is not there or is
+malformed has a row with the reason, the others are asked, and the exit status is 3.
+
+`--period-share` sets every period to a share of the model's depth, so that models of different
+depth compare: the papers' 8 layers are 0.29 of the 28 of a 7B, and half of the shipped 16.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench import few_shot
 from bench.common import budget_share, existing_path, finish, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
@@ -28,14 +39,21 @@ from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
-from ckv_jax.model.config import PUBLISHED
+from ckv_jax.errors import CkvError
+from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.request import Request
 from ckv_jax.systems import SYSTEMS
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
-PAPER_LOSS = {0.05: 5.62, 0.10: 3.56, 0.25: 1.21}  # points that ContiguousKV reports losing
+PAPER_LOSS = {
+    "contiguous-kv": {0.05: 5.62, 0.10: 3.56, 0.25: 1.21, 0.50: 0.04},
+    "impress": {0.05: 13.31, 0.10: 8.37, 0.25: 4.79, 0.50: 1.67},
+    "as-h2o-lfu": {0.05: 15.85, 0.10: 10.64, 0.25: 4.77, 0.50: 2.08},
+}
+"""Points below AttentionStore, means of models and tasks (ContiguousKV §5.2, Figure 9): its own
+decline, and that plus what it gains on the others."""
 _RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: seconds for each
 
 
@@ -51,14 +69,26 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
         return Rule(budget=budget, chunk_tokens=1, every=1, probe="heads3")
     if system.selector != "chunk":
         return Rule(every=1)
+    coarse = system.choose.coarse
     return Rule(
         budget=budget,
         chunk_tokens=system.chunk_tokens,
         every=system.period,
         probe={"none": "keys", "pq": "pq16"}.get(system.digest, system.digest),
-        window=system.score_window,
-        layers=min(system.score_layers, system.period),
+        window=system.choose.queries,
+        layers=min(system.choose.score_layers, system.period),
+        survivors=coarse.survivors if coarse and 4 * coarse.survivors * budget <= 1 else 0,
+        coarse="keys" if system.digest == "none" else system.digest,
+        coarse_window=coarse.queries if coarse else 1,
+        coarse_layers=coarse.score_layers if coarse else 1,
     )
+
+
+def of_depth(system: SystemConfig, share: float, layers: int) -> SystemConfig:
+    """A system whose period is that share of so many layers, to the nearest pack."""
+    pack = system.pack_layers
+    period = max(1, round(share * layers / pack)) * pack
+    return replace(system, period=period, subperiod=math.gcd(system.subperiod, period))
 
 
 class Recall:
@@ -104,14 +134,13 @@ def measure(
     engine: Engine,
     recall: Recall,
     pages: Sequence[Ledger],
-    names: Sequence[str],
+    systems: Mapping[str, SystemConfig],
     budgets: Sequence[float],
 ) -> Iterator[dict[str, Any]]:
     """Rows of every system at every budget; systems without one have budget 1."""
-    for name in names:
-        system = SYSTEMS[name]
+    for name, system in systems.items():
         everything = system.selector in ("all", "none")
-        with engine.variant(EngineConfig(system=name)) as served:
+        with engine.variant(EngineConfig(system=system)) as served:
             for budget in (1.0,) if everything else budgets:
                 began = time.monotonic()
                 dense = system.selector == "none"
@@ -128,6 +157,7 @@ def measure(
                 common = {
                     "system": name,
                     "budget": budget,
+                    "period": system.period if system.chunked else 1,
                     **given,
                     "ssd_bytes_per_question": float(np.mean([part[1] for part in asked])),
                 }
@@ -169,7 +199,7 @@ def digest_sizes() -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Points lost against full KV, a line per system, the paper's beside them."""
+    """Points lost against full KV, a line per system, the paper's below them."""
     total = [row for row in rows if row["task"] == "all"]
     found = {(row["system"], row["budget"]): row["accuracy"] for row in total}
     dense = [row for row in total if row["budget"] == 1.0]
@@ -181,8 +211,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         lost = {b: 100 * (full - v) for (s, b), v in found.items() if s == name and b < 1}
         if lost:
             lines.append(f"{name:>14} " + "  ".join(f"{b:.0%}: {v:5.2f}" for b, v in lost.items()))
-    paper = "  ".join(f"{b:.0%}: {v:5.2f}" for b, v in PAPER_LOSS.items())
-    return "\n".join([*lines, f"{'(the paper)':>14} {paper}"])
+    lines.append("and in the paper, with other models and tasks:")
+    for name, published in PAPER_LOSS.items():
+        lines.append(f"{name:>14} " + "  ".join(f"{b:.0%}: {v:5.2f}" for b, v in published.items()))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -194,7 +226,16 @@ def main() -> None:
         "--plot", type=result_file, help="draw accuracy here, coverage in *_coverage"
     )
     parser.add_argument(
-        "--checkpoint", type=existing_path, help="default: the reference checkpoint"
+        "--model", type=existing_path, metavar="DIR", help="default: the reference checkpoint"
+    )
+    parser.add_argument(
+        "--dataset", type=Path, nargs="+", metavar="FILE", help="JSONL of labelled texts"
+    )
+    parser.add_argument("--shots", type=int, default=100, help="examples in a prefix of a dataset")
+    parser.add_argument("--prefixes", type=int, default=4, help="of each dataset")
+    parser.add_argument("--questions", type=int, help="of each dataset, at most half of its lines")
+    parser.add_argument(
+        "--period-share", type=budget_share, metavar="SHARE", help="a period, as a share of layers"
     )
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -203,9 +244,51 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
+    if args.dataset and (args.plot or args.traces):
+        parser.error("--plot and --traces are of ledgers, not of a --dataset")
+    folder = args.model or reference_folder()
+    try:
+        systems = {name: SYSTEMS[name] for name in args.systems}
+        if args.period_share:
+            layers = ModelConfig.from_hf(folder).num_layers
+            systems = {n: of_depth(s, args.period_share, layers) for n, s in systems.items()}
+        report = (
+            of_files(folder, systems, args) if args.dataset else of_ledgers(folder, systems, args)
+        )
+    except CkvError as error:
+        raise SystemExit(f"{folder}: {error}") from error
+    finish(args, None, {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS} | report)
+    if any("why_skipped" in row for row in report["rows"]):
+        raise SystemExit(3)
+
+
+def of_files(
+    folder: Path, systems: Mapping[str, SystemConfig], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The result of a run over `--dataset`."""
+    size = few_shot.Size(
+        shots=args.shots,
+        prefixes=args.prefixes,
+        questions=args.questions or (32 if args.quick else 256),
+    )
+    budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
+    with tempfile.TemporaryDirectory() as store:
+        config = EngineConfig(system="ckv")
+        with Engine.from_pretrained(folder, store=store, config=config) as engine:
+            rows = list(few_shot.measure(engine, args.dataset, systems, budgets, size))
+    for row in rows:
+        if "why_skipped" in row:
+            print(f"{row['dataset']} skipped: {row['why_skipped']}")
+    print(summary([row for row in rows if "why_skipped" not in row]))
+    return {"few_shot": asdict(size), "rows": rows}
+
+
+def of_ledgers(
+    folder: Path, systems: Mapping[str, SystemConfig], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The result of a run over generated ledgers."""
     budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
     count = args.documents or (2 if args.quick else 8)
-    folder = args.checkpoint or reference_folder()
     pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
     if args.suffix_tokens:
         pages = [lengthened(page, args.suffix_tokens) for page in pages]
@@ -215,7 +298,6 @@ def main() -> None:
         "suffix_tokens": args.suffix_tokens,
         "documents": count,
         "questions": sum(len(page.answers) for page in pages),
-        "paper_points_lost": PAPER_LOSS,
         "digests": digest_sizes(),
     }
     model = load_pretrained(folder, dtype="float32")
@@ -223,7 +305,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system="ckv")
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
-            report["rows"] = list(measure(engine, recall, pages, args.systems, budgets))
+            report["rows"] = list(measure(engine, recall, pages, systems, budgets))
     print(summary(report["rows"]))
     report["coverage"] = [
         row for budget in (0.05, 0.25) for row in coverage(model, pages[:2], budget=budget)
@@ -235,9 +317,10 @@ def main() -> None:
         beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
         save("accuracy_coverage", report, beside)
     if args.traces:
-        named = {name: rule_of(SYSTEMS[name], 0.05) for name in ("contiguous-kv", "ckv")}
+        two = {name: systems.get(name, SYSTEMS[name]) for name in ("contiguous-kv", "ckv")}
+        named = {name: rule_of(system, 0.05) for name, system in two.items()}
         traces(model, named, pages, args.traces)
-    finish(args, None, report)
+    return report
 
 
 if __name__ == "__main__":

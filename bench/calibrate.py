@@ -38,8 +38,9 @@ from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
 LOOP_S = 0.15
-_CUT = "latest"
-"""Takes the tokens that score out of a hidden state: a part of the selection that follows it."""
+_BEFORE = ("latest", "bring", "_merged")
+"""What takes the tokens that score out of a hidden state, and probe keys out of their slots: parts
+of the selection that follows."""
 _SCORING = ("select", "project", "by_keys", "by_heads", "_by_probe")
 _LAYERS = ("run", "attend_tokens", "attend_all")
 
@@ -133,13 +134,13 @@ def calls_of(engine: Engine, recording: Recording, total: float) -> Calls:
     compute: list[float] = []
     scoring: list[float] = []  # since the layers before
     guesses: list[float] = []
-    cut = 0.0
+    before = 0.0
     for call, seconds in zip(recording.calls[1:-1], each[1:-1].tolist(), strict=True):
-        if call.name == _CUT:
-            cut += seconds
+        if call.name in _BEFORE:
+            before += seconds
         elif call.name in _SCORING:
-            scoring.append(cut + seconds)
-            cut = 0.0
+            scoring.append(before + seconds)
+            before = 0.0
         elif call.name in _LAYERS:
             if engine.system.chunked:  # first for itself, then perhaps for the period after
                 guesses += scoring[1:]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
+
+import numpy as np
 
 from bench.common import Json
 from bench.simulation import Hardware, Script, Stage
@@ -95,9 +98,17 @@ def script(
         width = system.probe_width(model.num_heads, model.num_kv_heads)
         share = width / model.num_kv_heads
     probe_row = share * row
-    queries = min(suffix, system.score_window or suffix)
+    queries = min(suffix, system.choose.queries or suffix)
     one = _time(accelerator, *_select(model, queries, probe_tokens, probe_row))
-    select = one * system.score_layers
+    select = one * system.choose.score_layers
+    coarse, chunks = system.choose.coarse, -(-prefix // system.chunk_tokens)
+    left = coarse.left(np.int32(math.ceil(budget * chunks)), chunks) if coarse else 0
+    if coarse and left:
+        first = _select(model, min(queries, coarse.queries), probe_tokens, probe_row)
+        then = _select(model, queries, int(left) * system.chunk_tokens, probe_row)
+        asking = len(coarse.layers(system.choose.score_layers))
+        select = asking * _time(accelerator, *first)
+        select += system.choose.score_layers * _time(accelerator, *then)
     embed, head = 5e-6, 2.0 * model.vocab_size * model.hidden_size / accelerator.memory_bandwidth
     loaded = profile.loaded_share * kv
     host = round(profile.host_hits * loaded)

@@ -13,7 +13,9 @@ The first `warm` tokens are reported apart (`warm_tokens_s`). `device_hits` and 
 shares of the packs that tokens chose; `bytes_per_token` is what was read from the store for a token
 of one sequence. `exposed_share` is the share of a token's time spent waiting for choices and packs.
 `ratio_to_floor` is the time of a token over the larger of two floors: all the rest of that time
-(layers and head), and the bytes read over what fio reads at a pack's size.
+(layers and head), and the bytes read over what fio reads at a pack's size. `ahead_share` and
+`unused_share`: packs that reads ahead had when they were chosen, and that they brought for nothing,
+over all packs read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -37,6 +39,7 @@ from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.selection.select import Ahead
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
@@ -70,6 +73,10 @@ class Setting:
     host_share: float = 1 / 4
     window: float | None = None
     """Of every system that chooses; None: its own."""
+    ahead: Ahead | None = None
+    """What every system that chooses reads ahead; None: its own."""
+    overfetch: float | None = None
+    """Chunks that count as nearly chosen, for each chosen one; None: the system's own."""
     seed: int = 0
 
     def to_json(self) -> Json:
@@ -113,11 +120,16 @@ class Bench:
     def rows(self, name: str, place: str, disk: Disk) -> list[Json]:
         """One system's rows, one for each number of sequences."""
         system = system_named(name)
-        if self.setting.window is not None and system.decode is not None:
-            system = dataclasses.replace(system, window=self.setting.window)
+        setting = self.setting
+        if system.decode is not None:
+            said = {"window": setting.window, "overfetch": setting.overfetch}
+            if setting.ahead is not None:
+                said["decode"] = dataclasses.replace(system.decode, ahead=setting.ahead)
+            said = {key: value for key, value in said.items() if value is not None}
+            system = dataclasses.replace(system, **said)
         folder = self._folder if place == "ssd" else Path("/dev/shm")
         with tempfile.TemporaryDirectory(prefix="ckv-decode-", dir=folder) as store:
-            return [self._row(system, place, Path(store), n, disk) for n in self.setting.sequences]
+            return [self._row(system, place, Path(store), n, disk) for n in setting.sequences]
 
     def _engine(self, system: SystemConfig, place: str, folder: Path, sequences: int) -> Engine:
         setting = self.setting
@@ -173,6 +185,8 @@ class Bench:
             "attention_mass": (
                 float(np.mean([t.attention_mass for t in chose])) if chose else None
             ),
+            "ahead_share": sum(t.ahead for t in told[0]) / max(1, reads),
+            "unused_share": sum(t.unused for t in told[0]) / max(1, reads),
             "bytes_per_token": size / (sequences * setting.tokens),
             "select_ms": sum(t.select_ms for t in told[0]) / setting.tokens,
             "fetch_ms": sum(t.fetch_ms for t in told[0]) / setting.tokens,
@@ -224,7 +238,8 @@ def main() -> None:
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))
     p.add_argument("--sequences", nargs="+", type=int)
     p.add_argument("--budget", type=budget_share)
-    for name in ("device-share", "host-share", "stay", "window"):
+    p.add_argument("--ahead", choices=get_args(Ahead))
+    for name in ("device-share", "host-share", "stay", "window", "overfetch"):
         p.add_argument(f"--{name}", type=float)
     for name in ("prefix-tokens", "tokens", "warm", "seed"):
         p.add_argument(f"--{name}", type=int)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from bench.common import SHAPES, Setting
-from bench.structured import structured_model
+from bench.structured import Structure, alike_for, structured_model
 from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
@@ -23,7 +23,6 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.tokenizer import load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.rivals.reorder import REORDER_AFTER
 from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
@@ -31,12 +30,12 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.stored_kv import read_kv
-from ckv_jax.systems import system_of
+from ckv_jax.systems import REORDER_EVERY, system_of
 
 BASE = "contiguous-kv"
 """The system whose layout a prefix is first stored in."""
 
-WARM_UP = REORDER_AFTER + 2
+WARM_UP = REORDER_EVERY + 2
 """Requests before anything is measured: compiles, loads digests, and lets IMPRESS reorder."""
 
 
@@ -134,6 +133,10 @@ class Lab:
                     writer.write(0, kv)
                     self._prefixes[index, layout.hex] = writer.commit()
 
+    def put(self, index: int, prefix: Prefix) -> None:
+        """Prefix `index` is this one in its layout, which was written otherwise."""
+        self._prefixes[index, prefix.layout.hex] = prefix
+
     def forget_scores(self) -> None:
         """What engines have learned of packs and kept, so that the next one starts as the first."""
         for prefix in self._prefixes.values():
@@ -151,7 +154,7 @@ class Lab:
         """Question number `question` over prefix `index`."""
         return Request(
             prefix=self.prefix(index, engine),
-            suffix=self.work.suffix(question).tolist(),
+            suffix=self.work.suffix(question, index).tolist(),
             budget=budget,
         )
 
@@ -171,7 +174,7 @@ class Lab:
         """Brings an engine to the state it serves in: compiled, digests loaded, reordered."""
         if engine.system.selector == "none":
             return
-        if engine.system.reorder:
+        if engine.system.reorder_every:
             for turn in range(WARM_UP):
                 self.ask(engine, index, 10_000 + turn, budgets[turn % len(budgets)])
             engine.settle()
@@ -190,9 +193,14 @@ def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthet
     if setting.checkpoint is None:
         config, work = SHAPES[setting.model], _synthetic(setting)
         # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
-        made = {"weights": f"structured, seed {setting.seed}", "config": setting.model}
+        weights = f"structured, seed {setting.seed}, stability {setting.stability}"
+        made = {"weights": weights, "config": setting.model}
         fingerprint = Fingerprint(made | {"dtype": setting.dtype, "tokenizer": "", "rope": ""})
-        return structured_model(config, dtype=setting.dtype, seed=setting.seed), fingerprint, work
+        structure = Structure(alike=alike_for(setting.stability) if setting.stability else 0.0)
+        model = structured_model(
+            config, dtype=setting.dtype, seed=setting.seed, structure=structure
+        )
+        return model, fingerprint, work
     assert setting.task is not None and setting.train is not None and setting.test is not None
     model = load_pretrained(setting.checkpoint, dtype=setting.dtype)
     tasks = FewShot(
@@ -213,4 +221,6 @@ def _synthetic(setting: Setting) -> Synthetic:
         prefix_tokens=setting.prefix_tokens,
         suffix_tokens=setting.suffix_tokens,
         seed=setting.seed,
+        clustering=setting.clustering,
+        stable=setting.stability > 0,
     )

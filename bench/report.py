@@ -3,6 +3,12 @@
     python -m bench.report --quick --out bench/results/cpu-quick
     python -m bench.report --out bench/results/cpu --only ttft ablation
     python -m bench.report --out bench/results --redraw
+    python -m bench.report --out bench/results --resume
+
+`--resume`, which `make bench` says, leaves out what has a result of this code already: one whose
+commit differs from this one in nothing but documents and results, and that was run in full (or
+`--quick`, if that is asked). Before anything runs, the hours that the rest will take are told: as
+long as each took the last time in that folder, and a guess for what has not run there.
 
 Each script runs in a process of its own, one after the other; its JSON and PNG land beside the
 page. A script that fails is shown with its error and does not stop the rest. `--redraw` measures
@@ -33,20 +39,57 @@ class Script:
     module: str
     more: tuple[str, ...] = ()
     """Arguments of its own."""
+    name: str = ""
+    """Of its files; "": the module's."""
+    minutes: float
+    """A guess at how long it takes in full on two cores, for where it has not been run yet."""
+    plots: bool = True
+    """Whether it draws a figure."""
+    quick: bool = True
+    """Whether it knows `--quick`."""
+
+    @property
+    def stem(self) -> str:
+        """The name of its files."""
+        return self.name or self.module
+
+    def command(self, folder: Path, *, quick: bool) -> list[str]:
+        """What runs it, after the interpreter's name."""
+        words = ["-m", f"bench.{self.module}", "--json", str(folder / f"{self.stem}.json")]
+        if self.plots:
+            words += ["--plot", str(folder / f"{self.stem}.png")]
+        return [*words, *self.more, *(["--quick"] if quick and self.quick else [])]
 
 
 SCRIPTS = (
-    Script(module="ttft"),
-    Script(module="read_amplification"),
-    Script(module="breakdown"),
-    Script(module="similarity"),
-    Script(module="ablation"),
-    Script(module="io_reduction"),
-    Script(module="sensitivity"),
-    Script(module="accuracy"),
-    Script(module="cache_policies", more=("--structured",)),
-    Script(module="batch"),
-    Script(module="simulate"),
+    Script(module="ttft", minutes=10),
+    Script(module="ttft", name="ttft_traffic", more=("--sweep-traffic",), plots=False, minutes=60),
+    Script(module="read_amplification", minutes=10),
+    Script(module="breakdown", minutes=10),
+    Script(module="similarity", minutes=10),
+    Script(module="ablation", minutes=30),
+    Script(module="io_reduction", minutes=10),
+    Script(module="sensitivity", minutes=27),
+    Script(module="accuracy", minutes=60),
+    Script(module="cache_policies", more=("--structured",), minutes=10),
+    Script(module="batch", minutes=15),
+    Script(module="simulate", minutes=15),
+    Script(module="paper", plots=False, quick=False, minutes=5),
+    Script(module="versus_transformers", plots=False, quick=False, minutes=10),
+    Script(module="peers", plots=False, minutes=30),
+    Script(module="serving", plots=False, minutes=15),
+    Script(module="server", plots=False, minutes=10),
+    Script(module="storage", plots=False, quick=False, minutes=10),
+    Script(module="memory", plots=False, quick=False, minutes=20),
+    Script(module="kernels", plots=False, minutes=20),
+    Script(module="decode", minutes=30),
+    Script(module="decode_study", minutes=30),
+    Script(module="decode_cache", minutes=30),
+    Script(module="decode_accuracy", minutes=60),
+    Script(module="parts", more=("--skip-ttft",), name="parts_accuracy", plots=False, minutes=30),
+    Script(module="parts", more=("--documents", "0"), name="parts_ttft", plots=False, minutes=15),
+    Script(module="shapes", quick=False, minutes=20),
+    Script(module="faults", plots=False, minutes=30),
 )
 
 STYLE = """
@@ -67,12 +110,8 @@ td, th { border: 1px solid #ddd; padding: .2rem .6rem; text-align: right }
 
 
 def run(script: Script, folder: Path, *, quick: bool) -> None:
-    """Runs one script; its output, exit status and time go to `<module>.run.json`."""
-    command = [sys.executable, "-m", f"bench.{script.module}"]
-    command += ["--json", str(folder / f"{script.module}.json")]
-    command += ["--plot", str(folder / f"{script.module}.png"), *script.more]
-    if quick:
-        command.append("--quick")
+    """Runs one script; its output, exit status and time go to `<name>.run.json`."""
+    command = [sys.executable, *script.command(folder, quick=quick)]
     print("$ " + " ".join(command[1:]), flush=True)
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -83,8 +122,44 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
         "output": done.stdout[-20_000:],
         "error": done.stderr[-4_000:] if done.returncode else "",
     }
-    (folder / f"{script.module}.run.json").write_text(json.dumps(record), encoding="utf-8")
+    (folder / f"{script.stem}.run.json").write_text(json.dumps(record), encoding="utf-8")
     print(f"  {record['seconds']} s, exit status {done.returncode}", flush=True)
+
+
+def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
+    """Whether the folder has this script's result, of this code and made with these arguments."""
+    path = folder / f"{script.stem}.json"
+    ran = _record(folder / f"{script.stem}.run.json")
+    if ran is None or ran["status"] or not path.is_file():
+        return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    asked = " ".join(["python", *script.command(folder, quick=quick)])
+    said = found.get("machine") or {}
+    return ran["command"] == asked and same_code(str(said.get("commit", "unknown")))
+
+
+def same_code(commit: str) -> bool:
+    """Whether what lies here differs from that commit in documents and results alone."""
+    words = ["git", "diff", "--quiet", commit, "--", ".", ":!*.md", ":!bench/results"]
+    try:
+        done = subprocess.run(
+            words, cwd=Path(__file__).parents[1], capture_output=True, timeout=60, check=False
+        )
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
+    """About how long these take, by their last runs with these arguments where there were any."""
+    seconds = 0.0
+    for script in scripts:
+        ran = _record(folder / f"{script.stem}.run.json")
+        asked = " ".join(["python", *script.command(folder, quick=quick)])
+        before = ran is not None and not ran["status"] and ran["command"] == asked
+        guess = 60 * (min(script.minutes, 3) if quick and script.quick else script.minutes)
+        seconds += ran["seconds"] if before and ran is not None else guess
+    return seconds / 3600
 
 
 def page(folder: Path) -> str:
@@ -176,21 +251,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [script.module for script in SCRIPTS]
+    names = [script.stem for script in SCRIPTS]
     p.add_argument("--quick", action="store_true")
     p.add_argument(
         "--out", type=result_folder, required=True, help="folder for page, JSON and plots"
     )
     p.add_argument("--only", nargs="+", choices=names, help="run only these")
-    p.add_argument("--redraw", action="store_true", help="run nothing: draw the JSON that is there")
+    mode = p.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--redraw", action="store_true", help="run nothing: draw the JSON that is there"
+    )
+    mode.add_argument(
+        "--resume", action="store_true", help="leave out what has a result of this code"
+    )
     args = p.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.redraw:
         draw_again(args.out)
     else:
-        for script in SCRIPTS:
-            if not args.only or script.module in args.only:
-                run(script, args.out, quick=args.quick)
+        chosen = [script for script in SCRIPTS if not args.only or script.stem in args.only]
+        left = [
+            script
+            for script in chosen
+            if not (args.resume and is_done(script, args.out, quick=args.quick))
+        ]
+        print(
+            f"{len(left)} of {len(chosen)} benchmarks to run, about "
+            f"{hours(left, args.out, quick=args.quick):.1f} hours: "
+            + (", ".join(script.stem for script in left) or "none"),
+            flush=True,
+        )
+        for script in left:
+            run(script, args.out, quick=args.quick)
     path = args.out / "report.html"
     path.write_text(page(args.out), encoding="utf-8")
     print(f"wrote {path}")

@@ -20,8 +20,7 @@ from bench.floor import recording
 from bench.lab import WARM_UP, Lab
 from bench.measure import measured
 from ckv_jax import Engine
-from ckv_jax.rivals.reorder import REORDER_AFTER
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import REORDER_EVERY, SYSTEMS
 
 WARM = 10_000
 """The number of the first question before measuring, as in `Lab.warm`."""
@@ -83,8 +82,8 @@ def amplification(tokens: np.ndarray, order: np.ndarray | None, chunk: int) -> f
 def scatter(lab: Lab, budget: float) -> Json:
     """IMPRESS at one budget, over prefix 0."""
     chunk = SYSTEMS["impress"].chunk_tokens
-    with lab.engine(dataclasses.replace(SYSTEMS["impress"], reorder=False)) as engine:
-        before = [chosen(lab, engine, WARM + i, budget) for i in range(REORDER_AFTER)]
+    with lab.engine(dataclasses.replace(SYSTEMS["impress"], reorder_every=0)) as engine:
+        before = [chosen(lab, engine, WARM + i, budget) for i in range(REORDER_EVERY)]
         asked = [chosen(lab, engine, i, budget) for i in range(lab.setting.repeats)]
     tokens = np.stack([one.tokens for one in asked])
     mean = np.mean([one.importance for one in before], axis=0)  # [L, T]

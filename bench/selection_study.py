@@ -41,6 +41,11 @@ def quick_rules() -> dict[str, Rule]:
         ours, window=4, heads="each"
     )
     named["period 4, int8, last 4 queries, largest share"] = replace(ours, window=4, over="max")
+    two = Rule(budget=0.05, every=4, probe="int4", window=4, layers=3)
+    named["period 4, int4, last 4 queries, 3 layers score"] = two
+    for kind, times in (("int4", 4), ("int4", 8), ("mean", 8)):
+        name = f"period 4, one query of a layer's {kind} leaves {times} x, then int4"
+        named[name] = replace(two, coarse=kind, survivors=times)
     for size in (4, 8, 32):
         named[f"period 4, chunks of {size}"] = Rule(budget=0.05, every=4, chunk_tokens=size)
     return named

@@ -4,7 +4,9 @@
 
 Cold requests at a budget of 25%, one thing changed at a time. `attention_mass` is the share of the
 probe's attention that the selection covers: what a larger chunk gives away. Accuracy by period
-and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS.
+and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS. With the number
+of chosen chunks held (`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix:
+digests are scored in one stage and in two, over keys and values written without a prefill.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ import jax
 from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
 from bench.figures import save
 from bench.lab import Lab
+from bench.long_kv import stored
 from bench.turns import take_turns
+from ckv_jax.budget import Budget
 from ckv_jax.config import SystemConfig
+from ckv_jax.selection.coarse import Coarse
 from ckv_jax.systems import SYSTEMS, system_named
 
 QUICK = Setting(
@@ -31,6 +36,8 @@ PERIODS = (4, 8, 16)
 SUBPERIODS = (1, 2, 4, 8)
 LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000)
 QUICK_LENGTHS = (1000, 4000)
+FIXED_LENGTHS = (4000, 8000, 16000, 32000)
+FIXED_CHUNKS = 16
 
 
 def chunk_sizes(system: SystemConfig) -> dict[str, SystemConfig]:
@@ -83,6 +90,40 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
     return rows
 
 
+def stages(system: SystemConfig) -> dict[tuple[str, str], SystemConfig]:
+    """A system that scores a digest in one stage and in two, by name; others as they are."""
+    if system.probe != "digest":
+        return {(system.name, ""): system}
+    found = {}
+    for coarse, words in ((None, "in one stage"), (Coarse(), "in two stages")):
+        name = f"{system.name} {words}"
+        choose = dataclasses.replace(system.choose, coarse=coarse)
+        found[name, ""] = dataclasses.replace(system, name=name, choose=choose)
+    return found
+
+
+def fixed_chunks(lab: Lab, lengths: Sequence[int]) -> list[Json]:
+    """Prefix lengths with 16 chunks chosen of each, by turns."""
+    rows = []
+    for length in lengths:
+        budget = FIXED_CHUNKS / -(-length // 16)
+        assert Budget.of(budget).chunks(-(-length // 16)) == FIXED_CHUNKS
+        setting = dataclasses.replace(lab.setting, prefix_tokens=length, budgets=(budget,))
+        _forget_programs()
+        systems = {k: v for name in setting.systems for k, v in stages(SYSTEMS[name]).items()}
+        with Lab(setting, like=lab) as other:
+            for system in systems.values():
+                with other.engine(system) as engine:
+                    for index in range(setting.prefixes):
+                        other.put(index, stored(engine, other.work.prefix(index)))
+            for taken in take_turns(other, systems):
+                row = taken.row()
+                found = {"parameter": "prefix_tokens_fixed_chunks", "value": length}
+                keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
+                rows.append(found | {name: row[name] for name in (*keep, "attention_mass")})
+    return rows
+
+
 def _forget_programs() -> None:
     """Lets go of what was compiled for values that are through: each program is mapped memory, and
     Linux allows a process 65,530 mappings."""
@@ -94,17 +135,23 @@ def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
     p.add_argument("--lengths", type=int, nargs="*", help="prefix lengths; none leaves them out")
+    p.add_argument(
+        "--fixed-lengths", type=int, nargs="*", help="those of 16 chosen chunks; none: left out"
+    )
+    p.add_argument("--lengths-only", action="store_true", help="no chunks, periods, subperiods")
     args = p.parse_args()
     setting = setting_of(args)
     rows = []
     with Lab(setting) as lab:
-        for name in setting.systems:
+        for name in setting.systems if not args.lengths_only else ():
             system = SYSTEMS[name]
             rows += sweep(lab, "chunk_tokens", chunk_sizes(system))
             rows += sweep(lab, "period", periods(system))
             rows += sweep(lab, "subperiod", subperiods(system))
         lengths = QUICK_LENGTHS if args.quick else LENGTHS
         rows += prefix_lengths(lab, lengths if args.lengths is None else args.lengths)
+        fixed = QUICK_LENGTHS[1:] if args.quick else FIXED_LENGTHS
+        rows += fixed_chunks(lab, fixed if args.fixed_lengths is None else args.fixed_lengths)
     cells = [
         [row["parameter"], row["value"], row["system"], row["budget"], row["ttft_ms"]["mean"],
          row["ttft_ms"]["p95"], row["ssd_bytes"] / 1e6, row.get("attention_mass", "")]

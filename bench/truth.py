@@ -52,6 +52,12 @@ def kv_of(layout: Layout, tokens: np.ndarray, first: int = 0) -> np.ndarray:
     return bits.view(layout.numpy_dtype).reshape(shape)
 
 
+def stored_kv(kv: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """`kv` [L, 2, T, K, D] in stored order: [T], or [L, T] of each layer."""
+    by_layer = np.broadcast_to(order, (len(kv), kv.shape[2]))
+    return np.take_along_axis(kv, by_layer[:, None, :, None, None], axis=2)
+
+
 def ingest(
     store: ChunkStore,
     tokens: np.ndarray,
@@ -69,7 +75,7 @@ def ingest(
     rest = tokens[found.num_tokens :]
     kv = kv_of(layout, rest, found.num_tokens)
     if order is not None:
-        kv = kv[:, :, order]
+        kv = stored_kv(kv, order)
     with store.writer(
         fingerprint=FINGERPRINT, layout=layout, tokens=rest, parent=found, salt=salt, order=order
     ) as writer:
@@ -79,9 +85,10 @@ def ingest(
 
 
 def packs_of(layout: Layout, tokens: np.ndarray, group: int, order: np.ndarray) -> np.ndarray:
-    """[M, *pack]: what the packs of a group must hold for `tokens` stored in `order`."""
+    """[M, *pack]: what the packs of a group must hold for `tokens` stored in `order`, [T] or [L, T]
+    of each layer."""
     chunks = layout.num_chunks(len(tokens))
-    kv = kv_of(layout, tokens)[:, :, order]
+    kv = stored_kv(kv_of(layout, tokens), order)
     full = np.zeros((layout.num_layers, 2, chunks * layout.chunk_tokens, *kv.shape[3:]), kv.dtype)
     full[:, :, : len(tokens)] = kv
     layers = layout.group_layers(group)

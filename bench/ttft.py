@@ -10,6 +10,10 @@ not pay. `warm` rows have a device cache of 15% and a host cache of 36% of the d
 drawn normally over the prefixes, digests and buffers paid from the same memory, and know nothing
 of earlier runs.
 
+What the speed-ups hang on and the papers do not settle is the traffic: `--clustering` and
+`--stability` set it (see `bench.common.Setting`), and `--sweep-traffic` runs the smallest budget
+over a range of both. Its result has a row for every point, in `traffic`.
+
 The compute floor is a replay of the bare jitted calls of a request, back to back with everything
 on the device (`bench.floor`); a recompute is its own floor. The I/O floor is the bytes that must be
 read over fio's bandwidth at that block size, on the same disk in the same run. `ratio_to_floor` is
@@ -19,6 +23,7 @@ and request. `speedup` divides mean TTFTs.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
@@ -46,6 +51,9 @@ FULL = Setting(prefixes=2, repeats=16, budgets=(0.05, 0.10, 0.25, 0.50))
 
 WARM_TOKENS = 2000
 """Of each of the many prefixes of a warm run."""
+
+TRAFFIC = ((1.0, 0.0), (2.0, 0.0), (4.0, 0.0), (1.0, 0.5), (1.0, 0.8), (2.0, 0.8))
+"""Clustering and stability of `--sweep-traffic`: what both papers' numbers leave open."""
 
 
 def variants(system: SystemConfig) -> dict[str, SystemConfig]:
@@ -165,10 +173,34 @@ def main() -> None:
     p.add_argument("--no-ablation", action="store_true", help="leave out variants of our systems")
     p.add_argument("--warm-prefixes", type=int, help="prefixes of the warm part; 0 leaves it out")
     p.add_argument("--warm-tokens", type=int, help="tokens of each of them")
+    p.add_argument("--sweep-traffic", action="store_true", help="over clustering and stability")
     args = p.parse_args()
+    if args.sweep_traffic and (args.checkpoint or args.plot):
+        p.error("--sweep-traffic is of structured weights, and draws nothing")
     setting = setting_of(args)
+    if args.sweep_traffic:
+        finish(args, setting, {"traffic": swept(setting, args)})
+        return
+    body = measured_with(setting, args, ablate=not args.no_ablation)
+    result = finish(args, setting, body)
+    save("ttft", result, args.plot)
+
+
+def swept(setting: Setting, args: argparse.Namespace) -> list[Json]:
+    """The smallest budget at every point of `TRAFFIC`, without variants of our systems."""
+    points = []
+    for clustering, stability in TRAFFIC:
+        print(f"clustering {clustering:g}, stability {stability:g}", flush=True)
+        point = {"clustering": clustering, "stability": stability}
+        chosen = dataclasses.replace(setting, budgets=setting.budgets[:1], **point)
+        points.append(point | measured_with(chosen, args, ablate=False))
+    return points
+
+
+def measured_with(setting: Setting, args: argparse.Namespace, *, ablate: bool) -> Json:
+    """Cold and warm rows of one setting, printed, and what follows from them."""
     with Lab(setting) as lab, Disk(lab.folder) as disk:
-        rows = cold(lab, disk, ablate=not args.no_ablation)
+        rows = cold(lab, disk, ablate=ablate)
         prefill = lab.prefill_s
         prefixes = args.warm_prefixes
         if prefixes is None:
@@ -181,15 +213,13 @@ def main() -> None:
                 rows += warm(other, disk, names, requests=(4 if args.quick else 10) * prefixes)
         bandwidth = disk.found
     print(show(rows))
-    body = {
+    return {
         "rows": rows,
         "speedup": speedups(rows),
         "speedup_warm": speedups(rows, "warm"),
         "fio_gb_per_s": bandwidth,
         "prefill_s": prefill,
     }
-    result = finish(args, setting, body)
-    save("ttft", result, args.plot)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,6 @@ def warm_run(lab: Lab, system: SystemConfig, variant: str, budget: float, reques
     taken: list[Sample] = []
     with lab.engine(system, memory=equal_memory(lab, system)) as engine:
         for number, index in enumerate(warm_requests(lab, requests)):
-            if number == requests // 2:
-                engine.settle()
             sample = measured(lab, engine, index, number, budget)
             if number >= requests // 2:
                 taken.append(sample)

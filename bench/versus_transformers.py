@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,46 @@ from ckv_jax.systems import SYSTEMS
 
 DTYPES = ("bfloat16", "float32")
 BARS = {"recompute": 25.0, "suffix": 2.0}
+Press = Callable[[Any], AbstractContextManager[Any]]
 
 
 class Transformers:
-    """`Qwen2ForCausalLM` with the prefix's KV in memory; gives ms and the token that came out."""
+    """`Qwen2ForCausalLM` with a prefix's KV in memory; gives ms and the token that came out."""
 
-    def __init__(self, folder: Path, prefix: np.ndarray, *, dtype: str) -> None:
+    def __init__(self, folder: Path, *, dtype: str) -> None:
         import torch
-        from transformers import DynamicCache, Qwen2ForCausalLM
+        from transformers import Qwen2ForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.set_num_threads(os.cpu_count() or 1)
         self._torch = torch
         self._model = Qwen2ForCausalLM.from_pretrained(
             str(folder), dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
-        self._prefix = torch.from_numpy(prefix).long()[None]
+
+    def hold(self, prefix: np.ndarray, *, press: Press = nullcontext) -> None:
+        """Computes a prefix int32 [T], whose KV then stays in memory.
+
+        `press`: takes the model and is entered around the pass; it may make the cache shorter.
+        """
+        from transformers import DynamicCache
+
+        self._prefix = self._torch.from_numpy(prefix).long()[None]
         self._cache = DynamicCache(config=self._model.config)
-        with torch.inference_mode():
-            self._model(self._prefix, past_key_values=self._cache, logits_to_keep=1)
+        with self._torch.inference_mode(), press(self._model):
+            self._model(input_ids=self._prefix, past_key_values=self._cache, logits_to_keep=1)
+
+    @property
+    def kept(self) -> float:
+        """Share of the prefix's keys and values that a later pass sees."""
+        heads = seen = 0
+        for layer, cached in zip(self._model.model.layers, self._cache.layers, strict=True):
+            masked = getattr(layer.self_attn, "masked_key_indices", None)  # kvpress leaves them
+            heads += cached.keys.shape[1]
+            seen += cached.keys.shape[1] * cached.keys.shape[2]
+            seen -= 0 if masked is None else len(masked[0])
+        return seen / (heads * self._prefix.shape[1])
 
     def recompute(self, suffix: np.ndarray) -> tuple[float, int]:
         """A prefill of everything."""
@@ -72,12 +94,17 @@ class Transformers:
         torch = self._torch
         with torch.inference_mode():
             tokens = torch.from_numpy(suffix).long()[None]
+            end = self._prefix.shape[1]  # where the suffix stands, however short the cache is
+            positions = torch.arange(end, end + len(suffix))[None]
             answer = _timed(
                 lambda: self._model(
-                    tokens, past_key_values=self._cache, logits_to_keep=1
+                    tokens,
+                    position_ids=positions,
+                    past_key_values=self._cache,
+                    logits_to_keep=1,
                 ).logits.argmax()
             )
-            self._cache.crop(self._prefix.shape[1] - self._cache.get_seq_length())
+            self._cache.crop(-len(suffix))
             return answer
 
 
@@ -107,7 +134,9 @@ def measure(args: argparse.Namespace, folder: Path, store: Path) -> dict[str, An
     times: dict[str, list[float]] = defaultdict(list)
     ssd: dict[str, list[int]] = defaultdict(list)
     agree: list[bool] = []
-    theirs = {dtype: Transformers(folder, prefix_tokens, dtype=dtype) for dtype in DTYPES}
+    theirs = {dtype: Transformers(folder, dtype=dtype) for dtype in DTYPES}
+    for hf in theirs.values():
+        hf.hold(prefix_tokens)
     with our_engine(folder, store, args.system) as engine:
         prefix = engine.ingest(prefix_tokens)
         engine.warmup(prefix, max_suffix=args.suffix_tokens, budgets=args.budgets)

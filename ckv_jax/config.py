@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
-from ckv_jax.selection.select import Select
+from ckv_jax.selection.select import WHOLE_QUESTION, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.layout import PROBE_HEADS, Layout
 from ckv_jax.validate import WrongType, check_number, check_text, check_whole
-
-if TYPE_CHECKING:  # its module loads jax
-    from ckv_jax.selection.chunks import ChunkScore
 
 Selector = Literal["none", "all", "chunk", "h2o", "impress"]
 """What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""
@@ -22,6 +19,7 @@ Prefetch = Literal["none", "intra", "inter"]
 Speculate = Literal["previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]
 KeepName = Literal["lru", "lfu", "lookahead"]
+WidthsName = Literal["even", "profiled"]
 
 MIB = 2**20
 GB = 10**9
@@ -86,27 +84,26 @@ class SystemConfig:
     """False: only after periods whose packs took longer to read than to choose (`pace.py`)."""
     policy: PolicyName | Policy = "attention"
     """A name from `cache.policy.POLICIES`, or a policy of one's own."""
-    score: ChunkScore | None = None
-    """What a chunk is worth to a question; None: the attention that it gets (Equation 1)."""
-    score_window: int | None = None
-    """Only the last so many suffix queries score the probe; None: all of them."""
-    score_layers: int = 1
-    """How many layers of a period select for it, spread over it as evenly as whole numbers go,
-    their attention summed: 1 is the paper's way, the first layer. Each makes its own queries of the
-    hidden state that enters the period; more than 1 needs a digest, of these layers."""
+    choose: Select = WHOLE_QUESTION
+    """How a question chooses chunks."""
     decode: Select | None = None
     """How the tokens of a text choose what they attend to; None: by what the re-prefill chose, to
     the end. Needs a resident digest."""
     window: float = 2.0
     """Slots that a sequence's decode keeps on the device between tokens, for each chunk of one
     choice; fewer where memory is short (KVDrive §5). 1: the latest choice alone; 0: nothing."""
+    widths: WidthsName = "even"
+    """How the periods' windows share that: all alike, or "profiled", as `Engine.profile_windows`
+    found for this model and system; alike, too, where it has not been asked."""
     keep: KeepName = "lookahead"
     """What leaves a full window first, see `cache.window.KEEP`."""
     sequential: bool = False
     """Decode chooses for all sequences before it reads for any; False: packs of the first are read
     while the next ones choose (KVDrive §6.1)."""
-    reorder: bool = False
-    """Rewrite segments in order of importance in the background (IMPRESS §4.2)."""
+    reorder_every: int = 0
+    """Requests over a prefix after which its order is looked at, again and again, and rewritten in
+    the background by the average importance in each layer, where that has changed (IMPRESS
+    §4.4.1); 0: never."""
     codec: str | Codec = "none"
     """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk. With one
     that rounds, budget 1.0 is exact up to the codec."""
@@ -135,24 +132,28 @@ class SystemConfig:
             raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
         if self.speculate == "lookahead" and self.probe != "digest":
             raise ValueError("got speculate='lookahead' without a resident digest")
-        if self.score_layers < 1:
-            raise ValueError(f"got score_layers={self.score_layers}, expected at least 1")
-        if self.score_layers > 1 and self.probe != "digest":
+        if type(self.reorder_every) is not int or self.reorder_every < 0:
             raise ValueError(
-                f"got score_layers={self.score_layers} without a resident digest, expected 1"
+                f"got reorder_every={self.reorder_every!r}, expected 0 or more requests"
             )
-        if self.decode is not None and self.probe != "digest":
-            raise ValueError("got decode=Select(...) without a resident digest")
+        self.choose.check_question()
+        if self.choose.score_layers > 1 and self.probe != "digest":
+            raise ValueError(
+                f"got score_layers={self.choose.score_layers} without a resident digest, expected 1"
+            )
+        if self.decode is not None:
+            self.decode.check_text()
+            if self.probe != "digest":
+                raise ValueError("got decode=Select(...) without a resident digest")
         check_number("window", self.window)
         if self.window != 0 and not self.window >= 1:
             raise ValueError(f"got window={self.window}, expected 0, or at least 1: a whole choice")
         if self.window == 0 and self.decode is not None and self.decode.every > 1:
             raise ValueError(f"got window=0 with every={self.decode.every}, expected every=1")
         _one_of("keep", self.keep, KeepName)
+        _one_of("widths", self.widths, WidthsName)
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
-        if self.score_window is not None and self.score_window < 1:
-            raise ValueError(f"got score_window={self.score_window}, expected at least 1")
 
     @property
     def chunked(self) -> bool:
@@ -178,7 +179,7 @@ class SystemConfig:
             range(first, min(first + self.period, num_layers))
             for first in range(0, num_layers, self.period)
         ]
-        counts = {self.score_layers} | ({self.decode.score_layers} if self.decode else set())
+        counts = {select.score_layers for select in (self.choose, self.decode) if select}
         scored = sorted({layer for p in periods for n in counts for layer in scoring_layers(p, n)})
         plain = Layout(
             num_layers=num_layers,
@@ -230,6 +231,10 @@ class EngineConfig:
     """Tokens of an ingest whose keys and values stay on the device, fewer where it has room for
     fewer; the others come back from the store, so that a text of any length needs no more
     memory."""
+    segment_tokens: int = 1024
+    """Generated tokens of a text that leave device memory for the store, to be chosen, read and
+    evicted like its prefix, whenever there are so many beside the latest 64; 0: they stay. In
+    systems whose texts choose (`SystemConfig.decode`)."""
     max_batch: int = 32
     """Requests computed together at most, whatever prefixes they stand on."""
     admit_bytes: int = 1024 * MIB
@@ -251,7 +256,7 @@ class EngineConfig:
         check_budget(self.budget)
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"got dtype={self.dtype!r}, expected bfloat16, float16 or float32")
-        for name in ("device_cache_bytes", "host_cache_bytes", "digest_bytes"):
+        for name in ("device_cache_bytes", "host_cache_bytes", "digest_bytes", "segment_tokens"):
             check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax import compilation_cache
+from ckv_jax.cache.widths import Widths
 from ckv_jax.config import EngineConfig, check_budget
 from ckv_jax.fitting import check_processes, check_split, layout_of, system_for
 from ckv_jax.identity import model_fingerprint
@@ -35,6 +36,7 @@ from ckv_jax.serving.intake import Intake, Way, sampled, several
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prompts import Prompts
+from ckv_jax.serving.reordering import carried
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.streams import Item, TokenStream, result_of, results
@@ -109,7 +111,9 @@ class Engine:
             system=self.system,
             layout=self.layout,
             config=config,
+            fingerprint=fingerprint,
             store_prompt=lambda sequence: self._prompts.store(sequence),
+            carry_over=self._carry_over,
         )
         self._scheduler = Scheduler(
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
@@ -293,6 +297,35 @@ class Engine:
         items: SimpleQueue[Item] = SimpleQueue()
         return TokenStream(self._intake.submit(asked, ways, listener=items.put), items)
 
+    def profile_windows(
+        self,
+        requests: Request | Several[Request],
+        sampling: SamplingParams | Several[SamplingParams] | None = None,
+    ) -> Widths:
+        """Generates, and shares decode windows out by what was chosen: periods whose choices come
+        back have wider ones, within the same memory (KVDrive §5.2).
+
+        The widths are kept for this model and system and used by texts that begin from now on, in
+        engines to come as well (`SystemConfig.widths`). No answer depends on them. Texts of some
+        200 tokens over prefixes of the kind that will be asked tell most. Raises what is wrong
+        with a request, `ValueError` where nothing is chosen anew for long enough.
+        """
+        profile = self._worker.profile
+        if self.system.decode is None or self.system.widths != "profiled":
+            raise ValueError(
+                f"got system {self.system.name!r}, expected one that chooses anew and has "
+                "widths='profiled', such as 'ckv' or 'kvdrive'"
+            )
+        self._scheduler.call(profile.begin)
+        try:
+            for text in self.generate(requests, sampling).results():
+                text.raise_for_error()
+        finally:
+            recorded = self._scheduler.call(profile.end)
+        widths = profile.made_of(recorded)
+        profile.widths = widths
+        return widths
+
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
         sequences = await asyncio.to_thread(self._intake.submit, several(requests))
@@ -396,8 +429,12 @@ class Engine:
         """What computes, for a process that follows another one's engine (`ckv_jax.processes`)."""
         return self._worker
 
+    def _carry_over(self, old: Prefix, new: Prefix) -> None:
+        self._scheduler.add(Job(carried(self._worker, old, new))).future.result()
+
     def settle(self) -> None:
-        """Returns once nothing is being done in the background (IMPRESS's reordering)."""
+        """Returns once nothing is being done in the background: IMPRESS's reordering, and bringing
+        what was cached of a prefix to memory in its new order."""
         if self._worker.reorderer is not None:
             self._worker.reorderer.wait()
 

@@ -7,9 +7,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig
+from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig, WidthsName
+from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
+from ckv_jax.storage.codec import Codec
 from ckv_jax.validate import WrongType
+
+REORDER_EVERY = 4
+"""IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the
+load."""
 
 
 def _rival(
@@ -18,7 +24,7 @@ def _rival(
     selector: Selector,
     policy: PolicyName,
     probe: Literal["heads", "none"] = "none",
-    reorder: bool = False,
+    reorder_every: int = 0,
 ) -> SystemConfig:
     """Layer by layer, K and V apart in chunks of 64 tokens (IMPRESS §6.1)."""
     return SystemConfig(
@@ -31,7 +37,7 @@ def _rival(
         subperiod=1,
         probe=probe,
         policy=policy,
-        reorder=reorder,
+        reorder_every=reorder_every,
     )
 
 
@@ -41,9 +47,11 @@ def _decode_rival(
     digest: Literal["int4", "pq", "means", "bounds"],
     window: float,
     keep: KeepName = "lru",
+    widths: WidthsName = "even",
     chunk_tokens: int = 16,
     sequential: bool = True,
     guessed: bool = False,
+    question: int | None = None,
 ) -> SystemConfig:
     """Every layer chooses by itself at every token; see `docs/decode.md` for what is simplified."""
     return SystemConfig(
@@ -55,9 +63,11 @@ def _decode_rival(
         subperiod=1,
         probe="digest",
         digest=digest,
+        choose=Select(queries=question),
         decode=Select(guessed=guessed),
         window=window,
         keep=keep,
+        widths=widths,
         sequential=sequential,
     )
 
@@ -81,7 +91,14 @@ DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
             _decode_rival("retroinfer", digest="means", window=2),
             _decode_rival("infinigen", digest="int4", window=0, guessed=True),
             _decode_rival("pqcache", digest="pq", window=2, keep="lfu"),
-            _decode_rival("kvdrive", digest="means", window=2, keep="lookahead", sequential=False),
+            _decode_rival(
+                "kvdrive",
+                digest="means",
+                window=2,
+                keep="lookahead",
+                widths="profiled",
+                sequential=False,
+            ),
         )
     }
 )
@@ -100,7 +117,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 selector="impress",
                 probe="heads",
                 policy="importance-ratio",
-                reorder=True,
+                reorder_every=REORDER_EVERY,
             ),
             SystemConfig(
                 name="contiguous-kv",
@@ -123,9 +140,9 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 speculate="lookahead",
                 overfetch=1.25,
                 speculate_always=False,
-                score_window=4,
-                score_layers=3,
+                choose=Select(score_layers=3, queries=4, coarse=Coarse()),
                 decode=Select(score_layers=3, queries=4),
+                widths="profiled",
                 policy="frequency-attention",
             ),
             *DECODE_SYSTEMS.values(),
@@ -141,9 +158,9 @@ def system_named(name: str) -> SystemConfig:
     return SYSTEMS[name]
 
 
-def with_codec(name: str, codec: str) -> SystemConfig:
-    """The preset `name` with packs encoded by the codec of a name. Raises as `system_named`, and
-    for a codec there is none of."""
+def with_codec(name: str, codec: str | Codec) -> SystemConfig:
+    """The preset `name` with packs encoded by a codec, or by the one of a name. Raises as
+    `system_named`, and for a codec there is none of."""
     return replace(system_named(name), codec=codec)
 
 

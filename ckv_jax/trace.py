@@ -64,6 +64,10 @@ class TokenTrace:
     """Packs that came from SSD, read ahead or now."""
     recomputed: int = 0
     """Packs of the batch that the store could not give."""
+    ahead: int = 0
+    """Packs of the batch that a read ahead had, or was bringing, when they were chosen."""
+    unused: int = 0
+    """Packs of the batch that were read ahead and given up, since nobody chose them."""
     pack_bytes: int = 0
     """Bytes of one pack."""
     attention_mass: float = 1.0
@@ -95,6 +99,7 @@ class Trace:
         period_chunks: for each period, how many chunks (or tokens) one request selected; empty
             until the trace is one request's.
         tokens: one entry for each token of a text that chose anew.
+        segments: how often some of what a text generated left its buffers for the store.
     """
 
     def __init__(self) -> None:
@@ -108,6 +113,7 @@ class Trace:
         self.period_attention_mass: list[float] = []
         self.period_chunks: list[int] = []
         self.tokens: list[TokenTrace] = []
+        self.segments = 0
         self._lock = threading.Lock()
 
     def span(self, name: str, *, lane: str, **args: Any) -> _OpenSpan:

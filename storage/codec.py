@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ckv_jax.storage.bits_table import TABLES, bits_named
 from ckv_jax.storage.layout import PLAIN, Layout
 from ckv_jax.storage.quantised import Quantised
 
@@ -58,16 +59,26 @@ CODECS: Mapping[str, Codec | None] = MappingProxyType(
 
 
 def codec_named(name: str) -> Codec | None:
-    """The codec of a name in `CODECS`. Raises ValueError for another one."""
-    if name not in CODECS:
-        raise ValueError(f"got codec={name!r}, expected one of {', '.join(CODECS)}")
-    return CODECS[name]
+    """The codec of a name in `CODECS` or `TABLES`, or of a table that a name spells. Raises
+    ValueError for another one."""
+    if name in CODECS:
+        return CODECS[name]
+    found = TABLES.get(name) or bits_named(name)
+    if found is None:
+        expected = ", ".join((*CODECS, *TABLES))
+        raise ValueError(f"got codec={name!r}, expected one of {expected} or a table's name")
+    return found
 
 
 def codec_of(layout: Layout) -> Codec | None:
     """The codec that `layout` names. Raises ValueError where it is not known here."""
     codec = codec_named(layout.codec.partition(":")[0])
     check_codec(codec, layout)
+    if codec is not None and codec.num_bytes(layout) != layout.codec_bytes:
+        raise ValueError(
+            f"{layout.codec}: got packs of {layout.codec_bytes} bytes, "
+            f"expected {codec.num_bytes(layout)}"
+        )
     return codec
 
 

@@ -22,7 +22,13 @@ LANDMARKS_VERSION = 4
 """Of layouts whose digest has one landmark for each chunk: likewise."""
 PROBE_VERSION = 5
 """Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
-VERSIONS = (VERSION, CODED_VERSION, LANDMARKS_VERSION, PROBE_VERSION)
+TABLE_VERSION = 6
+"""Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
+ORDERS_VERSION = 7
+"""Of layouts whose segments have an order of their tokens for each layer: likewise."""
+VERSIONS = (
+    VERSION, CODED_VERSION, LANDMARKS_VERSION, PROBE_VERSION, TABLE_VERSION, ORDERS_VERSION,
+)  # fmt: skip
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -35,7 +41,8 @@ _PROBES = ("keys", "heads", "none")
 LANDMARKS = ("means", "bounds")
 """Digests that keep a landmark for each chunk, not for each token."""
 _DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
-_CODEC = re.compile(r"[a-z0-9-]{1,64}:[0-9]{1,9}")
+_CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
+_SHORT_CODEC = 64  # letters of a codec's name in older versions
 PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
@@ -67,6 +74,8 @@ class Layout:
         digest.
       reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
         mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
+      layer_orders: a reordered segment has an order, and a mapping list, for each layer (IMPRESS
+        §5); else one for all of them.
       codec: "none", or name and version of what encodes packs (`codec.py`).
       codec_bytes: bytes of one encoded pack; 0 without a codec.
     """
@@ -83,6 +92,7 @@ class Layout:
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
     reordered: bool = False
+    layer_orders: bool = False
     codec: str = PLAIN
     codec_bytes: int = 0
 
@@ -91,9 +101,11 @@ class Layout:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= 1 << 20:
                 raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
-        for name in ("kv_together", "reordered"):
+        for name in ("kv_together", "reordered", "layer_orders"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
+        if self.layer_orders and not self.reordered:
+            raise ValueError("layer_orders: got True, expected a reordered layout")
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}, expected one of {list(_DTYPES)}")
         if type(self.pack_layers) is not int or self.pack_layers not in (1, 2, 4):
@@ -185,6 +197,11 @@ class Layout:
         first = group * self.pack_layers if self.kv_together else group // 2
         return range(first, min(first + self.pack_layers, self.num_layers))
 
+    @property
+    def orders(self) -> int:
+        """Mapping lists of a segment."""
+        return self.num_layers if self.layer_orders else int(self.reordered)
+
     def num_chunks(self, tokens: int) -> int:
         """Chunks that hold `tokens` tokens; the last one may be partial."""
         return -(-tokens // self.chunk_tokens)
@@ -216,6 +233,13 @@ class Layout:
         return (
             self.num_kv_heads if self.probe == "keys" else min(self.probe_width, self.num_kv_heads)
         )
+
+    @cached_property
+    def probe_page_chunks(self) -> int:
+        """Chunks whose keys of one probe layer fill the memory of a pack: what a cache's slot holds
+        of a probe (`probe_pages.py`)."""
+        _, _, chunk, _, dim = self.pack_shape
+        return math.prod(self.pack_shape) // (chunk * self.probe_heads * dim)
 
     def probe_block(self, chunks: int) -> int:
         """Chunks of one probe block of a segment of `chunks` chunks."""
@@ -251,9 +275,14 @@ class Layout:
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the format version. Older versions say nothing of codecs, and of the
-        probe's width only the last does."""
+        """JSON form, with the format version. Older versions say nothing of codecs, of the probe's
+        width only the last three do, of orders by layer the last."""
         values = dataclasses.asdict(self)
+        if self.layer_orders:
+            return {"version": ORDERS_VERSION, **values}
+        del values["layer_orders"]
+        if len(self.codec.partition(":")[0]) > _SHORT_CODEC:
+            return {"version": TABLE_VERSION, **values}
         if self.probe_width != PROBE_HEADS:
             return {"version": PROBE_VERSION, **values}
         del values["probe_width"]
@@ -270,7 +299,9 @@ class Layout:
         if not isinstance(value, dict) or value.get("version") not in VERSIONS:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
-        if value["version"] != PROBE_VERSION:
+        if value["version"] != ORDERS_VERSION:
+            names -= {"layer_orders"}
+        if value["version"] not in (PROBE_VERSION, TABLE_VERSION, ORDERS_VERSION):
             names -= {"probe_width"}
         if value["version"] == VERSION:
             names -= {"codec", "codec_bytes"}
@@ -296,5 +327,6 @@ class Layout:
         probe = -(-chunks // block) * block * self.chunk_tokens * len(self.probe_layers)
         probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
         digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
-        tables = (self.groups + len(self.probe_layers)) * chunks * 24 + tokens * 12
+        tables = (self.groups + len(self.probe_layers)) * chunks * 24
+        tables += tokens * (12 + 6 * self.orders)
         return self.groups * chunks * self.stored_bytes + probe + digest + tables + (1 << 14)

@@ -35,7 +35,8 @@ from ckv_jax.storage.layout import Layout
 
 ALIGN = 512
 """What encoded packs are a multiple of: what most disks read directly."""
-_BITS = (8, 4, 2)
+BITS = (8, 4, 2)
+"""What a key or a value can be rounded to."""
 _WIDEST = 64  # dims that are turned together
 _TINY = np.float32(2.0**-126)  # what devices do not take for zero
 
@@ -55,8 +56,8 @@ class Quantised:
     version: int = 1
 
     def __post_init__(self) -> None:
-        if not self.bits or any(b not in _BITS for pair in self.bits for b in pair):
-            raise ValueError(f"{self.name}: got bits {self.bits}, expected pairs of {_BITS}")
+        if not self.bits or any(b not in BITS for pair in self.bits for b in pair):
+            raise ValueError(f"{self.name}: got bits {self.bits}, expected pairs of {BITS}")
 
     # -- the seam --------------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ class Quantised:
             raise ValueError(
                 f"{self.name}: got bits of {len(self.bits)} layers, expected {layout.num_layers}"
             )
-        if not layout.kv_together and (self.turned or len(set(self._widths)) > 1):
+        if not layout.kv_together and (self.turned or any(k != v for k, v in self.bits)):
             raise ValueError(f"{self.name}: got keys and values in packs of their own")
         parts = 8 // min(self._widths)
         if layout.head_dim % parts:
@@ -80,7 +81,7 @@ class Quantised:
         """The codec of one layer group's packs: itself, or one with the bits of their layers."""
         if len(self.bits) == 1:
             return self
-        mine = tuple(self.bits[layer] for layer in layout.group_layers(group))
+        mine = tuple(self.bits_of(layer) for layer in layout.group_layers(group))
         mine += mine[-1:] * (layout.pack_layers - len(mine))  # layers that are not there
         return replace(self, bits=mine)
 
@@ -160,6 +161,10 @@ class Quantised:
         values = codes[:, :, 1].astype(np.float32) * scale[:, :, 1] + zero[:, :, 1]
         both = [x.astype(layout.numpy_dtype) for x in (keys, values)]
         return xp.stack(both, axis=2)
+
+    def bits_of(self, layer: int) -> tuple[int, int]:
+        """Bits of the keys and of the values of a layer."""
+        return self.bits[layer if len(self.bits) > 1 else 0]
 
     # -- sizes -----------------------------------------------------------------------------------
 

@@ -135,7 +135,8 @@ class ChunkStore(OpenStore):
           tokens: [T], those of the new segment only, at least one.
           parent: the stored prefix that it continues; must end on a whole chunk.
           salt: the tenant's salt.
-          order: for a reordered layout only: a permutation [T]; stored token i is `order[i]`.
+          order: for a reordered layout only: a permutation [T], stored token i is `order[i]`; one
+            for each layer [L, T] where it has `layer_orders`.
           provenance: how the KV was made, see `longest_prefix`; the parent's, or after exact KV.
           codec: the one that `layout` names.
 
@@ -377,6 +378,14 @@ class ChunkStore(OpenStore):
         """
         ids = [span.segment_id for span in prefix.spans]
         return self._run("deleting", lambda: self.bounds.delete(ids), seconds=self.config.write_s)
+
+    def remove_segment(self, segment_id: str) -> bool:
+        """Remove one segment that nothing continues; False while somebody reads it."""
+        reason = "deleted by its owner: its text has ended"
+        seconds = self.config.write_s
+        return self._run(
+            "deleting", lambda: self.bounds.remove(segment_id, reason), seconds=seconds
+        )
 
     def usage(self) -> int:
         """Bytes on disk of all segments, and bytes reserved by writers that live."""

@@ -57,7 +57,7 @@ def open_writer(
         start=start,
         parent=holder.segment_id if holder else None,
         first_chunk=before,
-        order=None if order is None else check_order(order, len(tokens)),
+        order=None if order is None else check_order(order, len(tokens), layout),
     )
     held = segments.acquire_all(parent.spans) if parent else []
     workspace: Workspace | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 
@@ -40,10 +41,13 @@ class UnsteadyReader:
         out[np.flatnonzero(lost) if rows is None else rows[lost]] = 0
         return ok & ~lost
 
-    def read_probe(self, layer: int, out: np.ndarray) -> int:
-        if self._random.random() < self._failing:
-            return 0
-        return self._reader.read_probe(layer, out)
+    def read_probe_pages(
+        self, layer: int, pages: ProbePages, ids: np.ndarray, out: np.ndarray, *, rows: np.ndarray
+    ) -> np.ndarray:
+        ok = self._reader.read_probe_pages(layer, pages, ids, out, rows=rows)
+        lost = np.array([self._random.random() < self._failing for _ in ids])
+        out[rows[lost]] = 0
+        return ok & ~lost
 
 
 class UnsteadyStore:

@@ -262,6 +262,8 @@ def test_help_is_there_for_every_command(tmp_path: Path, here: Here) -> None:
         assert command in overview
         code, out, _ = here(command, "--help")
         assert code == 0 and "--json" in out
+    code, out, _ = here("codec", "profile", "--help")
+    assert code == 0 and "--target-bytes" in out and "codec" in overview
     code, out, _ = here("--version")
     assert code == 0 and out.startswith("ckv ")
 

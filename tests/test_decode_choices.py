@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
 LENGTH = 24
+FOUR = Select(score_layers=3, queries=4)
+"""How `ckv` chooses."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,9 @@ def test_choosing_anew_follows_the_text(
         ({"keep": "lfu", "sequential": True}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
+        ({"window": 1.0, "decode": replace(FOUR, ahead="next")}, {"device_cache_bytes": 0}, 0.2),
+        ({"overfetch": 2.0, "decode": replace(FOUR, ahead="both")}, {"device_cache_bytes": 0}, 0.0),
+        ({"window": 0, "decode": replace(FOUR, ahead="both")}, {"device_cache_bytes": 0}, 0.1),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -167,10 +173,14 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         changed(engine, window=0, decode=Select(every=2))
     with pytest.raises(ValueError, match="keep='oldest'"):
         changed(engine, keep="oldest")
+    with pytest.raises(ValueError, match="ahead='nearly', expected one of near, next, both"):
+        Select(ahead="nearly")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ahead='next' with guessed=True"):
+        Select(ahead="next", guessed=True)
     with pytest.raises(ValueError, match="every=0"):
         Select(every=0)
     with pytest.raises(ValueError, match="queries"):
-        Select(queries=65)
+        changed(engine, decode=Select(queries=65))
 
 
 def test_every_token_tells_where_its_packs_were(engine: Engine, prefixes: list[Prefix]) -> None:
@@ -247,6 +257,36 @@ def test_near_misses_are_read_before_they_are_chosen(
         assert other.stats().reads - before > chosen
         assert other.stats().pinned_packs == 0
         assert other._worker.memory.free_slots == other._worker.memory.tiers.slots
+
+
+@pytest.mark.parametrize("failing", [0.0, 1.0])
+def test_the_next_period_is_read_before_it_chooses(
+    engine: Engine, prefixes: list[Prefix], failing: float
+) -> None:
+    """Two periods: the first guesses for the second, which chooses by itself all the same."""
+    found = {}
+    for ahead, overfetch in (("near", 1.0), ("next", 3.0)):
+        values = replace(
+            engine.config,
+            system=changed(
+                engine, window=1.0, overfetch=overfetch, decode=replace(FOUR, ahead=ahead)
+            ),
+            device_cache_bytes=0,
+            host_cache_bytes=0,
+            prefetch_device_bytes=POOL_BYTES,
+        )
+        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+            sampling = SamplingParams(max_tokens=LENGTH)
+            [text] = other.generate(asked(prefixes)[0], sampling).results()
+            assert other.stats().pinned_packs == 0
+            assert other._worker.memory.free_slots == other._worker.memory.tiers.slots
+        told = text.trace.tokens
+        counts = (sum(token.ahead for token in told), sum(token.unused for token in told))
+        found[ahead] = (text.token_ids.tolist(), [t.ssd_reads for t in told], counts)
+    assert found["next"][:2] == found["near"][:2]  # the same misses, sooner
+    assert found["near"][2] == (0, 0)
+    ahead, unused = found["next"][2]
+    assert ahead > LENGTH / 4 and unused > 0
 
 
 @pytest.mark.parametrize("queries", [1, 4])

@@ -34,7 +34,12 @@ def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_exist(page: Path) -> None:
     options = {
-        name: {opt for parameter in command.params for opt in parameter.opts}
+        name: {
+            opt
+            for part in getattr(command, "commands", {"": command}).values()
+            for parameter in part.params
+            for opt in parameter.opts
+        }
         for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
     }
     text = re.sub(r"\\\n\s*", " ", page.read_text("utf-8"))

@@ -149,8 +149,10 @@ def test_the_first_snippet_of_python_runs(page: str, home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engine(home: Path) -> Iterator[Engine]:
-    with Engine.from_pretrained(home / "model", store=home / "requests-kv") as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))  # where profiles are kept
+        with Engine.from_pretrained(home / "model", store=home / "requests-kv") as engine:
+            yield engine
 
 
 def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +176,7 @@ def test_snippets_about_requests_run(engine: Engine, capsys: pytest.CaptureFixtu
     assert names["whole"].token_id == names["dense"].token_id  # type: ignore[attr-defined]
     assert len(names["chosen"]) == engine.periods  # type: ignore[arg-type]
     assert names["compiled"] > 0  # type: ignore[operator]
+    assert len(names["widths"].times) == engine.periods  # type: ignore[attr-defined]
     assert names["history"].num_tokens > prefix.num_tokens  # type: ignore[attr-defined]
 
 
@@ -194,7 +197,8 @@ def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
 
 
 def test_the_snippets_about_the_store_run(home: Path) -> None:
-    written, by_zarr, mended, wishes, _ = blocks(DOCS / "storage.md", "python")  # the last: a codec
+    # The last one: the bytes of a codec.
+    written, by_zarr, mended, wishes, tabled, _ = blocks(DOCS / "storage.md", "python")
     names: dict[str, Any] = {}
 
     def run(code: str) -> None:
@@ -215,6 +219,10 @@ def test_the_snippets_about_the_store_run(home: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run(wishes)
     assert said.getvalue() == "None\n"  # nothing was evicted
+    (home / "table.json").write_text('{"bits": [[8, 4], [4, 4]]}')
+    run(tabled.replace("table.json", str(home / "table.json")))
+    assert names["config"].system.coder.bits == ((8, 4), (4, 4))
+    assert names["by_hand"].system.coder.bits == ((8, 4),) * 4  # 28 above
 
 
 def test_every_method_of_an_engine_has_an_example() -> None:

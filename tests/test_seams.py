@@ -17,6 +17,7 @@ from ckv_jax.cache.policy import Policy
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.selection.select import Select
 from ckv_jax.storage import Layout, verify_store
 
 
@@ -63,7 +64,10 @@ def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
         pack = plain.layout.pack_bytes
         prefix, other = plain.ingest(tokens(160)), plain.ingest(tokens(160, 1))
         system = dataclasses.replace(
-            plain.system, score=the_last_chunks, policy=Policy(first_come), prefetch="intra"
+            plain.system,
+            choose=Select(score=the_last_chunks, score_layers=3),
+            policy=Policy(first_come),
+            prefetch="intra",
         )
         config = dataclasses.replace(
             plain.config, system=system, device_cache_bytes=8 * pack, host_cache_bytes=0

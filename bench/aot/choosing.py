@@ -18,6 +18,7 @@ from ckv_jax.pipeline.choice_calls import ChoiceCalls
 from ckv_jax.pipeline.executor import latest
 from ckv_jax.reads.residents import Resident
 from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.systems import system_named
 
 
@@ -33,8 +34,9 @@ class _Resident:
     num_chunks = -(-PREFIX // CHUNK)
 
 
-def _anew(system: str, kind: str) -> Callable[[Sizes], Program]:
+def _anew(system: str, kind: str, coarse: Coarse | None = None) -> Callable[[Sizes], Program]:
     """What one token chooses as `system` does, and what of it a window lacks."""
+    stages = None if coarse is None else Stages(coarse, 64, some_whole=False)
 
     def program(sizes: Sizes) -> Program:
         preset = system_named(system)
@@ -50,10 +52,10 @@ def _anew(system: str, kind: str) -> Callable[[Sizes], Program]:
                 layers, sizes.hidden(1, 1), cast(np.ndarray, np.zeros(1, np.int32)), ints(1),
                 [sizes.probe(kind, tokens) for _ in layers], cast(Resident, _Resident), ints(1),
                 ints(1), window, 0, cast(Any, abstract((1, sizes.chunks), jnp.float32)),
-                score=attention_mass, keep=KEEP[preset.keep], n=n,
+                score=attention_mass, keep=KEEP[preset.keep], n=n, stages=stages,
             ),
-            kernels=0 if kind in ("means", "bounds") else len(layers),
-            sums=1,
+            kernels=0 if kind in ("means", "bounds") else len(layers) + (stages is not None),
+            sums=1 + (stages is not None),
             tokens=1,
             room=16 * tokens * sizes.config.num_heads,
         )  # fmt: skip
@@ -92,6 +94,7 @@ CHOOSING: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
         "latest": _rows,
         "choose": _anew("ckv", "int4"),
+        "choose-coarse": _anew("ckv", "int4", Coarse()),
         "choose-means": _anew("kvdrive", "means"),
         "choose-pq": _anew("pqcache", "pq"),
         "sample-b8": _sample(8),

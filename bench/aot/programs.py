@@ -32,7 +32,9 @@ from ckv_jax.memory import device
 from ckv_jax.memory.landing import decoding
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.selection.base import Share
 from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.systems import with_codec
@@ -70,6 +72,30 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
             sums=1,
             tokens=SUFFIX,
             room=8 * tokens * sizes.config.num_heads * (window or SUFFIX) // 16,
+        )  # fmt: skip
+
+    return program
+
+
+def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
+    """What a coarse pass over an int4 digest leaves, scored by all queries; `batch` rows of which
+    one has everything scored."""
+
+    def program(sizes: Sizes) -> Program:
+        layers, tokens = [0, 1, 2], sizes.chunks * CHUNK
+        stages = Stages(Coarse(), 64, batch > 1)
+        return of(
+            sizes,
+            lambda: sizes.layers.select(
+                layers, sizes.hidden(batch, SUFFIX), ints(batch), ints(batch),
+                [sizes.probe("int4", tokens) for _ in layers], ints(), ints(), ints(batch),
+                score=attention_mass, n=sizes.chosen, window=4, chunk_tokens=CHUNK, stages=stages,
+                share=Share(abstract((batch,), jnp.float32), ints(batch)),
+            ),
+            kernels=1 + len(layers) * (1 + stages.some_whole),
+            sums=2 + stages.some_whole,
+            tokens=batch * SUFFIX,
+            room=8 * batch * tokens * sizes.config.num_heads * 4 // 16,
         )  # fmt: skip
 
     return program
@@ -187,6 +213,8 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "embed": _embed,
         "head": _head,
         **{f"select-{kind}": _select(kind) for kind in (*PROBES, *LANDMARKS)},
+        "select-coarse": _select_in_two_stages(1),
+        "select-coarse-b8": _select_in_two_stages(8),
         "run": _run(1),
         "run-b8": _run(8),
         "decode": _decode(1),

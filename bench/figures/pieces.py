@@ -102,9 +102,13 @@ def conclude_ablation(result: dict[str, Any]) -> str:
     return f"{len(told)} of {total} differences can be told from nothing: {', '.join(told)}."
 
 
+FIXED_CHUNKS = "prefix_tokens_fixed_chunks"
+
+
 def draw_sensitivity(figure: Any, result: dict[str, Any]) -> None:
-    """A column for each size, a row for each budget."""
-    rows = result["rows"]
+    """A column for each size, a row for each budget; without those of as many chunks of any prefix,
+    each of which has a budget of its own."""
+    rows = [row for row in result["rows"] if row["parameter"] != FIXED_CHUNKS]
     names = list(dict.fromkeys(row["parameter"] for row in rows))
     budgets = sorted({row["budget"] for row in rows})
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex="col")
@@ -156,17 +160,26 @@ def _round_ticks(axis: Any, values: list[float]) -> None:
 def conclude_sensitivity(result: dict[str, Any]) -> str:
     """How each system grows from the shortest prefix to the longest."""
     rows = [row for row in result["rows"] if row["parameter"] == "prefix_tokens"]
-    if not rows:
-        return "No prefix lengths were measured."
-    budget = min(row["budget"] for row in rows)
+    fixed = [row for row in result["rows"] if row["parameter"] == FIXED_CHUNKS]
+    said = []
+    if rows:
+        budget = min(row["budget"] for row in rows)
+        said.append(_grows([row for row in rows if row["budget"] == budget], percent(budget)))
+    if fixed:
+        said.append(_grows(fixed, "16 chosen chunks"))
+    return " ".join(said) or "No prefix lengths were measured."
+
+
+def _grows(rows: list[dict[str, Any]], chosen: str) -> str:
     parts = []
-    for name in systems_of(rows):
-        mine = [row for row in rows if (row["system"], row["budget"]) == (name, budget)]
-        mine.sort(key=lambda row: int(row["value"]))
+    for name in dict.fromkeys(row["system"] for row in rows):
+        mine = sorted(
+            (row for row in rows if row["system"] == name), key=lambda row: int(row["value"])
+        )
         first, last = (row["ttft_ms"]["mean"] for row in (mine[0], mine[-1]))
         parts.append(f"{name} {first:,.0f} to {last:,.0f}")
     lengths = sorted({row["value"] for row in rows})
     return (
-        f"Prefixes of {lengths[0]:,} to {lengths[-1]:,} tokens at {percent(budget)}, mean ms: "
+        f"Prefixes of {lengths[0]:,} to {lengths[-1]:,} tokens at {chosen}, mean ms: "
         f"{'; '.join(parts)}."
     )

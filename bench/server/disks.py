@@ -24,6 +24,7 @@ from bench.server.asking import Clients, serving
 from bench.server.load import Known, Load, Prompt
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 
 LATENCY_S = 0.02
@@ -86,7 +87,7 @@ def _recomputed(url: str) -> float:
 @contextmanager
 def slow() -> Iterator[None]:
     """Reads of this process wait for a slow disk."""
-    packs, probe = PrefixReader.read_packs, PrefixReader.read_probe
+    packs, probe = PrefixReader.read_packs, PrefixReader.read_probe_pages
 
     def slow_packs(
         self: PrefixReader, group: int, chunks: np.ndarray, *more: Any, **named: Any
@@ -94,15 +95,17 @@ def slow() -> Iterator[None]:
         time.sleep(LATENCY_S + len(chunks) * self.prefix.layout.stored_bytes / BYTES_S)
         return packs(self, group, chunks, *more, **named)
 
-    def slow_probe(self: PrefixReader, layer: int, out: np.ndarray, **named: Any) -> int:
-        time.sleep(LATENCY_S + out.nbytes / BYTES_S)
-        return probe(self, layer, out, **named)
+    def slow_probe(
+        self: PrefixReader, layer: int, pages: ProbePages, ids: np.ndarray, *more: Any, **named: Any
+    ) -> Any:
+        time.sleep(LATENCY_S + int(pages.tokens[ids].sum()) * pages.token_bytes / BYTES_S)
+        return probe(self, layer, pages, ids, *more, **named)
 
-    PrefixReader.read_packs, PrefixReader.read_probe = slow_packs, slow_probe  # type: ignore[method-assign]
+    PrefixReader.read_packs, PrefixReader.read_probe_pages = slow_packs, slow_probe  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PrefixReader.read_packs, PrefixReader.read_probe = packs, probe  # type: ignore[method-assign]
+        PrefixReader.read_packs, PrefixReader.read_probe_pages = packs, probe  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -132,6 +132,10 @@ class Tiers:
         """The policy's score `[n]` of each page, cached or not."""
         return self._table.score[pages]
 
+    def history(self, pages: Pages) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint32]]:
+        """Importance and frequency `[n]` each of some pages, cached or not."""
+        return self._table.importance[pages], self._table.frequency[pages]
+
     def let_go(self, pages: Pages) -> int:
         """Takes those of these distinct pages out of both tiers that nobody pins; how many that
         were. They keep their scores."""

@@ -22,7 +22,7 @@ import numpy as np
 from ckv_jax.folders import cache_folder
 from ckv_jax.storage.fingerprint import Fingerprint
 
-__all__ = ["TIMES", "Widths", "load_widths", "save_widths", "spread"]
+__all__ = ["TIMES", "Widths", "load_widths", "plain_name", "save_widths", "spread"]
 
 TIMES = (1.0, 1.5, 2.0, 3.0, 4.0)
 """Widths to profile, in multiples of one choice."""
@@ -58,10 +58,19 @@ class Widths:
         """The same width everywhere."""
         return cls(times=((times,) * rows,) * groups)
 
-    def slots(self, limit: int) -> np.ndarray:
-        """int32 [G, J], where a choice has at most `limit` chunks."""
-        exact = np.round(np.array(self.times) * limit, 6)  # 1.1 * 10 is 11, not 12
-        slots: np.ndarray = np.ceil(exact).astype(np.int32)
+    def slots(self, limit: int, times: float, packs: np.ndarray) -> np.ndarray:
+        """Slots int32 [G, J] of each row's window, where a choice has `limit` chunks.
+
+        Together they hold no more packs than even windows of `times` choices (at least 1), however
+        wide these widths are themselves: what they say is how to share that.
+
+        Args:
+          packs: int [G], packs of one chunk in each layer group.
+        """
+        more = np.array(self.times) - 1.0
+        mean = float((more * packs[:, None]).sum() / (more.shape[1] * packs.sum()))
+        share = more / mean if mean > 0 else np.ones_like(more)
+        slots: np.ndarray = np.floor(limit * (1.0 + share * (times - 1.0)) + 1e-6).astype(np.int32)
         return slots
 
 
@@ -108,6 +117,11 @@ def spread(benefit: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
         option[:] = 0
         option[row] = taken
     return option
+
+
+def plain_name(name: str) -> str:
+    """A system's name as `save_widths` takes it."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:64] or "unnamed"
 
 
 def save_widths(widths: Widths, fingerprint: Fingerprint, name: str) -> Path:

@@ -26,7 +26,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, check_writable, number_of
-from ckv_jax.cli.store_tools import is_store, open_store, store_config
+from ckv_jax.cli.store_tools import given_codec, is_store, open_store, store_config
 
 __all__ = ["batch"]
 
@@ -103,7 +103,7 @@ def batch(
                 largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=with_codec(system, codec),
+            system=with_codec(system, given_codec(codec)),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

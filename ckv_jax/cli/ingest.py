@@ -27,7 +27,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size
-from ckv_jax.cli.store_tools import parse_seconds, store_config
+from ckv_jax.cli.store_tools import given_codec, parse_seconds, store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
 __all__ = ["ingest", "read_text"]
@@ -122,7 +122,7 @@ def ingest(
 
         compilation_cache.enable()
         config = EngineConfig(
-            system=with_codec(system, codec),
+            system=with_codec(system, given_codec(codec)),
             dtype=dtype,
             salt=salt,
             tensor_parallel=tensor_parallel,
@@ -155,7 +155,7 @@ def ingest(
                 "seconds": seconds,
                 "store_bytes": stored,
                 "system": system,
-                "codec": codec,
+                "codec": prefix.layout.codec.partition(":")[0],
                 "dtype": dtype,
             }
         )

@@ -10,6 +10,7 @@ import typer
 
 from ckv_jax.cli.options import (
     Checkpoint,
+    Codec,
     DirectIo,
     Dtype,
     Eviction,
@@ -20,7 +21,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal
-from ckv_jax.cli.store_tools import parse_size, store_config
+from ckv_jax.cli.store_tools import given_codec, parse_size, store_config
 
 __all__ = ["serve"]
 
@@ -61,6 +62,7 @@ def serve(
         typer.Option("--sparse-budget", metavar="SHARE", help="The same for NAME:sparse."),
     ] = "0.25",
     system: System = "ckv",
+    codec: Codec = "none",
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     max_tokens: Annotated[
@@ -171,13 +173,14 @@ def serve(
             from ckv_jax.engine import Engine
             from ckv_jax.server import log
             from ckv_jax.server.app import create_app
+            from ckv_jax.systems import with_codec
 
             compilation_cache.enable()
             engine = Engine.from_pretrained(
                 checkpoint,
                 store=store,
                 config=EngineConfig(
-                    system=system,
+                    system=with_codec(system, given_codec(codec)),
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,

@@ -12,6 +12,7 @@ tiles out in the store would have another format for each device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -25,7 +26,7 @@ from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.memory.pages import slot_shape
 from ckv_jax.storage.codec import Codec
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import PLAIN, Layout
 
 Settled = Callable[[], bool]
 """Whether a read that was given up has ended, so that it no longer writes."""
@@ -73,6 +74,19 @@ def landing_for(
     if isinstance(memory.pool, MappedPool) and codec is None:
         return InPool(memory, memory.pool, layout, host_bytes)
     return HostBlocks(memory, layout, host_bytes, codec)
+
+
+def landings_for(
+    memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
+) -> tuple[Landing, Landing]:
+    """The landings of packs and of probe keys, which no codec encodes: one, or half of the room
+    each where packs are encoded."""
+    if codec is None or not layout.probe_layers:
+        packs = landing_for(memory, layout, host_bytes=host_bytes, codec=codec)
+        return packs, packs
+    plain, half = replace(layout, codec=PLAIN, codec_bytes=0), max(1, host_bytes // 2)
+    packs = landing_for(memory, layout, host_bytes=half, codec=codec)
+    return packs, landing_for(memory, plain, host_bytes=half)
 
 
 class InPool:

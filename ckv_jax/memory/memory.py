@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +25,14 @@ PagePool = DevicePool | MappedPool
 def job_packs(layout: Layout) -> int:
     """Packs in one read at most: 2 MiB of a 7B model's, keys and values together or apart."""
     return 16 if layout.kv_together else 32
+
+
+class User(Protocol):
+    """Somebody who takes slots for a while."""
+
+    def give_way(self, n: int) -> None:
+        """Gives back what it can do without, until `n` slots are free."""
+        ...
 
 
 class Memory:
@@ -58,6 +67,8 @@ class Memory:
             else DevicePool(*shape, shardings)
         )
         self.work_slots = work
+        self.users: list[User] = []
+        """Who takes slots now, for packs to attend to or keys to choose by."""
         self._layout = layout
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
 

@@ -185,15 +185,16 @@ class _Asked:
                 [part.num_tokens for part in joined.parts],
                 [part.num_chunks for part in joined.parts], limit,
                 Share(np.array([mass], np.float32), np.array([least], np.int32)),
-                n=min(choice_bucket(limit), sum(widths)), window=own.system.score_window,
+                n=min(choice_bucket(limit), sum(widths)), window=own.system.choose.queries,
                 chunk_tokens=own.system.chunk_tokens,
             )  # fmt: skip
         with self._trace.span("select", lane="host", period=period):
             ids, every = np.asarray(pick.ids)[0], np.asarray(pick.scores)[0]
         first = np.cumsum(widths) - widths
         scores = every[first[joined.part] + joined.chunk]
-        for probes in opened.probes:
-            probes.used(period)
+        for which, probes in enumerate(opened.probes):
+            mine = opened.which.index(which)
+            probes.used(period, scores[joined.part == mine])
         return scores, int((ids >= 0).sum())
 
     # -- what is computed again, and the question after it ----------------------------------------

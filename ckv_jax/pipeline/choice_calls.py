@@ -21,6 +21,8 @@ from ckv_jax.pipeline.layers import Layers, LayerState
 from ckv_jax.reads.residents import Resident
 from ckv_jax.selection.base import Selection, choose
 from ckv_jax.selection.chunks import ChunkScore
+from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.two_stages import scored
 
 
 class Chosen(NamedTuple):
@@ -45,7 +47,7 @@ class ChoiceCalls:
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens"),
+            static=("score", "keep", "n", "chunk_tokens", "stages"),
         )
 
     def choose(
@@ -65,22 +67,23 @@ class ChoiceCalls:
         score: ChunkScore,
         keep: Keep,
         n: int,
+        stages: Stages | None = None,
     ) -> Chosen:
         """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
 
         `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
         stays. `near[i]` <= n: how many of the best are chosen or near misses. `probes`: one a
         layer, whose scores are summed; `window`: [b, W], W >= n; `before`: scores of earlier
-        tokens, which count as well.
+        tokens, which count as well; `stages`: see `two_stages`.
         """
         shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
         slots = window.chunk.shape[1]
-        key = (hidden.shape, len(rows), shapes, slots, score, keep, n)
+        key = (hidden.shape, len(rows), shapes, slots, score, keep, n, stages)
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
             limits, near, window, np.int32(step), before, score=score, keep=keep, n=n,
-            chunk_tokens=resident.prefix.layout.chunk_tokens,
+            chunk_tokens=resident.prefix.layout.chunk_tokens, stages=stages,
         )  # fmt: skip
         return found
 
@@ -96,21 +99,20 @@ def _choose_of(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, near: Array,
         window: WindowArrays, step: Array, before: Array, *, score: ChunkScore, keep: Keep, n: int,
-        chunk_tokens: int,
+        chunk_tokens: int, stages: Stages | None,
     ) -> Chosen:  # fmt: skip
         one = jnp.ones(rows.shape, jnp.int32)
-        scores: Array = jnp.zeros((), jnp.float32)
-        for state, probe in zip(states, probes, strict=True):
-            q = layer_of(state).query(hidden[rows], start[:, None])
-            scores = scores + score(
-                q, probe, num_tokens=num_tokens, q_lengths=one, chunk_tokens=chunk_tokens,
-                target=target,
-            )  # [b, M]  # fmt: skip
-        own = shardings.sum(scores)
+        own, left = scored(
+            [layer_of(state).query(hidden[rows], start[:, None]) for state in states], probes,
+            score=score, stages=stages, num_tokens=num_tokens, num_chunks=num_chunks,
+            q_lengths=one, limits=limits, chunk_tokens=chunk_tokens, target=target,
+            whole=shardings.sum, before=before,
+        )  # fmt: skip
         scores = own + before
-        selection = choose(scores, n, limits, count=num_chunks)
+        selection = choose(scores, n, limits, count=num_chunks, among=left)
         after, moves = advance(window, Choice(selection.ids, scores), step, keep)
-        missed = _near_misses(scores, n, limits, near, num_chunks)
+        ranked = scores if left is None else jnp.where(left, scores, -jnp.inf)
+        missed = _near_misses(ranked, n, limits, near, num_chunks)
         return Chosen(selection, missed, moves, after, own)
 
     return choose_anew

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -24,9 +25,11 @@ from ckv_jax.cache.window import CLOSED, KEEP
 from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.ahead import Guesses
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.reads.source import Source
@@ -63,6 +66,11 @@ class _Asked(NamedTuple):
     limits: np.ndarray
     moving: list[_Moving]
 
+    @property
+    def window(self) -> Window:
+        """Of one of its rows."""
+        return self.member.choosers[0].window
+
 
 class Choices:
     """The choosing rows of one decode batch. Engine thread only."""
@@ -83,19 +91,19 @@ class Choices:
         self._peers = calls.peers
         self._plan = plan
         self._select = system.decode
-        self._score = system.score or attention_mass
+        self._score = system.decode.score or attention_mass
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
         self._sequential = system.sequential
         self._near = system.overfetch
+        self._ahead = Guesses(system.decode.ahead, system.overfetch, plan)
         self._residents = residents
         self._memory = memory
         self._open_packs = open_packs
         self._rows: dict[int, Chooser] = {}
         self._members: list[_Member] | None = None
         self._packs: Packs | None = None
-        self._missed: list[tuple[int, _Member, np.ndarray]] = []
         self._guesses: list[_Asked] | None = None
         self._trace = Trace()
         self._step = 0
@@ -148,6 +156,8 @@ class Choices:
                 if not guesses:
                     self._demand_all(period, asked)
                 selected = time.perf_counter_ns()
+                if self._ahead.asks_after(period):
+                    self._guess(period + 1, hidden, starts, lengths)
                 for one in asked:  # while packs are read
                     self._record(one, period, lengths)
                 for one in asked:
@@ -157,40 +167,31 @@ class Choices:
         except BaseException:
             self._fail()
             raise
-        if self._near > 1:
-            self._missed = [(one.which, one.member, _near_misses(one.chosen)) for one in asked]
+        for one in asked if self._ahead.near else ():
+            self._ahead.nearly(one.which, one.window, _near_misses(one.chosen))
         self._tell(ready, selected, time.perf_counter_ns())
         return bool(asked)
 
     def ahead(self, period: int) -> None:
-        """Starts reads while a period's layers compute: of what the next period chose, if it has
-        been guessed, and of what this one nearly chose, some of which the next token will choose.
-        Near misses stay in memory for reads on their way, never in a window's slot."""
-        if self._guesses is not None:
-            try:
-                with self._peers.local():
+        """Starts reads while a period's layers compute: of what the next period chose, if it was
+        told (`Select.guessed`), or else what it and the next token may choose (`ahead.py`)."""
+        try:
+            with self._peers.local():
+                if self._guesses is not None:
                     self._demand_all(period + 1, self._guesses)
-            except BaseException:
-                self._fail()
-                raise
-        for which, member, near in self._missed:
-            window = member.choosers[0].window
-            if not window.held:
-                continue  # its packs come through the pool, which has no room to spare
-            for group in self._plan.groups(period):
-                device, host = window.lookup(group, near)
-                absent = near[(device < 0) & (host < 0)]
-                if self._packs is not None:
-                    self._packs.only_ahead(which, group, absent)
-                for chunk in absent:  # each by itself: they will not be wanted together
-                    self._opened().ahead(which, group, chunk[None])
-        self._missed.clear()
+                self._ahead.start(period, self._opened)
+        except BaseException:
+            self._fail()
+            raise
 
     def finish(self) -> None:
         """All calls of the token are dispatched: the caches shrink to their size."""
-        recomputed = self._trace.counters.get("recomputed_packs", 0)
+        counted, unused = self._trace.counters, self._trace.bytes["unused"]
         for chooser in self._rows.values():
-            chooser.told.recomputed += recomputed
+            stored = chooser.window.resident.prefix.layout.stored_bytes
+            chooser.told.recomputed += counted.get("recomputed_packs", 0)
+            chooser.told.ahead += counted.get("covered", 0)
+            chooser.told.unused += unused // stored
             chooser.told.attention_mass = float(np.mean(list(chooser.masses.values()) or [1.0]))
         self._memory.trim()
         self._memory.flush()
@@ -199,7 +200,7 @@ class Choices:
         """A token is not finished: what the device knows of windows is not what they hold."""
         self._members = None
         self._guesses = None
-        self._missed.clear()
+        self._ahead.forget()
         self.rest()
 
     def _asked(
@@ -217,6 +218,11 @@ class Choices:
                 asked.append(_Asked(which, member, chosen, limits, []))
         return asked
 
+    def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Asks what a period will probably choose, while packs of the one before it are read."""
+        for one in self._asked(period, hidden, starts, lengths):
+            self._ahead.next_period(one.which, one.window, partial(_guessed, one.chosen))
+
     def _demand_all(self, period: int, asked: list[_Asked]) -> None:
         """Starts reading what windows lack, as soon as each prefix has chosen."""
         for one in asked if self._sequential else ():
@@ -233,10 +239,10 @@ class Choices:
     def _member(self, rows: list[tuple[int, Chooser]]) -> _Member:
         choosers = [chooser for _, chooser in rows]
         size = batch_bucket(len(rows))
-        limit = max(chooser.limit for chooser in choosers)
+        widest = max(int(chooser.widths(self._slots).max()) for chooser in choosers)
         near = [math.ceil(chooser.limit * self._near) for chooser in choosers]
         n = choice_bucket(max(near))
-        slots = max(n, choice_bucket(round(limit * self._slots)))
+        slots = max(n, choice_bucket(widest))
         windows = {}
         for period in range(self._plan.periods):
             held = np.full((3, size, slots), CLOSED, np.int32)
@@ -258,6 +264,7 @@ class Choices:
         lengths: np.ndarray, limits: np.ndarray,
     ) -> Chosen:  # fmt: skip
         layers = self._plan.scoring_layers(period, self._select.score_layers)
+        coarse = self._select.coarse
         before = np.zeros((len(member.rows), member.resident.probe_chunks), np.float32)
         for row, chooser in enumerate(member.choosers):
             before[row] = chooser.before(period, int(lengths[member.rows[row]]))
@@ -266,6 +273,7 @@ class Choices:
             member.choosers[0].probes.get(layers, period), member.resident, limits,
             member.near, member.windows[period], self._step, before, score=self._score,
             keep=self._keep, n=member.n,
+            stages=None if coarse is None else coarse.stages(limits, member.resident.num_chunks),
         )  # fmt: skip
 
     def _demand(
@@ -334,6 +342,9 @@ class Choices:
             chooser = member.choosers[row]
             chooser.masses[period] = float(selection.mass[row])
             chooser.remember(period, int(lengths[member.rows[row]]), own[row].copy())
+            if chooser.recorded is not None:
+                ids, scores = np.asarray(selection.ids[row]), np.array(selection.scores[row])
+                chooser.recorded.add(period, ids[ids >= 0], scores)
         selection = jax.tree.map(lambda part: part[chose], selection)
         self._residents.record(member.resident, self._plan.groups(period), selection)
         member.resident.last_selection[period] = _union(np.asarray(selection.ids))
@@ -342,6 +353,11 @@ class Choices:
 def _near_misses(chosen: Chosen) -> np.ndarray:
     """What the rows of a prefix nearly chose and none of them did, int64 [n]."""
     return np.setdiff1d(_union(np.asarray(chosen.near)), np.asarray(chosen.selection.ids))
+
+
+def _guessed(chosen: Chosen) -> np.ndarray:
+    """What the rows of a prefix chose or nearly chose, int64 [n]."""
+    return _union([np.asarray(chosen.selection.ids).ravel(), np.asarray(chosen.near).ravel()])
 
 
 def _union(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ckv_jax.cache.profile import Recorded
+from ckv_jax.cache.widths import Widths
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.source import Source
@@ -23,34 +25,66 @@ class Chooser:
         probes: Probes,
         window: Window,
         source: Source,
+        widths: Widths,
+        packs: np.ndarray,
+        recorded: Recorded | None = None,
     ) -> None:
         """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
-        was generated; `source`: where the packs of its prefix come from."""
+        was generated; `source`: where the packs of its prefix come from; `widths`: how periods
+        share the room for its windows, by the `packs` int [P] of a chunk in each of them;
+        `recorded`: where its choices are written down."""
         self.limit = limit
         self.probes = probes
         self.window = window
         self.source = source
+        self.recorded = recorded
         self.told = TokenTrace()
         """Of the token under way."""
         self.masses: dict[int, float] = {}
         """Of the latest choice of each period."""
+        assert select.queries is not None
         self._every = select.every
         self._queries = select.queries
         self._recent: dict[int, dict[int, np.ndarray]] = {}
         self._first = first
+        self._anew = -1
+        self._widths = widths
+        self._packs = packs
 
     @property
     def slots(self) -> int:
         """Device slots of a window that holds one choice."""
         return self.limit * self.window.resident.prefix.layout.groups
 
+    def widths(self, times: float) -> np.ndarray:
+        """Slots int [P] of its windows where they may hold so many choices on average."""
+        slots = self._widths.slots(self.limit, times, self._packs)[:, 0]
+        widths: np.ndarray = np.minimum(slots, self.window.resident.num_chunks)
+        return widths
+
     def resize(self, times: float) -> None:
-        """Makes its window so many times as wide as one choice."""
-        self.window.resize(min(self.window.resident.num_chunks, int(self.limit * times)))
+        """Gives its windows room for so many choices on average."""
+        self.window.resize(self.widths(times))
 
     def due(self, length: int) -> bool:
         """Whether the token that comes at row `length` of the buffers chooses anew."""
-        return (length - self._first + 1) % self._every == 0
+        return length == self._anew or (length - self._first + 1) % self._every == 0
+
+    def moved(self, tokens: int, length: int, probes: Probes, source: Source) -> None:
+        """The first `tokens` of the row's buffers, of which `length` are left, are chunks of its
+        prefix now; the next token chooses, since some of them may have to be attended to."""
+        self.probes = probes
+        self.source = source
+        self._first -= tokens
+        self._anew = length
+        chunks = self.window.resident.probe_chunks
+        self._recent = {
+            period: {
+                at - tokens: np.pad(scores, (0, chunks - len(scores)))
+                for at, scores in recent.items()
+            }
+            for period, recent in self._recent.items()
+        }
 
     def before(self, period: int, length: int) -> np.ndarray:
         """Scores float32 [M] of the tokens before row `length` that choose with it; [1]: none."""

@@ -151,6 +151,19 @@ class Decoder:
         if self._buffers and rows > self.capacity:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
+    def shift(self, place: int, tokens: int) -> None:
+        """The first `tokens` of a row's buffers are in packs from now on. Buffers shrink to what
+        the rows need."""
+        row = self.rows[place]
+        assert row is not None
+        row.start += tokens
+        row.length -= tokens
+        self._tables.clear()
+        rows = rows_bucket(max(row.length for row in self.rows if row is not None) + 1)
+        self._buffers = [self._kv_rows.shift(kv, place, tokens) for kv in self._buffers]
+        if rows < self.capacity:
+            self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
+
     def step(self, tokens: np.ndarray, *, choices: Choices | None = None) -> Array:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +48,17 @@ class FirstToken:
     """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nobody decodes."""
 
 
+class _Queries(NamedTuple):
+    """What a member chooses by in one period, and guesses the next one by."""
+
+    hidden: Array
+    """Hidden states [b, S, E] that enter the period."""
+    start: np.ndarray
+    """int32 [b]: position of each row's first token in `hidden`."""
+    lengths: np.ndarray
+    """int32 [b]: real tokens of each row."""
+
+
 class Executor:
     """The schedule of one model and system. Engine thread only."""
 
@@ -65,7 +76,7 @@ class Executor:
         self._residents = residents
         self._plan = plan
         self._system = system
-        self._score = system.score or attention_mass
+        self._score = system.choose.score or attention_mass
         self._pieces = Piecewise(layers, memory)
         self._latest = layers.programs.jit(latest, static=("tokens",))
 
@@ -81,13 +92,15 @@ class Executor:
             hidden = self._layers.embed(batch.tokens)
         masses, selections, kv = [], [], []
         for period in range(self._plan.periods):
-            picks, found = self._select(batch, hidden, period, trace)
+            with trace.span("dispatch", lane="host"):
+                queries = [self._queries(batch, member, hidden) for member in batch.members]
+            picks, found = self._select(batch, queries, hidden, period, trace)
             unions = [np.unique(ids[ids >= 0]) for ids in found]
             chosen = batch.by_row(found)
             fits = sum(map(len, unions)) * len(self._plan.groups(period)) <= room
             fits = bool(self._layers.peers.least(int(fits)))
             with trace.span("submit", lane="host", period=period):
-                guesses = self._ask(batch, packs, hidden, period, unions, fits, trace)
+                guesses = self._ask(batch, packs, queries, period, picks, unions, fits, trace)
             for step in self._plan.period_steps(period):
                 with trace.span("dispatch", lane="host"):
                     hidden, suffix = self._step(
@@ -120,11 +133,14 @@ class Executor:
         )
 
     def _select(
-        self, batch: Batch, hidden: Array, period: int, trace: Trace
+        self, batch: Batch, queries: list[_Queries], hidden: Array, period: int, trace: Trace
     ) -> tuple[list[Selection], list[np.ndarray]]:
         """Each member's selection of a period, and its ids on the host."""
         with trace.span("dispatch", lane="host"):
-            picks = [self._choose(member, batch, hidden, period) for member in batch.members]
+            picks = [
+                self._choose(member, asking, period)
+                for member, asking in zip(batch.members, queries, strict=True)
+            ]
         began = time.perf_counter_ns()
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
@@ -139,17 +155,19 @@ class Executor:
         return picks, found
 
     def _ask(
-        self, batch: Batch, packs: Packs, hidden: Array, period: int, unions: list[np.ndarray],
-        fits: bool, trace: Trace,
+        self, batch: Batch, packs: Packs, queries: list[_Queries], period: int,
+        picks: list[Selection], unions: list[np.ndarray], fits: bool, trace: Trace,
     ) -> list[Callable[[], np.ndarray]]:  # fmt: skip
         """Starts the reads of a period, and each member's guess at the next one."""
         guesses = []
         for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
             missing = self._submit(packs, which, period, union) if fits else 0
             if fits and self._inter(period):
-                guess = self._guess(batch, member, hidden, period, union, missing, trace)
+                guess = self._guess(member, queries[which], period, union, missing, trace)
                 guesses.append(guess)
-            member.probes.used(period)
+            if member.probes.has_keys:
+                scores = np.asarray(picks[which].scores)[member.lengths > 0].sum(axis=0)
+                member.probes.used(period, scores)
             member.probes.ahead(period + 1)  # behind the packs, which are needed sooner
         return guesses
 
@@ -157,56 +175,51 @@ class Executor:
         return self._system.prefetch == "inter" and period + 1 < self._plan.periods
 
     def _choose(
-        self, member: Member, batch: Batch, hidden: Array, period: int, *, guess: bool = False
+        self, member: Member, queries: _Queries, period: int, *, guess: bool = False
     ) -> Selection:
-        """What `period` selects by this hidden state; a guess asks its first layer alone."""
+        """What `period` selects by these queries; a guess asks its first layer alone."""
         resident, limits = member.resident, member.limits
         layers = self._plan.scoring_layers(period)
         if guess:
             layers = layers[:1]
             limits = guessed_chunks(limits, self._system.overfetch)
-        skipped = self._skipped(member, hidden.shape[1])
         with self._layers.peers.local():
             probes = member.probes.get(layers, period)
         return self._layers.select(
-            layers, self._rows(batch, member, hidden, skipped),
-            batch.start[member.rows] + skipped, member.lengths - skipped,
-            probes, np.int32(resident.prefix.num_tokens),
+            layers, *queries, probes, np.int32(resident.prefix.num_tokens),
             np.int32(resident.num_chunks), limits, share=member.share,
             **self._how(resident, limits),
         )  # fmt: skip
 
     def _how(self, resident: Resident, limits: np.ndarray) -> dict[str, Any]:
+        coarse = self._system.choose.coarse
         return {
             "score": self._score,
             "n": min(choice_bucket(int(limits.max())), resident.probe_chunks),
-            "window": self._system.score_window,
+            "window": self._system.choose.queries,
             "chunk_tokens": self._system.chunk_tokens,
+            "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
         }
 
     def _tokens(self, suffix: int) -> int:
         """Of so many suffix tokens, how many a selection is given: those that may score, in one
         bucket whatever the suffix, since programs that select are many."""
-        window = self._system.score_window
+        window = self._system.choose.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
-    def _skipped(self, member: Member, suffix: int) -> np.ndarray:
-        """Leading suffix tokens int32 [b] of each row that no selection is given."""
-        skipped: np.ndarray = np.maximum(member.lengths - self._tokens(suffix), 0)
-        return skipped
-
-    def _rows(self, batch: Batch, member: Member, hidden: Array, skipped: np.ndarray) -> Array:
-        """The hidden states of a member's rows, from the first token on that is not skipped."""
-        tokens = self._tokens(hidden.shape[1])
-        if len(batch.members) == 1 and tokens == hidden.shape[1]:
-            return hidden
-        key = (hidden.shape, len(member.rows), tokens)
-        rows: Array = self._latest(key, hidden, member.rows, skipped, tokens=tokens)
-        return rows
+    def _queries(self, batch: Batch, member: Member, hidden: Array) -> _Queries:
+        """A member's rows from the first token on that a selection is given."""
+        suffix = hidden.shape[1]
+        tokens = self._tokens(suffix)
+        skipped = np.maximum(member.lengths - tokens, 0)
+        if len(batch.members) > 1 or tokens != suffix:
+            key = (hidden.shape, len(member.rows), tokens)
+            hidden = self._latest(key, hidden, member.rows, skipped, tokens=tokens)
+        return _Queries(hidden, batch.start[member.rows] + skipped, member.lengths - skipped)
 
     def _guess(
-        self, batch: Batch, member: Member, hidden: Array, period: int, union: np.ndarray,
-        missing: int, trace: Trace,
+        self, member: Member, queries: _Queries, period: int, union: np.ndarray, missing: int,
+        trace: Trace,
     ) -> Callable[[], np.ndarray]:  # fmt: skip
         """What the next period will probably need of a member's prefix."""
 
@@ -216,13 +229,13 @@ class Executor:
             layers = self._plan.scoring_layers(period + 1)[:1]
             limits = guessed_chunks(member.limits, self._system.overfetch)
             known = self._layers.selects_without_compiling(
-                layers, (len(member.rows), self._tokens(hidden.shape[1]), hidden.shape[2]),
-                member.probes.get(layers, period + 1), **self._how(member.resident, limits),
+                layers, queries.hidden.shape, member.probes.get(layers, period + 1),
+                **self._how(member.resident, limits),
             )  # fmt: skip
             if not pays and known:
                 return None
             trace.count("guesses", 1)
-            return self._choose(member, batch, hidden, period + 1, guess=True).ids
+            return self._choose(member, queries, period + 1, guess=True).ids
 
         num_bytes = missing * member.resident.prefix.layout.pack_bytes
         return self.ahead.next_period(union, num_bytes, lookahead)

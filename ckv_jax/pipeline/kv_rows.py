@@ -30,6 +30,7 @@ class KvRows:
         self._pick = jit(_pick, static=("rows", "dtype"))
         self._put = jit(_put, donate=("buffers",))
         self._take = jit(_take)
+        self._shift = jit(_shift, donate=("buffers",))
         self._read = jit(_pick_one)
 
     def resize(self, kv: LayerKv, rows: int) -> LayerKv:
@@ -52,6 +53,11 @@ class KvRows:
     def take(self, kv: LayerKv, batch_rows: np.ndarray) -> LayerKv:
         """Only these rows of the batch (they may repeat)."""
         out: LayerKv = self._take((_shape(kv), len(batch_rows)), kv, batch_rows)
+        return out
+
+    def shift(self, buffers: LayerKv, batch_row: int, tokens: int) -> LayerKv:
+        """(Donated) `buffers` in which one row of the batch begins `tokens` tokens later."""
+        out: LayerKv = self._shift(_shape(buffers), buffers, np.int32(batch_row), np.int32(tokens))
         return out
 
     def read(self, kv: LayerKv, batch_row: int, first: int, stop: int) -> np.ndarray:
@@ -90,6 +96,17 @@ def _put(buffers: LayerKv, one: LayerKv, batch_row: Array) -> LayerKv:
 
     joined: LayerKv = jax.tree.map(put, buffers, one)
     return joined
+
+
+def _shift(buffers: LayerKv, batch_row: Array, tokens: Array) -> LayerKv:
+    def shift(buffer: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(buffer, batch_row, 1, axis=0)
+        later = jnp.roll(row, -tokens, axis=1)  # what comes round lies past the row's end
+        kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, later, batch_row, axis=0)
+        return kept
+
+    shifted: LayerKv = jax.tree.map(shift, buffers)
+    return shifted
 
 
 def _take(kv: LayerKv, batch_rows: Array) -> LayerKv:

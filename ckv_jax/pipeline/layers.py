@@ -29,6 +29,8 @@ from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
+from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.two_stages import scored
 
 LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K*D], elements or their bit patterns
@@ -76,7 +78,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score"),
+            static=("n", "window", "chunk_tokens", "score", "stages"),
         )
         self._run = jit(
             split(
@@ -147,30 +149,32 @@ class Layers:
         n: int,
         window: int | None,
         chunk_tokens: int,
+        stages: Stages | None = None,
         share: Share | None = None,
     ) -> Selection:
         """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
         as many of them as hold a `share` of the score.
 
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
-        token in `hidden`; `window`: only so many last queries score.
+        token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
-            self._select_key(layers, hidden.shape, probes, score, n, window, chunk_tokens),
+            self._select_key(layers, hidden.shape, probes, score, n, window, chunk_tokens, stages),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
             tuple(probes), num_tokens, num_chunks, limits, share,
-            score=score, n=n, window=window, chunk_tokens=chunk_tokens,
+            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages,
         )  # fmt: skip
         return found
 
     def selects_without_compiling(
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
         score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
+        stages: Stages | None = None,
     ) -> bool:  # fmt: skip
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
-        key = self._select_key(layers, hidden, probes, score, n, window, chunk_tokens)
+        key = self._select_key(layers, hidden, probes, score, n, window, chunk_tokens, stages)
         return self._select.compiled(key)
 
     def _select_key(
@@ -275,19 +279,17 @@ def _select_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
         share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
+        stages: Stages | None,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
         )
-        scores: Array = jnp.zeros((), jnp.float32)
-        for state, probe in zip(states, probes, strict=True):
-            q = layer_of(state).query(hidden, at)
-            scores = scores + score(
-                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
-                target=target,
-            )  # [B, M]  # fmt: skip
-        scores = shardings.sum(scores)
-        return choose(scores, n, limits, count=num_chunks, share=share)
+        found = scored(
+            [layer_of(state).query(hidden, at) for state in states], probes, score=score,
+            stages=stages, num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths,
+            limits=limits, chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
+        )  # fmt: skip
+        return choose(found.scores, n, limits, count=num_chunks, among=found.left, share=share)
 
     return select
 

@@ -27,7 +27,7 @@ class Plan:
     steps: tuple[Step, ...]
     periods: int
     score_layers: int
-    """How many layers of a period select for it, at most."""
+    """How many layers of a period a question asks, at most."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig) -> Plan:
@@ -48,7 +48,7 @@ class Plan:
         return cls(
             steps=steps,
             periods=-(-num_layers // system.period),
-            score_layers=system.score_layers,
+            score_layers=system.choose.score_layers,
         )
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
@@ -60,8 +60,8 @@ class Plan:
         return self.period_steps(period)[0].layers[0]
 
     def scoring_layers(self, period: int, most: int | None = None) -> list[int]:
-        """The layers whose queries select for this period, see `SystemConfig.score_layers`: so
-        many at most (None: as many as a re-prefill asks)."""
+        """The layers whose queries select for this period, see `Select.score_layers`: so many at
+        most (None: as many as a question asks)."""
         steps = self.period_steps(period)
         layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
         return scoring_layers(layers, self.score_layers if most is None else most)

@@ -38,7 +38,7 @@ class Recovered:
     """The dense KV of one prefix's first tokens, shared by all who wait for some of it.
 
     Engine thread only. Args:
-        order: int [T], the position of each token as stored, of a reordered prefix.
+        order: int [L, T], the position of each token as stored, of a reordered prefix.
     """
 
     def __init__(self, prefix: Prefix, prefills: Prefills, order: np.ndarray | None) -> None:
@@ -87,19 +87,16 @@ class Recovered:
         """
         layout = self.prefix.layout
         size, total = layout.chunk_tokens, self.prefix.num_tokens
-        wanted = [np.arange(c * size, min((c + 1) * size, total)) for c in chunks.tolist()]
-        if self._order is not None:
-            wanted = [self._order[tokens] for tokens in wanted]
-        self._require(max(int(tokens.max()) for tokens in wanted) + 1)
+        layers = layout.group_layers(group)
+        stored = [np.arange(c * size, min((c + 1) * size, total)) for c in chunks.tolist()]
+        wanted = [[self._positions(layer, at) for layer in layers] for at in stored]
+        self._require(max(int(tokens.max()) for row in wanted for tokens in row) + 1)
         assert self._kv is not None
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
-        layers = layout.group_layers(group)
-        for row, tokens in enumerate(wanted):
-            part = self._kv[layers.start : layers.stop][:, :, tokens]
-            if layout.kv_together:
-                out[row, : len(layers), :, : len(tokens)] = part
-            else:
-                out[row, :, :, : len(tokens)] = part[:, group % 2, None]
+        kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
+        for row, by_layer in enumerate(wanted):
+            for place, (layer, tokens) in enumerate(zip(layers, by_layer, strict=True)):
+                out[row, place, :, : len(tokens)] = self._kv[layer, kinds][:, tokens]
         return out
 
     def keys(self, layer: int) -> np.ndarray:
@@ -107,7 +104,12 @@ class Recovered:
         self._require(self.prefix.num_tokens)
         assert self._kv is not None
         keys: np.ndarray = self._kv[layer, 0]
-        return keys if self._order is None else keys[self._order]
+        return keys if self._order is None else keys[self._order[layer]]
+
+    def _positions(self, layer: int, stored: np.ndarray) -> np.ndarray:
+        """The positions in the prefix of tokens as stored in a layer."""
+        positions: np.ndarray = stored if self._order is None else self._order[layer, stored]
+        return positions
 
     def _require(self, tokens: int) -> None:
         if self.tokens < tokens:

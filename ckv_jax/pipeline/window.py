@@ -94,11 +94,11 @@ class Window:
         kept = self._kept[period]
         return kept.chunk, kept.last, kept.uses
 
-    def resize(self, width: int) -> None:
-        """Gives every period so many slots, at least those of its latest choice; what was chosen
-        longest ago leaves first."""
+    def resize(self, widths: np.ndarray) -> None:
+        """Gives each period so many slots int [P], at least those of its latest choice; what was
+        chosen longest ago leaves first."""
         for period, kept in self._kept.items() if self.held else ():
-            size = max(width, len(kept.ids))
+            size = max(int(widths[period]), len(kept.ids))
             if size == len(kept.chunk):
                 continue
             age = np.where(np.isin(kept.chunk, kept.ids), np.iinfo(np.int32).max, kept.last)
@@ -127,6 +127,31 @@ class Window:
         kept.chunk[places] = kept.ids
         kept.last[places] = step
         kept.uses[places] = np.where(misses[taken] >= 0, 1, kept.uses[places] + 1)
+
+    def absent(self, resident: Resident) -> np.ndarray:
+        """Chunks int [n] of a longer prefix that a window which holds all of its own lacks: new
+        ones, and the last of its own where that lies elsewhere now."""
+        own = np.arange(self.resident.num_chunks)
+        moved = own[self.resident.pages(0, own) != resident.pages(0, own)]
+        return np.append(moved, np.arange(len(own), resident.num_chunks))
+
+    def onto(self, resident: Resident) -> None:
+        """Its prefix continues: chunks are those of `resident` from now on, under the same numbers.
+        What was partial lies elsewhere now, and is let go."""
+        own = np.arange(self.resident.num_chunks)
+        moved = own[self.resident.pages(0, own) != resident.pages(0, own)]
+        for period, kept in self._kept.items():
+            gone = np.isin(kept.chunk, moved)
+            self._unpin(period, kept.chunk[gone])
+            kept.chunk[gone] = FREE
+            kept.ids = np.setdiff1d(kept.ids, moved)
+        self.resident = resident
+
+    def add(self, period: int, chunks: np.ndarray) -> None:
+        """All of these are attended to as well; they must be cached, and the period unchosen."""
+        kept = self._kept[period]
+        self._pin(period, chunks)
+        self._kept[period] = _Kept(np.union1d(kept.ids, chunks))
 
     def forget(self) -> None:
         """Lets go of all that is kept; no call may be reading it."""

@@ -66,6 +66,7 @@ class Packs:
         self._groups: dict[Key, _Group] = {}
         self._done: list[tuple[Key, Array]] = []
         self._recomputed: set[tuple[int, int]] = set()
+        memory.users.append(self)
 
     def __enter__(self) -> Packs:
         return self
@@ -89,8 +90,9 @@ class Packs:
                 covered += 0 if begun.sure else useful
                 self._prefetcher.promote(begun)
         missing = self._locate(which, group, state, chunks)
-        self._trace.count("demanded", already + len(missing))
-        self._trace.count("covered", covered)
+        if self._sources[which].kind == "pack":
+            self._trace.count("demanded", already + len(missing))
+            self._trace.count("covered", covered)
         jobs = []
         for part in self._parts(missing):
             job = None if state.waiting else self._job(which, group, part, demand=True)
@@ -193,8 +195,16 @@ class Packs:
         """What is counted from now on goes to `trace`."""
         self._trace = trace
 
+    def give_way(self, n: int) -> None:
+        """Somebody else waits for packs: gives back what no call reads, and ends reads that nobody
+        waits for now, until `n` slots are free."""
+        self._make_room(n, wait=True)
+        self._withdraw_for(n, None)
+
     def finish(self) -> None:
         """Ends all reads, admits what was read to the cache, and unpins. Idempotent."""
+        if self in self._memory.users:
+            self._memory.users.remove(self)
         for key, state in self._groups.items():
             for job in list(state.jobs):
                 self._count_unused(state, job)
@@ -260,7 +270,8 @@ class Packs:
         source = self._sources[which]
         return ReadJob(
             source.reader, group, chunks, room, demanded=demand, sure=sure, trace=self._trace,
-            prefix=source.prefix.prefix.id,
+            prefix=source.prefix.prefix.id, span=f"{source.kind}_read",
+            num_bytes=source.prefix.read_bytes(chunks),
         )  # fmt: skip
 
     def _start(self, state: _Group, jobs: list[ReadJob]) -> None:
@@ -326,12 +337,14 @@ class Packs:
 
     def _replace(self, which: int, group: int, state: _Group, chunks: list[int]) -> None:
         """Recomputed packs in place of those that the store could not give."""
-        packs = self._sources[which].recovered.packs(group, np.array(chunks, np.int64))
-        fresh = {(which, chunk) for chunk in chunks} - self._recomputed
-        self._recomputed |= fresh
-        self._trace.count("recomputed_packs", len(chunks))
-        prefix = self._sources[which].prefix.prefix.id
-        self._trace.count("recomputed_chunks", len(fresh), prefix=prefix)
+        source = self._sources[which]
+        packs = source.recovered.packs(group, np.array(chunks, np.int64))
+        self._trace.count(f"recomputed_{source.kind}s", len(chunks))
+        if source.kind == "pack":
+            fresh = {(which, chunk) for chunk in chunks} - self._recomputed
+            self._recomputed |= fresh
+            prefix = source.prefix.prefix.id
+            self._trace.count("recomputed_chunks", len(fresh), prefix=prefix)
         slots = self._slots(len(chunks))
         self._memory.write(packs, slots)
         self._own(state, chunks, slots)
@@ -367,7 +380,14 @@ class Packs:
             self._admit(key)
 
     def _take_back(self, n: int, but: Key | None) -> None:
-        """Ends reads that are not waited for, the last group's first: demands wait again."""
+        """Ends reads that are not waited for, those of other users of the pool at the end."""
+        self._withdraw_for(n, but)
+        for other in list(self._memory.users):
+            if other is not self and self._memory.free_slots < n:
+                other.give_way(n)
+
+    def _withdraw_for(self, n: int, but: Key | None) -> None:
+        """Ends reads, the last group's first: demands wait again."""
         for key in sorted(self._groups, key=lambda key: key[1], reverse=True):
             state = self._groups[key]
             for job in list(state.jobs) if key != but else []:
@@ -398,9 +418,9 @@ class Packs:
 
     def _count_unused(self, state: _Group, job: ReadJob, used: set[int] | None = None) -> None:
         done = state.used if used is None else state.used | used
-        unused = [c for c in job.chunks.tolist() if c not in done]
+        unused = sum(c not in done for c in job.chunks.tolist())
         if unused and job.started():
-            self._trace.count_bytes("unused", len(unused) * self._layout.stored_bytes)
+            self._trace.count_bytes("unused", job.num_bytes * unused // len(job.chunks))
 
     def _withdraw(self, state: _Group, job: ReadJob) -> None:
         """Ends a read, if it has not ended, and gives its room back."""

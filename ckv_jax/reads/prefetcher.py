@@ -83,8 +83,8 @@ class Prefetcher:
     def submit(self, *jobs: ReadJob) -> None:
         """Queues reads. Their reader must stay usable until they have ended (see `drop`).
 
-        Reads are recorded in the jobs' traces as "pack_read" in lane "ssd". Raises `RuntimeError`
-        once the prefetcher is closed.
+        Reads are recorded in the jobs' traces, by the jobs' names for them, in lane "ssd". Raises
+        `RuntimeError` once the prefetcher is closed.
         """
         with self._lock:
             if self._closed:
@@ -219,6 +219,6 @@ class Prefetcher:
         if job.trace is not None:
             size = job.num_bytes if why is None else 0
             args = {"group": job.group, "packs": len(job.chunks), "demanded": job.demanded}
-            job.trace.add("pack_read", "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
+            job.trace.add(job.span, "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
             job.trace.count_bytes("ssd", size, prefix=job.prefix)
         return ok, why, settled

@@ -1,77 +1,38 @@
-"""The probe of each period: a resident digest, or keys read from the store ahead of their use."""
+"""The probe of each period: a resident digest, or keys that come ahead of their use like packs."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from jax import Array
 
-from ckv_jax.buckets import pad_rows
+from ckv_jax.buckets import pad_rows, probe_bucket
+from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
-from ckv_jax.memory.host import aligned_bytes
 from ckv_jax.model.shardings import PROBE, Shardings
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probe_keys import ProbeKeys
+from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.probe_source import ProbeView, RecomputedKeys, probe_source
 from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.source import Source
 from ckv_jax.storage.errors import CkvError
-from ckv_jax.storage.place.patience import may_be_left_behind
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
-_THREADS = 2
-_SPARES = 2  # buffers kept: one that is scored, one that is read into
-
-
-class RecomputedKeys(Protocol):
-    """Keys that the store could not give, computed again."""
-
-    def keys(self, layer: int) -> np.ndarray:
-        """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` while they are to be computed."""
-        ...
-
-
-class ProbeReads:
-    """Threads that read probe keys, and memory for them to be used again. Thread-safe.
-
-    Fresh memory costs as much as half the read.
-    """
-
-    def __init__(self, *, patience_s: float = 30.0) -> None:
-        """`patience_s`: a read that has not come back by then hangs in a system call."""
-        self.patience_s = patience_s
-        self.threads = ThreadPoolExecutor(_THREADS, "ckv-probe", initializer=may_be_left_behind)
-        self._spare: list[np.ndarray] = []
-        self._lock = threading.Lock()
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Page-aligned memory of this shape; its content is whatever was there before."""
-        size = int(np.prod(shape)) * dtype.itemsize
-        with self._lock:
-            fits = [i for i, spare in enumerate(self._spare) if spare.nbytes >= size]
-            memory = self._spare.pop(fits[0]) if fits else None
-        if memory is None:
-            memory = aligned_bytes(size)
-        return memory[:size].view(dtype).reshape(shape)
-
-    def give_back(self, keys: np.ndarray) -> None:
-        """Nobody reads or writes `keys` any more."""
-        memory = keys.reshape(-1).view(np.uint8)
-        with self._lock:
-            self._spare.append(memory)
-            self._spare.sort(key=len, reverse=True)
-            del self._spare[_SPARES:]
-
-    def close(self) -> None:
-        """Stops the threads."""
-        self.threads.shutdown(cancel_futures=True)
+OpenPacks = Callable[[Source, Trace], Packs]
+"""Packs of probe keys, which lie in memory as they lie on disk."""
 
 
 class Probes:
-    """The probes of one prefix for one batch. What the store cannot give is recomputed."""
+    """The probes of one prefix for one batch. What the store cannot give is recomputed.
+
+    Pages of probe keys are entries of the caches as packs are: they take slots of the same budgets,
+    under the same policy, and are read only where they are in neither tier.
+    """
 
     def __init__(
         self,
@@ -81,86 +42,122 @@ class Probes:
         reader: PrefixReader,
         plan: Plan,
         system: SystemConfig,
-        reads: ProbeReads,
+        open_packs: OpenPacks,
+        keys: ProbeKeys,
+        pool: Callable[[], Array],
         recovered: RecomputedKeys,
         trace: Trace,
         shardings: Shardings,
     ) -> None:
+        """`pool`: the page pool as it is now."""
         self._resident = resident
+        self._residents = residents
         self._shardings = shardings
         self._reader = reader
         self._plan = plan
-        self._own = reads
+        self._open_packs = open_packs
+        self._keys = keys
+        self._pool = pool
         self._recovered = recovered
         self._trace = trace
-        self._held: dict[int, np.ndarray] = {}  # period -> keys that a selection may be reading
-        self._reads: dict[int, Future[np.ndarray | None]] = {}
+        self._packs: Packs | None = None
+        self._held: dict[int, Array] = {}  # period -> keys in use
         self._digest = resident.digest
         if system.probe == "digest" and self._digest is None:
-            self._digest = self._load_digest(residents)
+            self._digest = self._load_digest()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there is something to be read for each period, and to be told of its use."""
+        return self._digest is None
 
     def ahead(self, period: int) -> None:
         """Starts reading the probe of `period`, unless it is resident or past the last."""
-        if self._digest is None and period < self._plan.periods and period not in self._reads:
-            layer = self._plan.first_layer(period)
-            self._reads[period] = self._own.threads.submit(self._read, layer)
+        if self._digest is None and period < self._plan.periods:
+            self._opened.ahead(0, self._row(period), self._pages, sure=True)
 
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The probes of these layers of `period`, of which keys are read for the first alone;
         waits for them."""
         if self._digest is not None:
             return [self._digest[layer] for layer in layers]
-        self.ahead(period)
-        start = time.perf_counter_ns()
-        keys = self._keys(self._reads.pop(period))
-        self._trace.add("probe_io", "host", start, time.perf_counter_ns(), period=period)
-        if keys is None:
-            return [self._recomputed(layer) for layer in layers]
-        self._held[period] = keys
-        return [Keys(self._shardings.put(keys, PROBE))]
+        if period not in self._held:
+            row = self._row(period)
+            self._held[period] = self._bring(row, self._pages)
+        return [Keys(self._held[period])]
 
-    def used(self, period: int) -> None:
-        """Says that the selection of `period` is known, so that its keys may be overwritten."""
+    def used(self, period: int, attention: np.ndarray | None = None) -> None:
+        """Says that the selection of `period` is known, and counts the use of its pages.
+
+        `attention` [M]: what each chunk got; None: pages are worth alike.
+        """
         keys = self._held.pop(period, None)
-        if keys is not None:
-            self._own.give_back(keys)
+        if keys is None:
+            return
+        row = self._row(period)
+        self._residents.record_probe(self._resident, row, attention)
+        self._opened.give_up(0, row, keys)  # no wait: with the selection known they are there
+
+    def bring(self, period: int) -> None:
+        """Has the probe of `period` in memory, where it stays as after any request."""
+        if self._digest is None:
+            row = self._row(period)
+            self._opened.demand(0, row, self._pages)
+            self._opened.collect(0, row, self._pages, stage="probe_io")
+            self._opened.start_over(0, row)
 
     def cancel(self) -> None:
-        """Drops reads that have not begun, waits for the others."""
-        for read in self._reads.values():
-            if not read.cancel() and (keys := self._keys(read)) is not None:
-                self._own.give_back(keys)
-        self._reads.clear()
+        """Drops reads that have not begun, waits for the others, gives all pages back."""
+        if self._packs is not None:
+            for keys in self._held.values():
+                keys.block_until_ready()
+            self._held.clear()
+            self._packs.finish()
+            self._packs = None
 
-    def _keys(self, read: Future[np.ndarray | None]) -> np.ndarray | None:
-        """What a read brought; None, too, where the disk does not answer."""
-        try:
-            return read.result(self._own.patience_s)
-        except TimeoutError:
-            return None
+    def _row(self, period: int) -> int:
+        layers = self._resident.prefix.layout.probe_layers
+        return layers.index(self._plan.first_layer(period))
 
     @property
-    def _tokens(self) -> int:
-        return self._resident.probe_chunks * self._resident.prefix.layout.chunk_tokens
+    def _view(self) -> ProbeView:
+        assert self._resident.probe is not None  # without a digest there are keys
+        return self._resident.probe
 
-    def _read(self, layer: int) -> np.ndarray | None:
-        layout = self._resident.prefix.layout
-        tokens = self._resident.prefix.num_tokens
-        keys = self._own.take(
-            (self._tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype
-        )
-        keys[tokens:] = 0
-        start = time.perf_counter_ns()
+    @property
+    def _pages(self) -> np.ndarray:
+        return np.arange(len(self._view.held))
+
+    @property
+    def _opened(self) -> Packs:
+        if self._packs is None:
+            source = probe_source(self._view, self._reader, self._recovered)
+            self._packs = self._open_packs(source, self._trace)
+        return self._packs
+
+    def _bring(self, row: int, pages: np.ndarray) -> Array:
+        """Keys [T', K', D] of some pages that follow each other, zeros for the others: at once, or
+        where the pool has no room for so many, half after half."""
+        packs, held = self._opened, self._view.held
+        packs.demand(0, row, pages)
         try:
-            good = self._reader.read_probe(layer, keys[:tokens])
-        except CkvError:
-            return None  # a read that was given up may still write: this memory is not used again
-        self._trace.add("probe_read", "ssd", start, time.perf_counter_ns(), layer=layer)
-        size, prefix = tokens * keys[0].nbytes, self._resident.prefix.id
-        self._trace.count_bytes("ssd", size, prefix=prefix)
-        return keys if good == tokens else None
+            found = packs.collect(0, row, pages, stage="probe_io")
+        except PoolExhausted:
+            packs.start_over(0, row)
+            if len(pages) == 1:
+                raise
+            parts = []
+            for half in np.array_split(pages, 2):
+                parts.append(self._bring(row, half))
+                packs.give_up(0, row, parts[-1])
+            return self._keys.merge(parts[0], parts[1], int(held.start[half[0]]))
+        slots = np.full(probe_bucket(len(held), step=16), -1, np.int32)
+        slots[pages] = found
+        place = np.full(self._resident.probe_chunks, -1, np.int32)
+        place[: len(held.place)] = held.place
+        return self._keys.bring(self._pool(), slots, place, held.prefix.layout)
 
-    def _load_digest(self, residents: Residents) -> dict[int, Probe]:
+    def _load_digest(self) -> dict[int, Probe]:
         start = time.perf_counter_ns()
         try:
             data = self._reader.read_digest()
@@ -170,7 +167,7 @@ class Probes:
             self._trace.count("recomputed_probes", self._plan.periods)
             layers = self._resident.prefix.layout.digest_layers
             return {layer: self._recomputed(layer) for layer in layers}
-        residents.keep_digest(self._resident, data)
+        self._residents.keep_digest(self._resident, data)
         size = sum(array.nbytes for array in data.arrays.values())
         self._trace.count_bytes("ssd", size, prefix=self._resident.prefix.id)
         self._trace.add("probe_io", "host", start, time.perf_counter_ns(), kind=data.kind)
@@ -178,9 +175,6 @@ class Probes:
         return self._resident.digest
 
     def _recomputed(self, layer: int) -> Keys:
-        self._trace.count("recomputed_probes", 1)
-        layout = self._resident.prefix.layout
-        heads = layout.probe_heads if layout.probe == "heads" else layout.num_kv_heads
-        keys = self._recovered.keys(layer)[:, :heads]
-        padded = pad_rows(np.ascontiguousarray(keys), self._tokens)
+        tokens = self._resident.probe_chunks * self._resident.prefix.layout.chunk_tokens
+        padded = pad_rows(np.ascontiguousarray(self._recovered.keys(layer)), tokens)
         return Keys(self._shardings.put(padded, PROBE))

@@ -60,7 +60,11 @@ class ReadJob:
         sure: bool = False,
         trace: Trace | None = None,
         prefix: str | None = None,
+        span: str = "pack_read",
+        num_bytes: int | None = None,
     ) -> None:
+        """`span`: what the trace calls it; `num_bytes` that it asks the store for, default: as many
+        as its room takes."""
         self.reader = reader
         self.group = group
         self.chunks = chunks
@@ -69,6 +73,9 @@ class ReadJob:
         self.sure = sure
         self.trace = trace
         self.prefix = prefix
+        self.span = span
+        row = int(room.array[0].nbytes)
+        self.num_bytes = len(chunks) * row if num_bytes is None else num_bytes
         self.state = State.QUEUED
         self.ok = np.zeros(len(chunks), np.bool_)
         self.error: str | None = None
@@ -76,11 +83,6 @@ class ReadJob:
         self.t0_ns = 0
         self.t1_ns = 0
         self.left = False  # its thread hangs in a system call, and nobody waits for it any more
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its packs."""
-        return len(self.chunks) * int(self.room.array[0].nbytes)
 
     def started(self) -> bool:
         """Whether bytes were asked of the store."""

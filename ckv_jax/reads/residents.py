@@ -22,10 +22,12 @@ from ckv_jax.kernels_pallas.score.probe import (
     Probe,
 )
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
+from ckv_jax.reads.probe_source import ProbeView
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.layout import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.store import ChunkStore
 
 
@@ -40,6 +42,8 @@ class Resident:
     """int64 [M]: pages from one group to the next."""
     chunk_lengths: np.ndarray
     """int32 [M]: valid tokens of each chunk."""
+    probe: ProbeView | None = None
+    """Pages of probe keys, of a layout that has them."""
     last_selection: dict[int, np.ndarray] = field(default_factory=dict)
     """Period -> chunk ids of the request before."""
     opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -48,6 +52,8 @@ class Resident:
     """Share of the best of `opening` that were among as many best of the request after."""
     digest: dict[int, Probe] | None = None
     """Layer -> its probe, of the layers that have one, on the device, padded to `probe_chunks`."""
+    room: int = 0
+    """Chunks that the probe is to have room for at least."""
 
     @property
     def num_chunks(self) -> int:
@@ -58,7 +64,7 @@ class Resident:
     def probe_chunks(self) -> int:
         """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
         step = max(1, 1024 // self.prefix.layout.chunk_tokens)
-        return probe_bucket(self.num_chunks, step=step)
+        return probe_bucket(max(self.num_chunks, self.room), step=step)
 
     @property
     def digest_bytes(self) -> int:
@@ -69,6 +75,23 @@ class Resident:
         """Page numbers (int64) of these chunks of one layer group."""
         pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
         return pages
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """Bytes that reading these chunks of one layer group takes."""
+        return len(chunks) * self.prefix.layout.stored_bytes
+
+    def probe_pages(self, row: int) -> np.ndarray:
+        """Page numbers (int64) of one row of its probe keys; none without such keys."""
+        if self.probe is None:
+            return np.zeros(0, np.int64)
+        return self.probe.pages(row, np.arange(len(self.probe.held)))
+
+    def all_pages(self) -> np.ndarray:
+        """Page numbers (int64) of everything that caches may hold of it."""
+        every, layout = np.arange(self.num_chunks), self.prefix.layout
+        pages = [self.pages(group, every) for group in range(layout.groups)]
+        pages += [self.probe_pages(row) for row in range(len(layout.probe_layers))]
+        return np.concatenate(pages)
 
 
 MOST_RESIDENTS = 1024
@@ -91,25 +114,29 @@ class Residents:
         self._tiers = tiers
         self._budget = digest_bytes
         self._segments: dict[str, tuple[int, int, int]] = {}  # -> (first page, groups, chunks)
+        self._probes: dict[str, dict[tuple[int, int] | None, tuple[int, int]]] = {}
+        """Of each segment (first page, pages): None: the pages that it is cut into itself; those of
+        (first chunk, chunks) that some prefix cuts otherwise."""
         self._known: OrderedDict[str, Resident] = OrderedDict()
         self._in_use: dict[int, Resident] = {}  # by a number of their own
         self._uses = count()
 
     @contextmanager
-    def using(self, prefix: Prefix) -> Iterator[Resident]:
-        """The resident of `prefix`, whose pages keep their numbers until the context is left."""
-        resident, use = self.open(prefix), next(self._uses)
+    def using(self, prefix: Prefix, room: int = 0) -> Iterator[Resident]:
+        """The resident of `prefix`, whose pages keep their numbers until the context is left; its
+        probe has room for so many chunks."""
+        resident, use = self.open(prefix, room), next(self._uses)
         self._in_use[use] = resident
         try:
             yield resident
         finally:
             del self._in_use[use]
 
-    def open(self, prefix: Prefix) -> Resident:
-        """The resident of `prefix`, made on first use."""
+    def open(self, prefix: Prefix, room: int = 0) -> Resident:
+        """The resident of `prefix`, made on first use; its probe has room for so many chunks."""
         resident = self._known.get(prefix.id)
         if resident is None or resident.prefix != prefix:  # stored anew, in other segments
-            resident = self._known[prefix.id] = self._make(prefix)
+            resident = self._known[prefix.id] = self._make(prefix, room)
         self._known.move_to_end(prefix.id)
         while len(self._known) > MOST_RESIDENTS:
             self._known.popitem(last=False)
@@ -153,10 +180,60 @@ class Residents:
         pages = np.concatenate([resident.pages(group, chunks) for group in groups])
         self._tiers.record(pages, np.tile(total, len(groups)))
         if self._tiers.observes:
-            others = np.setdiff1d(np.arange(resident.num_chunks), chunks, assume_unique=True)
+            rest = np.ones(resident.num_chunks, bool)
+            rest[chunks] = False
+            others = np.flatnonzero(rest)
             seen = np.asarray(selection.scores)[real.any(axis=1)].sum(axis=0)[others]
             pages = np.concatenate([resident.pages(group, others) for group in groups])
             self._tiers.observe(pages, np.tile(seen, len(groups)))
+
+    def record_probe(
+        self, resident: Resident, row: int, attention: np.ndarray | None = None
+    ) -> None:
+        """One use of every page of a probe row: I_j is the attention `[M]` of its chunks together,
+        chosen or not, as all of its keys took part; None: 1."""
+        assert resident.probe is not None
+        held = resident.probe.held
+        share: np.ndarray = np.ones(len(held))
+        if attention is not None:
+            page = held.place // held.prefix.layout.probe_page_chunks
+            share = np.bincount(page, weights=attention[: len(page)], minlength=len(held))
+        self._tiers.record(resident.probe_pages(row), share)
+
+    def carry_scores(
+        self,
+        resident: Resident,
+        order: np.ndarray | None,
+        new: Prefix,
+        new_order: np.ndarray | None,
+    ) -> None:
+        """Persists for the segments of `new` what is known of `resident`, which has the same tokens
+        in another order: each chunk gets the mean importance and frequency of its tokens, which is
+        that of the chunks where they were. Orders int [L, T], None: as the tokens are.
+
+        Segments in use keep what they have.
+        """
+        layout, every = new.layout, np.arange(resident.num_chunks)
+        size, tokens = layout.chunk_tokens, new.num_tokens
+        starts, lengths = every * size, resident.chunk_lengths
+        shape = (layout.groups, len(every))
+        importance, frequency = np.zeros(shape, np.float32), np.zeros(shape, np.uint32)
+        for group in range(layout.groups):
+            layer = layout.group_layers(group)[0]
+            values = np.stack(self._tiers.history(resident.pages(group, every))).astype(np.float64)
+            stored = np.repeat(values, size, axis=1)[:, :tokens]
+            known = np.empty_like(stored)
+            known[:, slice(None) if order is None else order[layer]] = stored
+            moved = known if new_order is None else known[:, new_order[layer]]
+            means = np.add.reduceat(moved, starts, axis=1) / lengths
+            importance[group], frequency[group] = means[0], np.rint(means[1])
+        first = 0
+        for span in new.spans:
+            part = slice(first, first + span.num_chunks)
+            if span.segment_id not in self._segments and span.num_chunks == span.segment_chunks:
+                parts = importance[:, part], frequency[:, part]
+                self._store.save_scores(span.segment_id, *parts)
+            first = part.stop
 
     def save_scores(self) -> None:
         """Persists importance and frequency of every segment seen, for a warm restart (§4.4)."""
@@ -178,8 +255,10 @@ class Residents:
             self._save(segment)
             base, groups, chunks = self._segments.pop(segment)
             self._tiers.forget(base, groups * chunks)
+            for first, pages in self._probes.pop(segment, {}).values():
+                self._tiers.forget(first, pages)
 
-    def _make(self, prefix: Prefix) -> Resident:
+    def _make(self, prefix: Prefix, room: int) -> Resident:
         layout = prefix.layout
         first, stride = [], []
         for span in prefix.spans:
@@ -195,7 +274,27 @@ class Residents:
             first_page=np.concatenate(first),
             page_stride=np.concatenate(stride),
             chunk_lengths=lengths,
+            probe=self._probe_view(prefix) if layout.probe_layers else None,
+            room=room,
         )
+
+    def _probe_view(self, prefix: Prefix) -> ProbeView:
+        """Pages of probe keys; what they are worth is not persisted: every request tells anew."""
+        held, layout = ProbePages(prefix), prefix.layout
+        first, stride = np.zeros((2, len(held)), np.int64)
+        for page in range(len(held)):
+            span = prefix.spans[int(held.span[page])]
+            known = self._probes.setdefault(span.segment_id, {})
+            whole = held.whole(page)
+            key = None if whole else (int(held.first[page]), int(held.chunks[page]))
+            stride[page] = -(-span.segment_chunks // layout.probe_page_chunks) if whole else 1
+            if key not in known:
+                count = len(layout.probe_layers) * int(stride[page])
+                known[key] = self._tiers.register(count), count
+            first[page] = known[key][0]
+            if whole:
+                first[page] += held.first[page] // layout.probe_page_chunks
+        return ProbeView(held, first, stride)
 
     def _register(self, segment: str, groups: int, chunks: int) -> int:
         if segment not in self._segments:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from ckv_jax.reads.read_job import PackReader
-from ckv_jax.reads.residents import Resident
+from ckv_jax.storage.prefix import Prefix
+
+
+class Paged(Protocol):
+    """What of a prefix lies in packs: where the caches know them, and what reading them takes."""
+
+    @property
+    def prefix(self) -> Prefix:
+        """Whose they are."""
+        ...
+
+    def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
+        """Page numbers int64 [n] of these chunks of one group."""
+        ...
+
+    def read_bytes(self, chunks: np.ndarray) -> int:
+        """Bytes that reading these chunks of one group takes."""
+        ...
 
 
 class Replacement(Protocol):
@@ -21,6 +38,8 @@ class Replacement(Protocol):
 class Source(NamedTuple):
     """Where one prefix's packs come from."""
 
-    prefix: Resident
+    prefix: Paged
     reader: PackReader
     recovered: Replacement
+    kind: Literal["pack", "probe"] = "pack"
+    """Keys and values to attend to, or keys to choose by: what traces call the reads."""

@@ -1,49 +1,55 @@
 """KV reordering (IMPRESS §4.4.1): in the background, important tokens move into common chunks.
 
-Tokens are sorted by average importance within each segment and written as a new segment whose
-manifest holds the mapping list. Attention does not mind the order: keys carry their positions.
+Within each segment the tokens of every layer are sorted by their average importance there, and
+written as a new segment whose manifest holds a mapping list for each layer (§5). Attention does not
+mind the order: keys carry their positions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from jax import Array
 
 from ckv_jax.errors import CkvError
+from ckv_jax.rivals.importance import AverageImportance
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.stored_kv import read_kv
 
-REORDER_AFTER = 4
-"""Requests whose importance is averaged first. The paper reorders every ten minutes; a count of
-requests gives the same averages whatever the load."""
-
 BLOCK_TOKENS = 1024
+
+Replace = Callable[[Prefix, Prefix], None]
+"""Carries what is cached of one form of a prefix over to another; returns once that is done."""
 
 
 @dataclass(slots=True)
 class _Known:
     """What is known of one prefix in its original order."""
 
-    seen: list[Sequence[Array]] = field(default_factory=list)
+    prefix: Prefix
+    average: AverageImportance
+    requests: int = 0
+    """Since it was last looked at."""
     job: Future[Prefix | None] | None = None
     reordered: Prefix | None = None
 
 
 class Reorderer:
-    """Averages token importance and rewrites prefixes in a thread of its own.
+    """Averages token importance and rewrites prefixes in a thread of its own, again and again.
 
     Engine thread only, except the rewriting itself. A context manager's duties are `close`'s.
 
     Args:
-        replaced: told of a prefix that is served from its reordered segments from now on.
+        every: requests over a prefix after which its order is looked at. It is rewritten where the
+            order that it has is off by more than a tenth, see `AverageImportance.settled`.
+        replace: called in the rewriting thread.
         codec: that of the prefixes.
     """
 
@@ -51,15 +57,16 @@ class Reorderer:
         self,
         store: ChunkStore,
         *,
-        replaced: Callable[[Prefix], None],
+        every: int,
+        replace: Replace,
         codec: Codec | None = None,
-        after: int = REORDER_AFTER,
     ) -> None:
         self._store = store
         self._codec = codec
-        self._replaced = replaced
-        self._after = after
+        self._replace = replace
+        self._every = every
         self._known: dict[str, _Known] = {}
+        self._served: dict[str, str] = {}  # id of a reordered prefix -> that of its original
         self._thread = ThreadPoolExecutor(1, "ckv-reorder")
 
     def current(self, prefix: Prefix) -> Prefix:
@@ -68,35 +75,41 @@ class Reorderer:
             return prefix
         known = self._known.get(prefix.id)
         if known is None:
-            known = self._known[prefix.id] = _Known()
+            layers = prefix.layout.num_layers
+            known = _Known(prefix, AverageImportance(layers, prefix.num_tokens))
+            self._known[prefix.id] = known
             stored = self._stored(prefix)  # by an earlier process
             if stored.num_tokens == prefix.num_tokens:
-                known.reordered = stored
+                self._serve(known, stored)
         if known.job is not None and known.job.done():
-            known.reordered, known.job = known.job.result(), None
-            if known.reordered is not None:
-                self._replaced(prefix)
+            job, known.job = known.job, None
+            rewritten = job.result()
+            if rewritten is not None:
+                self._serve(known, rewritten)
         return known.reordered or prefix
 
     def note(self, prefix: Prefix, importance: Sequence[Array]) -> None:
-        """A request over `prefix` is done; `importance` has [>= T] for each layer."""
-        known = self._known.get(prefix.id)
-        if known is None or known.job is not None or known.reordered is not None:
+        """A request over `prefix`, in the form that was served, is done; `importance` has [>= T]
+        for each layer, in the stored order."""
+        known = self._known.get(self._served.get(prefix.id, prefix.id))
+        if known is None:
             return
-        known.seen.append(importance)
-        if len(known.seen) >= self._after:
-            known.job = self._thread.submit(self._rewrite, prefix, known.seen)
-            known.seen = []
+        self._thread.submit(self._average, known, prefix, importance)
+        known.requests += 1
+        if known.requests >= self._every and known.job is None:
+            known.requests = 0
+            known.job = self._thread.submit(self._rewrite, known, known.reordered)
 
     def forget(self, prefix: Prefix) -> None:
         """`prefix`, in either order, is no longer in the store."""
-        for name, known in list(self._known.items()):
-            if name == prefix.id or (known.reordered and known.reordered.id == prefix.id):
-                del self._known[name]
+        name = self._served.get(prefix.id, prefix.id)
+        known = self._known.pop(name, None)
+        if known is not None and known.reordered is not None:
+            self._served.pop(known.reordered.id, None)
 
     def wait(self) -> None:
-        """Returns once nothing is being rewritten."""
-        for known in self._known.values():
+        """Returns once nothing is being rewritten or carried over."""
+        for known in list(self._known.values()):
             if known.job is not None:
                 known.job.result()
 
@@ -104,35 +117,62 @@ class Reorderer:
         """Lets the rewrite under way finish and drops the others. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _rewrite(self, prefix: Prefix, seen: list[Sequence[Array]]) -> Prefix | None:
-        """The prefix in its new order; None where the store has no room, or has lost some of it."""
-        try:
-            return self._write(prefix, average_importance(seen, prefix.num_tokens))
-        except CkvError:
-            return None
+    def _serve(self, known: _Known, reordered: Prefix) -> None:
+        known.reordered = reordered
+        self._served[reordered.id] = known.prefix.id
 
-    def _write(self, prefix: Prefix, importance: np.ndarray) -> Prefix:
-        stored = self._stored(prefix)  # parents that another prefix has had reordered
+    # From here on, in the thread.
+
+    def _average(self, known: _Known, prefix: Prefix, importance: Sequence[Array]) -> None:
+        try:
+            order = self._order(prefix) if prefix.layout.reordered else None
+        except CkvError:
+            return  # one request less
+        known.average.add([np.asarray(layer) for layer in importance], order)
+
+    def _order(self, prefix: Prefix) -> np.ndarray:
+        with self._store.reader(prefix) as reader:
+            return reader.order
+
+    def _rewrite(self, known: _Known, before: Prefix | None) -> Prefix | None:
+        """The prefix in its new order; None where it would be the old one, nearly, or where the
+        store has no room, or has lost some of it."""
+        try:
+            if before is not None and known.average.settled(self._order(before), before):
+                return None
+            written = self._write(known.prefix, known.average, again=before is not None)
+            self._replace(before or known.prefix, written)
+            if before is not None:
+                self._store.delete(before)
+        except (CkvError, CancelledError, ValueError):
+            return None
+        return written
+
+    def _write(self, prefix: Prefix, average: AverageImportance, *, again: bool) -> Prefix:
+        """In new segments; at first those of parents stay that another prefix has had reordered."""
+        layout = reordered(prefix.layout)
+        stored = Prefix.empty(prefix.fingerprint, layout, prefix.salt)
+        if not again:
+            stored = self._stored(prefix)
         kv = read_kv(self._store, prefix, codec=self._codec)
-        size = prefix.layout.chunk_tokens
-        ends = np.cumsum([span.num_chunks for span in prefix.spans]) * size
+        ends = np.cumsum([span.num_chunks for span in prefix.spans]) * layout.chunk_tokens
         for end in np.minimum(ends, prefix.num_tokens).tolist():
             start = stored.num_tokens
             if end <= start:
                 continue
-            order = np.argsort(-importance[start:end], kind="stable").astype(np.int32)
+            order = average.order(start, end)
             with self._store.writer(
                 fingerprint=prefix.fingerprint,
-                layout=reordered(prefix.layout),
+                layout=layout,
                 tokens=prefix.tokens[start:end],
                 parent=stored if start else None,
                 salt=prefix.salt,
                 order=order,
                 codec=self._codec,
             ) as writer:
-                for first in range(0, len(order), BLOCK_TOKENS):
-                    part = start + order[first : first + BLOCK_TOKENS]
-                    writer.write(first, np.take(kv, part, axis=2))
+                for first in range(0, end - start, BLOCK_TOKENS):
+                    at = start + order[:, None, first : first + BLOCK_TOKENS, None, None]
+                    writer.write(first, np.take_along_axis(kv, at, axis=2))
                 stored = writer.commit()
         return stored
 
@@ -146,18 +186,5 @@ class Reorderer:
 
 
 def reordered(layout: Layout) -> Layout:
-    """`layout` with a mapping list in each segment."""
-    return dataclasses.replace(layout, reordered=True)
-
-
-def average_importance(seen: Sequence[Sequence[Array]], tokens: int) -> np.ndarray:
-    """Mean share of the attention that each token got, float64 [T], over layers and requests.
-
-    Layers count alike, however many heads were scored in them.
-    """
-    total = np.zeros(tokens)
-    for request in seen:
-        for layer in request:
-            values = np.asarray(layer, np.float64)[:tokens]
-            total += values / max(float(values.sum()), np.finfo(np.float64).tiny)
-    return total / max(1, sum(len(request) for request in seen))
+    """`layout` with a mapping list for each layer in each segment."""
+    return dataclasses.replace(layout, reordered=True, layer_orders=True)

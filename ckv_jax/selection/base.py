@@ -47,18 +47,21 @@ def choose(
     limits: Int32[Array, " B"],
     *,
     count: Array | None = None,
+    among: Bool[Array, "B M"] | None = None,
     share: Share | None = None,
 ) -> Selection:
-    """The `limits[b]` <= n best of the first `count` units of each row (None: of all).
+    """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
+    these.
 
-    With `share`, only the best of those that together hold it.
+    With `share`, only the best of those that together hold it of all scores.
     """
     units = scores.shape[1]
     masked = scores
     if count is not None:
         ids = jnp.arange(units, dtype=jnp.int32)
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
-    values, best, chosen = _best(masked, n, limits)
+    allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
+    values, best, chosen = _best(allowed, n, limits)
     if share is not None:
         chosen &= _needed(values, masked, share)
     ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)

@@ -1,6 +1,6 @@
 """The chunk selectors: what a chunk is worth to a question, by the attention of its queries.
 
-Adding one is a function of this form and `SystemConfig(score=...)`; limits, top-k and mass are
+Adding one is a function of this form and `Select(score=...)`; limits, top-k and mass are
 `selection.base`'s.
 """
 

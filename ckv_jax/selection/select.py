@@ -1,35 +1,84 @@
-"""`Select`: what is chosen while text is generated, and how often."""
+"""`Select`: how chunks are chosen, by a question and by every token of a text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
+from ckv_jax.selection.coarse import Coarse
 from ckv_jax.validate import check_whole
 
+if TYPE_CHECKING:  # its module loads jax
+    from ckv_jax.selection.chunks import ChunkScore
+
+Ahead = Literal["near", "next", "both"]
+"""What is read before it is chosen: what the token before nearly chose, what the period before
+says that this one will choose, or both."""
+
 MOST_QUERIES = 64
-"""The scores of so many tokens are kept in host memory, for every sequence and period."""
+"""The scores of so many tokens are kept in host memory, for every text and period."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """A choice of decode: score what is known of every chunk, take the best.
+    """One choice: score what is known of every chunk by some queries, take the best.
 
-    The newest tokens' own queries score the resident digest; all heads choose together.
+    A re-prefill makes one for each period of layers (`SystemConfig.choose`), the tokens of a text
+    make them anew (`SystemConfig.decode`). All heads of a layer choose together.
     """
 
     score_layers: int = 1
-    """Layers of a period whose scores are summed, see `SystemConfig.score_layers`."""
+    """How many layers of a period score for it, spread over it as evenly as whole numbers go,
+    their scores summed: 1 is the paper's way, the first layer. Each makes its own queries of the
+    hidden state that enters the period; more than 1 needs a digest, of these layers."""
+    queries: int | None = 1
+    """Tokens whose scores are summed for one choice. Of a question its last ones, None: all. Of a
+    text, 1 to 64: the newest, and the last ones before it that chose. With more of them choices
+    change less from token to token, and less is fetched."""
+    score: ChunkScore | None = None
+    """What a chunk is worth to them; None: the attention that it gets (Equation 1)."""
+    coarse: Coarse | None = None
+    """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
     every: int = 1
-    """Tokens between two choices."""
-    queries: int = 1
-    """Tokens whose scores are summed for one choice: the newest, and the last ones before it that
-    chose. With more of them, choices change less from token to token, and less is fetched."""
+    """Tokens of a text between two choices."""
     guessed: bool = False
     """What enters a period chooses for the next one, which attends to that and nothing else
     (InfiniGen): reads have a period's time, and the choice is not the layers' own. What earlier
-    `queries` count with are then their guesses."""
+    `queries` count with are then their guesses. Of texts alone."""
+    ahead: Ahead = "near"
+    """What the tokens of a text read ahead, while a period's layers compute: what was nearly chosen
+    (`SystemConfig.overfetch`), for the next token; "next": what enters the period scores the next
+    one's digest, too, and what the window lacks of that is read, while the choice stays the next
+    period's own; "both". No answer depends on it."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
+        if self.queries is not None:
+            check_whole("queries", self.queries, least=1)
         check_whole("every", self.every, least=1)
+        if self.ahead not in get_args(Ahead):
+            raise ValueError(
+                f"got ahead={self.ahead!r}, expected one of {', '.join(get_args(Ahead))}"
+            )
+        if self.guessed and self.ahead != "near":
+            raise ValueError(f"got ahead={self.ahead!r} with guessed=True, whose guess decides")
+        if self.coarse is not None and self.score is not None:
+            raise ValueError("got coarse with a score of one's own, expected one of them")
+
+    def check_question(self) -> None:
+        """Raises `ValueError` for what only the tokens of a text can do."""
+        if self.every != 1 or self.guessed:
+            raise ValueError(
+                f"got choose={self}, expected every=1, guessed=False: a question chooses once, "
+                "by its own queries"
+            )
+
+    def check_text(self) -> None:
+        """Raises `ValueError` for what the tokens of a text cannot do."""
+        if self.queries is None:
+            raise ValueError("got decode=Select(queries=None), expected a number of tokens")
         check_whole("queries", self.queries, least=1, most=MOST_QUERIES)
+
+
+WHOLE_QUESTION = Select(queries=None)
+"""The first layer of a period, by all tokens of the question (ContiguousKV §4.3)."""

@@ -13,11 +13,12 @@ from ckv_jax.pipeline.decode import Row
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.serving.going import Going
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Leases
 from ckv_jax.serving.parts_jobs import PartsJobs
 from ckv_jax.serving.prefill_jobs import dense_job
-from ckv_jax.serving.running import Going, Running
+from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.trace import Trace
 

@@ -31,7 +31,11 @@ def brought(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[No
         resident, tiers = lease.resident, worker.memory.tiers
         every = np.arange(resident.num_chunks)
         try:
-            stack.callback(worker.leases.probes(lease, trace).cancel)
+            probes = worker.leases.probes(lease, trace)
+            stack.callback(probes.cancel)
+            for period in range(worker.plan.periods):
+                yield
+                probes.bring(period)
             for group in range(prefix.layout.groups):
                 worth = tiers.worth(resident.pages(group, every))
                 most = Budget.of(budget).chunks(len(every))
@@ -44,8 +48,7 @@ def brought(worker: Worker, prefix: Prefix, budget: float | str) -> Generator[No
                         packs.collect(0, group, part)
         except (PoolExhausted, RecoveryNeeded):
             pass
-        pages = np.concatenate([resident.pages(g, every) for g in range(prefix.layout.groups)])
-        device, host = tiers.lookup(pages)
+        device, host = tiers.lookup(resident.all_pages())
         return int(((device >= 0) | (host >= 0)).sum())
 
 
@@ -56,7 +59,5 @@ def let_go(worker: Worker, prefix: Prefix) -> Generator[None, None, int]:
     """
     yield
     with worker.residents.using(prefix) as resident:
-        every = np.arange(resident.num_chunks)
-        pages = np.concatenate([resident.pages(g, every) for g in range(prefix.layout.groups)])
         resident.digest = None
-        return worker.memory.tiers.let_go(pages)
+        return worker.memory.tiers.let_go(resident.all_pages())

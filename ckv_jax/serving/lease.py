@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+
+import numpy as np
+from jax import Array
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
-from ckv_jax.reads.probes import ProbeReads, Probes
+from ckv_jax.reads.probes import OpenPacks, Probes
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.storage.prefix import Prefix
@@ -30,7 +35,11 @@ class Leases:
         system: SystemConfig,
         deadline_s: float,
         shardings: Shardings,
+        open_packs: OpenPacks,
+        keys: ProbeKeys,
+        pool: Callable[[], Array],
     ) -> None:
+        """`open_packs`: of probe keys; `pool`: the page pool as it is now."""
         self.residents = residents
         self._shardings = shardings
         self._store = store
@@ -38,19 +47,29 @@ class Leases:
         self._plan = plan
         self._system = system
         self._deadline_s = deadline_s
-        self._reads = ProbeReads(patience_s=2 * deadline_s + 1)
+        self._open_packs = open_packs
+        self._keys = keys
+        self._pool = pool
 
-    def open(self, prefix: Prefix) -> Lease:
-        """Raises a `StoreError` if the prefix is gone."""
+    def open(self, prefix: Prefix, *, room: int = 0) -> Lease:
+        """`room`: chunks that its digest is to have room for. Raises a `StoreError` if the prefix
+        is gone."""
         exit_ = ExitStack()
         try:
             reader = exit_.enter_context(self._store.reader(prefix, deadline_s=self._deadline_s))
-            resident = exit_.enter_context(self.residents.using(prefix))
+            resident = exit_.enter_context(self.residents.using(prefix, room))
             order = reader.order if prefix.layout.reordered else None
-            return Lease(reader, resident, self._recoveries.of(prefix, order), exit_)
+            return Lease(reader, resident, self._recoveries.of(prefix, order), exit_, order)
         except BaseException:
             exit_.close()
             raise
+
+    def order_of(self, prefix: Prefix) -> np.ndarray | None:
+        """The order of a prefix, as a lease has it. Raises a `StoreError` if it is gone."""
+        if not prefix.layout.reordered:
+            return None
+        with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
+            return reader.order
 
     def probes(self, lease: Lease, trace: Trace) -> Probes:
         """The probes of a lease; `Probes.cancel` ends their reads.
@@ -63,15 +82,16 @@ class Leases:
             reader=lease.reader,
             plan=self._plan,
             system=self._system,
-            reads=self._reads,
+            open_packs=self._open_packs,
+            keys=self._keys,
+            pool=self._pool,
             recovered=lease.recovered,
             trace=trace,
             shardings=self._shardings,
         )
 
     def close(self) -> None:
-        """Stops the threads that read probes, and persists what prefixes are worth."""
-        self._reads.close()
+        """Persists what prefixes are worth."""
         self.residents.save_scores()
 
 
@@ -79,8 +99,15 @@ class Lease:
     """One prefix, open: until `close` its segments stay on disk, its pages keep their numbers."""
 
     def __init__(
-        self, reader: PrefixReader, resident: Resident, recovered: Recovered, exit_: ExitStack
+        self,
+        reader: PrefixReader,
+        resident: Resident,
+        recovered: Recovered,
+        exit_: ExitStack,
+        order: np.ndarray | None,
     ) -> None:
+        """`order` int [L, T]: the position of each token as stored; None: as it is."""
+        self.order = order
         self.reader = reader
         self.resident = resident
         self.recovered = recovered

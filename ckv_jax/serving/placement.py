@@ -136,7 +136,7 @@ class Placement:
             raise ValueError("got keep_kv with parts, whose KV is not that of their text")
         if self._config.processes > 1:
             raise ValueError("got parts over several processes, expected an engine of one")
-        if not self._system.chunked or self._system.score is not None:
+        if not self._system.chunked or self._system.choose.score is not None:
             raise ValueError(
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
                 "ckv and contiguous-kv do"
@@ -177,15 +177,16 @@ class Placement:
             raise PrefixNotFound(prefix.id)
         if self._system.selector == "none" or not prefix.num_tokens:
             return
+        if prefix.layout == self._layout:  # as every request's but a mistaken one's
+            return
         stored, asked = asdict(prefix.layout), asdict(self._layout)
         differ = [field for field in asked if stored[field] != asked[field]]
-        if differ:
-            fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
-            by = self._stored_by(prefix.layout)
-            raise ValueError(
-                f"stored with {f'--system {by}' if by else 'another system'}, "
-                f"asked with --system {self._system.name}; these differ: {fields}"
-            )
+        fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
+        by = self._stored_by(prefix.layout)
+        raise ValueError(
+            f"stored with {f'--system {by}' if by else 'another system'}, "
+            f"asked with --system {self._system.name}; these differ: {fields}"
+        )
 
     def _stored_by(self, layout: Layout) -> str:
         """The systems that lay a prefix out so, whatever its codec; "" if none does."""

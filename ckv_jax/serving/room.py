@@ -10,7 +10,9 @@ from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.serving.running import Running
+from ckv_jax.serving.segments import most_buffered
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.storage.chain import EXACT
 from ckv_jax.storage.layout import Layout
 
 
@@ -26,12 +28,15 @@ class SlotRoom:
         plan: Plan,
         layout: Layout,
         max_bytes: int,
+        segment_tokens: int,
     ) -> None:
+        """`segment_tokens`: of the segments that texts become; 0: they stay in their buffers."""
         self._memory = memory
         self._running = running
         self._system = system
         self._layout = layout
         self._max_bytes = max_bytes
+        self._segment_tokens = segment_tokens
         self._step = max(len(step.groups) for step in plan.steps)
 
     @property
@@ -70,6 +75,16 @@ class SlotRoom:
         if self._system.chunked and slots > self._memory.step_slots:
             self._running.narrow()
 
+    def _new(self, sequence: Sequence) -> int:
+        """Generated tokens that a sequence's buffers hold at most."""
+        if sequence.sampling is None:
+            return 0
+        most, prefix = sequence.sampling.max_tokens, sequence.prefix
+        segments = self._segment_tokens and self.sparse(sequence) and prefix.provenance == EXACT
+        if not segments or Budget.of(sequence.budget).exact:  # it may find no slots to move onto
+            return most
+        return min(most, most_buffered(self._segment_tokens, prefix.layout.chunk_tokens))
+
     def _chunks(self, sequences: Several[Sequence]) -> int:
         """Chunks that sequences select at most, those of one prefix in common at best."""
         most: dict[str, list[int]] = {}
@@ -77,7 +92,8 @@ class SlotRoom:
             if self.sparse(sequence):
                 count = Budget.of(sequence.budget).chunks(sequence.prefix.num_chunks)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
-        return sum(min(total, sum(counts)) for total, *counts in most.values())
+        grown = sum(sequence.grown for sequence in sequences)
+        return grown + sum(min(total, sum(counts)) for total, *counts in most.values())
 
     def _num_bytes(self, batch: Several[Sequence]) -> int:
         """Device bytes of a batch and of all that runs: packs, and the keys and values of suffixes
@@ -85,8 +101,7 @@ class SlotRoom:
         rows = 0
         for sequence in [*self._running.sequences, *batch]:
             own = len(sequence.suffix) if self.sparse(sequence) else len(sequence.tokens)
-            new = sequence.sampling.max_tokens if sequence.sampling is not None else 0
-            rows += rows_bucket(own + new)
+            rows += rows_bucket(own + self._new(sequence))
         texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
         others = [sequence for sequence in batch if sequence.sampling is None]
         packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * self._step

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 
 import numpy as np
 from jax import Array
@@ -20,43 +19,18 @@ from ckv_jax.model.sampling import (
 )
 from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.decode import Decoder, Row
+from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
-from ckv_jax.pipeline.window import Window
+from ckv_jax.serving.going import Going
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease
+from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 
 _IDLE = SamplingParams()
 _SHARED_ROWS = 1024
 """Longer buffers get batches of their own: every row of a batch is as long as the longest."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Going:
-    """One running sequence, and what it holds."""
-
-    sequence: Sequence
-    row: Row
-    lease: Lease | None = None
-    window: Window | None = None
-    chooser: Chooser | None = None
-    """None: what it attends to stays."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether its packs come through the pool anew for every token."""
-        return self.window is not None and not self.window.held
-
-    def close(self) -> None:
-        """Gives everything back. Idempotent."""
-        if self.window is not None:
-            self.window.close()
-        if self.lease is not None:
-            self.lease.close()
-            self.lease = None
 
 
 class Running:
@@ -68,6 +42,7 @@ class Running:
         recovery: the job that computes again what the store lost.
         hold_slots: device slots that all windows may have together.
         window: slots of a window for each chunk of a choice, where there are so many.
+        segments: moves texts onto what they generated; None: they keep it in their buffers.
         check: ends a text that nobody waits for any more.
         peers: who makes the same steps.
     """
@@ -81,6 +56,7 @@ class Running:
         hold_slots: int,
         window: float,
         max_batch: int,
+        segments: Segments | None = None,
         check: Callable[[Sequence], None] = Sequence.check,
         peers: Peers = ALONE,
     ) -> None:
@@ -92,6 +68,7 @@ class Running:
         self._hold_slots = hold_slots
         self._window = window
         self._max_batch = max_batch
+        self._segments = segments
         self._batches: list[_Batch] = []
 
     def __len__(self) -> int:
@@ -243,6 +220,7 @@ class Running:
         self._drop(batch)
         if not batch.going:
             return
+        self._put_behind(batch)
         decoder = batch.decoder
         tokens = np.zeros(len(decoder.rows), np.int32)
         for place, going in batch.going.items():
@@ -255,7 +233,7 @@ class Running:
                 left[place] = going
             else:  # only its last token's KV was missing; it leaves with its row of the logits
                 batch.rest()
-                _retire(going, decoder.kv(place, going.sequence.prefix.num_tokens))
+                _retire(going, going.kv(decoder, place))
         if left:
             chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
             spent_ms = (time.perf_counter_ns() - began) / 1e6
@@ -266,11 +244,25 @@ class Running:
                 _push(going.sequence, int(chosen[place]), logits, place)
         self._drop(batch)
 
-    def _all(self) -> list[Going]:
-        return [going for batch in self._batches for going in batch.going.values()]
+    def _put_behind(self, batch: _Batch) -> None:
+        """What texts generated leaves their buffers, where that is due."""
+        segments = self._segments
+        if segments is None:
+            return
+        for place, going in batch.going.items():
+            if segments.due(going):
+                batch.rest()
+                if segments.step(going, batch.decoder, place, self._spare):
+                    self._widen()
 
-    def _widen(self) -> None:
-        """Gives windows what there is room for: each as many times its choice as every other."""
+    @property
+    def _spare(self) -> int:
+        """Device slots that nobody needs for one choice of each period."""
+        least, fixed = self._needs()
+        return self._hold_slots - least - fixed
+
+    def _needs(self) -> tuple[int, int]:
+        """Device slots of one choice of all that choose, and of what others hold."""
         least = fixed = 0
         for going in self._all():
             if going.window is None or not going.window.held:
@@ -279,6 +271,14 @@ class Running:
                 least += going.chooser.slots
             else:
                 fixed += going.window.slots_held
+        return least, fixed
+
+    def _all(self) -> list[Going]:
+        return [going for batch in self._batches for going in batch.going.values()]
+
+    def _widen(self) -> None:
+        """Gives windows what there is room for: each as many times its choice as every other."""
+        least, fixed = self._needs()
         share = (self._hold_slots - fixed) / least if least else 1.0
         self._resize(max(1.0, min(self._window, share)))
 

@@ -57,6 +57,8 @@ class Sequence:
         """Place in the call that submitted it."""
         self.sampling = sampling
         self.keep_kv = keep_kv
+        self.grown = 0
+        """Chunks of what it generated that stay in device slots, beside its prefix's."""
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.reason: FinishReason | None = None
@@ -185,6 +187,11 @@ class Sequence:
         """Where the next token's packs came from."""
         assert self._trace is not None
         self._trace.tokens.append(token)
+
+    def note_segment(self) -> None:
+        """Some of what it generated is stored now, and no longer in its buffers."""
+        assert self._trace is not None
+        self._trace.segments += 1
 
     def forced(self, token: int) -> int:
         """The next token: `token`, unless `sampling` forces another one."""

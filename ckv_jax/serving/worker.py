@@ -11,7 +11,7 @@ import numpy as np
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import CkvError
-from ckv_jax.memory.landing import landing_for
+from ckv_jax.memory.landing import Landing, landings_for
 from ckv_jax.memory.memory import Memory
 from ckv_jax.memory.room import device_room
 from ckv_jax.model.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
+from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
@@ -38,15 +39,20 @@ from ckv_jax.request import FinishReason
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.serving.alone import Alone
+from ckv_jax.serving.going import Going
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prefill_jobs import recovery_job
+from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.room import SlotRoom
-from ckv_jax.serving.running import Going, Running
+from ckv_jax.serving.running import Running
+from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.shares import share_of, shares_of
 from ckv_jax.serving.text import Text
+from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -66,9 +72,12 @@ class Worker:
         system: SystemConfig,
         layout: Layout,
         config: EngineConfig,
+        fingerprint: Fingerprint,
         store_prompt: Callable[[Sequence], None],
+        carry_over: Callable[[Prefix, Prefix], None],
     ) -> None:
-        """`store_prompt` ingests a prompt in another thread and submits its sequence again."""
+        """`store_prompt` ingests a prompt in another thread and submits its sequence again;
+        `carry_over`: see `Reorderer`."""
         self.layers = layers
         self._peers = layers.peers
         self.plan = Plan.of(layers.num_layers, system)
@@ -85,7 +94,7 @@ class Worker:
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
         self.prefetcher = Prefetcher(config.io_threads, patience_s=2 * config.read_deadline_s + 1)
-        self.landing = landing_for(
+        self.landing, self._probe_landing = landings_for(
             self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
         )
         self.reorderer: Reorderer | None = None
@@ -98,16 +107,23 @@ class Worker:
         self.leases = Leases(
             store=store, residents=self.residents, recoveries=self._recoveries, plan=self.plan,
             system=system, deadline_s=config.read_deadline_s, shardings=layers.shardings,
+            open_packs=self._probe_packs, keys=ProbeKeys(layers),
+            pool=lambda: self.memory.pool.pages,
         )  # fmt: skip
         self.executor: Executor | LayerwiseExecutor
         if system.chunked:
             self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
         else:
-            if system.reorder:
-                self.reorderer = Reorderer(store, replaced=self.residents.drop, codec=system.coder)
+            if system.reorder_every:
+                self.reorderer = Reorderer(
+                    store, every=system.reorder_every, replace=carry_over, codec=system.coder
+                )
             self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
         self._rows = KvRows(layers)
         self._choice_calls = ChoiceCalls(layers)
+        # Processes whose windows differ would read other packs.
+        self.profile = Profile(self.plan, system, fingerprint, kept=self._peers.alone)
+        self._segments = self._segments_of(store, config.segment_tokens)
         self._running = Running(
             decoder=self._decoder,
             choices=self._choices if system.decode is not None else None,
@@ -115,12 +131,14 @@ class Worker:
             hold_slots=self.memory.hold_slots,
             window=system.window,
             max_batch=config.max_batch,
+            segments=self._segments,
             check=Sequence.check if self._peers.alone else (lambda _: None),  # see `step`
             peers=self._peers,
         )
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
+            segment_tokens=0 if self._segments is None else config.segment_tokens,
         )  # fmt: skip
         loading = Loading(
             layers, self.memory, self.plan, open_packs=self.packs, make_way=self.make_way
@@ -227,10 +245,16 @@ class Worker:
 
     def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
+        return self._packs(sources, self.landing, trace)
+
+    def _probe_packs(self, source: Source, trace: Trace) -> Packs:
+        return self._packs([source], self._probe_landing, trace)
+
+    def _packs(self, sources: Several[Source], landing: Landing, trace: Trace) -> Packs:
         return Packs(
             sources,
             memory=self.memory,
-            landing=self.landing,
+            landing=landing,
             prefetcher=self.prefetcher,
             trace=trace,
         )
@@ -249,11 +273,22 @@ class Worker:
         for sequence in batch:
             prefix = self._current(sequence.prefix)
             if prefix.id not in places:
-                places[prefix.id] = len(leases)
-                leases.append(self.leases.open(prefix))
+                leases.append(self._lease(sequence.prefix))
                 stack.callback(leases[-1].close)
+                prefix = leases[-1].resident.prefix
+                places[prefix.id] = len(leases) - 1
             which.append(places[prefix.id])
         return leases, which
+
+    def _lease(self, prefix: Prefix) -> Lease:
+        """A lease for the form of `prefix` to be served."""
+        try:
+            return self.leases.open(self._current(prefix))
+        except SegmentDamaged:
+            if self.reorderer is None:
+                raise
+            self.reorderer.forget(prefix)  # another engine of this store has a newer order
+            return self.leases.open(self._current(prefix))
 
     def _current(self, prefix: Prefix) -> Prefix:
         """The form of `prefix` to be served: reordered, where the system does so and has."""
@@ -297,10 +332,8 @@ class Worker:
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         chooser = None
         if self.system.decode is not None and limit < lease.resident.num_chunks:
-            chooser = Chooser(
-                select=self.system.decode, limit=limit, first=len(sequence.suffix), probes=probes,
-                window=window, source=lease.source,
-            )  # fmt: skip
+            suffix = len(sequence.suffix)
+            chooser = self._chooser(limit, probes, window, lease.source, first=suffix)
         self._begin_text(sequence, trace)
         return Going(
             sequence=sequence,
@@ -310,7 +343,28 @@ class Worker:
             lease=lease.shared(),
             window=window,
             chooser=chooser,
+            tail=None if self._segments is None else self._segments.tail(sequence, window, limit),
         )
+
+    def _chooser(
+        self, limit: int, probes: Probes, window: Window, source: Source, *, first: int = 0
+    ) -> Chooser:
+        assert self.system.decode is not None
+        return Chooser(
+            select=self.system.decode, limit=limit, first=first, probes=probes, window=window,
+            source=source, widths=self.profile.widths, packs=self.profile.packs,
+            recorded=self.profile.text(),
+        )  # fmt: skip
+
+    def _segments_of(self, store: ChunkStore, tokens: int) -> Segments | None:
+        """What moves texts onto what they generated, where texts choose at all. Several processes
+        have only a part each of what is to be stored."""
+        if self.system.decode is None or not tokens or not self._peers.alone:
+            return None
+        return Segments(
+            store, self.leases, self.plan, self.system.coder, tokens=tokens,
+            open_packs=self.packs, chooser=self._chooser,
+        )  # fmt: skip
 
     def _begin_text(self, sequence: Sequence, trace: Trace) -> None:
         assert sequence.sampling is not None
@@ -397,4 +451,6 @@ class Worker:
         if self.reorderer is not None:
             self.reorderer.close()
         self.prefetcher.close()
+        if self._segments is not None:
+            self._segments.close()
         self.leases.close()

@@ -3,9 +3,10 @@
 The softmax runs over blocks of keys. Of each block only every chunk's sum of exponentials and
 the block's maximum stay, [rows, M] in place of [rows, T]; one rescaling at the end makes the sums
 exact. Matmuls go one KV head at a time with the G query heads folded into rows, which is the
-fastest order on a CPU. Blocks keep the temporary memory of a call over several layers below the
-32 MiB from which the allocator maps fresh pages for every call: their faults took longer than the
-scoring itself. Smaller blocks than that leave a second core with nothing to do.
+fastest order on a CPU. Blocks keep the temporary memory of a call over several layers, logits and
+decoded keys, below the 32 MiB from which the allocator maps fresh pages for every call: their
+faults took longer than the scoring itself. Smaller blocks than that leave a second core with
+nothing to do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["block_sums", "score"]
 
-_LOGITS_BYTES = 4 * 2**20  # of float32 logits at a time, all KV heads; more keys go in blocks
+_BLOCK_BYTES = 4 * 2**20  # of float32 logits and of keys as decoded, all KV heads
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -31,11 +32,11 @@ def score(
     q_lengths: Array,
     chunk_tokens: int,
     *,
-    logits_bytes: int = _LOGITS_BYTES,
+    block_bytes: int = _BLOCK_BYTES,
 ) -> Array:
     """See `api.score`; float32 [B, K, M].
 
-    Keys go in blocks whose logits take at most `logits_bytes`.
+    Keys go in blocks whose logits and decoded keys take at most `block_bytes`.
     """
     batch, queries, heads, dim = q.shape
     tokens, kv_heads, _ = probe.shape
@@ -43,7 +44,8 @@ def score(
     rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
     rows = rows.reshape(kv_heads, batch * queries * group, dim)
     chunks = tokens // chunk_tokens
-    most = max(1, logits_bytes // (4 * batch * queries * heads * chunk_tokens))
+    of_key = 4 * batch * queries * heads + q.dtype.itemsize * kv_heads * dim
+    most = max(1, block_bytes // (of_key * chunk_tokens))
     if chunks <= most:
         part, top = block_sums(rows, probe, num_tokens, chunk_tokens)
         sums, tops = part[None], top[None]

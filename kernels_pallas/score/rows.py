@@ -1,4 +1,4 @@
-"""What the kernels need before and after they run: rows of queries, whole blocks of keys."""
+"""What is made of queries and probes before kernels run, and of what they gave."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ckv_jax.kernels_pallas.score.probe import PqKeys, TokenProbe
+from ckv_jax.kernels_pallas.score.probe import Landmarks, PqKeys, Probe, TokenProbe
 
-__all__ = ["chunk_sums", "fold_queries", "pad_tokens"]
+__all__ = ["chunk_sums", "fold_queries", "of_chunks", "pad_tokens"]
 
 
 def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tuple[Array, Array]:
@@ -42,6 +42,21 @@ def pad_tokens(probe: TokenProbe, tokens: int) -> TokenProbe:
         return PqKeys(padded(probe.codes), probe.codebooks)
     longer: TokenProbe = jax.tree.map(padded, probe)
     return longer
+
+
+def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
+    """What a probe has of the chunks `ids` int32 [n], one after the other; for -1, of some."""
+    unit = 1 if isinstance(probe, Landmarks) else chunk_tokens
+
+    def taken(array: Array) -> Array:
+        rows = array.reshape(-1, unit, *array.shape[1:])
+        found = jnp.take(rows, ids, axis=0, mode="clip")
+        return found.reshape(-1, *array.shape[1:])
+
+    if isinstance(probe, PqKeys):
+        return PqKeys(taken(probe.codes), probe.codebooks)
+    few: Probe = jax.tree.map(taken, probe)
+    return few
 
 
 def chunk_sums(weights: Array, chunk_tokens: int) -> Array:

@@ -59,6 +59,10 @@ class Files(Protocol):
     def catalog_path(self) -> Path | None:
         """Where the index lives; None: in memory, made from the manifests at every open."""
 
+    @property
+    def holding(self) -> bool:
+        """Whether no claim of a segment succeeds that a reader of another process holds."""
+
     def require(self) -> None:
         """Raise StoreUnavailable where what was opened is not there any more."""
 

@@ -119,6 +119,10 @@ class LocalFiles:
     def catalog_path(self) -> Path | None:
         return self.root / "catalog.sqlite"
 
+    @property
+    def holding(self) -> bool:
+        return True
+
     def _folder(self, segment_id: str) -> Path:
         return segment_folder(self.root, segment_id)
 

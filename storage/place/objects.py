@@ -87,6 +87,10 @@ class ObjectFiles:
     def catalog_path(self) -> Path | None:
         return None
 
+    @property
+    def holding(self) -> bool:
+        return False
+
     def _name(self, segment_id: str, file: str = "") -> str:
         return f"{segment_folder(_ROOT, segment_id).as_posix()}/{file}"
 

@@ -41,7 +41,8 @@ class Manifest:
       start: chain link before the first chunk.
       parent: id of the segment that holds the chunk before, None for a root.
       first_chunk: chunks of the prefix before this segment.
-      order: int32 [T] or None; token i on disk is token `order[i]` of the segment.
+      order: int32 [R, T], R = layout.orders, or None; token i on disk is token `order[r, i]` of the
+        segment: in layer r, or where R is 1 in all of them.
       pack_crc: uint32 [groups, M].
       probe_crc: uint32 [P, M], P = 0 without a probe.
       digest_crc: uint32 [R, 3] for (params, scale, codes), a row per layer that has a digest.
@@ -136,12 +137,17 @@ def segment_id(start: bytes, end: bytes, order: np.ndarray | None) -> str:
     return hashlib.sha256(b"ckv-segment\0" + start + end + mapping).digest()[: chain.BYTES].hex()
 
 
-def check_order(order: Any, tokens: int) -> np.ndarray:
-    """`order` as int32 [T]; raises ValueError unless it is a permutation of range(tokens)."""
-    array = np.asarray(order)
-    if array.shape != (tokens,) or array.dtype.kind not in "iu":
-        raise ValueError(f"order: got {array.dtype} {array.shape}, expected integers ({tokens},)")
-    if not np.array_equal(np.sort(array), np.arange(tokens)):
+def check_order(order: Any, tokens: int, layout: Layout) -> np.ndarray:
+    """`order` as int32 [R, T]; raises ValueError unless every row is a permutation of
+    range(tokens), or where the manifest would be too large to be read."""
+    array, want = np.asarray(order), (layout.orders, tokens)
+    if array.shape == (tokens,) and not layout.layer_orders:
+        array = array[None]
+    if array.shape != want or array.dtype.kind not in "iu":
+        raise ValueError(f"order: got {array.dtype} {array.shape}, expected integers {want}")
+    if array.size * 6 > MAX_BYTES // 2:
+        raise ValueError(f"order: got {array.size} entries, more than a manifest has room for")
+    if not np.array_equal(np.sort(array, axis=1), np.tile(np.arange(tokens), (layout.orders, 1))):
         raise ValueError(f"order: expected a permutation of range({tokens})")
     return array.astype(np.int32)
 
@@ -177,7 +183,7 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         raise ValueError(f"parent: got {parent!r} before chunk {first}")
     order = None
     if layout.reordered:
-        order = check_order(_unpack(value["order"]), len(tokens))
+        order = check_order(_unpack(value["order"]).reshape(layout.orders, -1), len(tokens), layout)
     elif value["order"] is not None:
         raise ValueError("order: expected none")
     created = float(value["created"])

@@ -1,4 +1,4 @@
-"""Reads of one segment's probe keys: contiguous, in pieces, all of them in flight at once."""
+"""Reads of one segment's probe keys: all in one, or pages of them, all in flight at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from ckv_jax.storage.place.kernel_queue import KernelRead
 from ckv_jax.storage.place.patience import Patience
@@ -35,6 +36,58 @@ def read_part(
             good = deadline.wait(again, "reading a probe again")
         arrived = arrived if good else min(arrived, at)
     return segment.probe_good(row, part[:arrived])
+
+
+def read_pages(
+    segment: Segment,
+    row: int,
+    first: np.ndarray,
+    tokens: np.ndarray,
+    data: np.ndarray,
+    rows: np.ndarray,
+    deadline: Deadline,
+    patience: Patience,
+) -> np.ndarray:
+    """Read runs of `tokens` int [n] tokens, from chunks `first` [n] of a probe layer on, into the
+    starts of `rows` [n] of uint8 `data` [_, R]; int64 [n], how many leading tokens are good."""
+    layout = segment.manifest.layout
+    heads, dim, kind = layout.probe_heads, layout.head_dim, layout.disk_dtype
+    sizes = tokens * (heads * dim * kind.itemsize)
+    parts = [
+        data[at, :size].view(kind).reshape(-1, heads, dim)
+        for at, size in zip(rows.tolist(), sizes.tolist(), strict=True)
+    ]
+    good = np.zeros(len(rows), np.int64)
+
+    def check(page: int) -> None:
+        good[page] = segment.probe_good(row, parts[page], int(first[page]))
+
+    def begin() -> KernelRead | None:
+        direct = segment.begin_probe_pages_direct(row, first, sizes, data, rows)
+        deadline.follow(direct)
+        return direct
+
+    direct = deadline.start(patience, f"starting to read {len(rows)} pages of a probe", begin)
+    if direct is not None:
+        while (some := deadline.wait_some(direct, "reading a probe")) is not None:
+            for page in some.tolist():
+                check(page)
+    left = np.flatnonzero(good < tokens).tolist()
+    if left:
+        size = int(sizes[left].sum())
+        deadline.admit(size, "waiting to read a probe")
+        with ts.Batch() as batch:
+            begun = [
+                segment.begin_probe(row, int(first[i]) * layout.chunk_tokens, parts[i], batch)
+                for i in left
+            ]
+        deadline.watch(begun, size)
+        for page, future in zip(left, begun, strict=True):
+            if deadline.wait(future, "reading a probe"):
+                check(page)
+            else:
+                good[page] = 0
+    return good
 
 
 def _begin_direct(

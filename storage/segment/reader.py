@@ -21,6 +21,7 @@ from ckv_jax.storage.errors import (
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment import probe_reads
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.open_segments import Opened
@@ -139,6 +140,60 @@ class PrefixReader:
                     return start + good
         return self.prefix.num_tokens
 
+    def read_probe_pages(
+        self,
+        layer: int,
+        pages: ProbePages,
+        ids: np.ndarray,
+        out: np.ndarray,
+        *,
+        rows: np.ndarray | None = None,
+        deadline_s: float | None = None,
+    ) -> np.ndarray:
+        """Read pages `ids` int [n] of the prefix's probe into rows of `out`, as `read_packs` does.
+
+        A row holds the page's tokens [t, K', D], K' as for `read_probe`, and zeros after them.
+
+        Args:
+          out: C-contiguous, of any dtype, its rows as large as a pack in memory.
+
+        Returns:
+          bool [n]: False where some of a page is bad or missing; such rows of `out` are zero.
+        """
+        layout = self.prefix.layout
+        places = np.arange(len(ids)) if rows is None else np.asarray(rows)
+        self._open()
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError("out: expected a C-contiguous, writable array")
+        if len(ids) == 0:
+            return np.zeros(0, bool)
+        data = out.view(np.uint8).reshape(len(out), -1)
+        if data.shape[1] != layout.pack_bytes:
+            raise ValueError(f"out: got rows of {data.shape[1]} bytes, expected a pack's")
+        row = layout.probe_layers.index(layer)
+        segments, tokens = self._runs.segments, pages.tokens[ids]
+        whole = np.zeros(len(ids), np.int64)
+        with self._deadline(deadline_s) as deadline:
+            for span in np.unique(pages.span[ids]).tolist():
+                mine = np.flatnonzero(pages.span[ids] == span)
+                segment = segments[span]
+                if isinstance(segment, Segment):
+                    whole[mine] = probe_reads.read_pages(
+                        segment, row, pages.first[ids[mine]], tokens[mine], data, places[mine],
+                        deadline, self._patience,
+                    )  # fmt: skip
+            good: np.ndarray = whole == tokens
+            for at in np.flatnonzero(~good).tolist():
+                page = int(ids[at])
+                chunk = int(pages.first[page] + whole[at] // layout.chunk_tokens)
+                segment, what = segments[int(pages.span[page])], f"probe of layer {layer}"
+                self._proof.prove(segment, "probe", row, chunk, chunk, what, deadline)
+        for at, size in zip(
+            places.tolist(), np.where(good, tokens * pages.token_bytes, 0), strict=True
+        ):
+            data[at, size:] = 0
+        return good
+
     # -- digest and mapping ----------------------------------------------------------------------
 
     def read_digest(self, *, deadline_s: float | None = None) -> DigestData | None:
@@ -166,13 +221,15 @@ class PrefixReader:
 
     @property
     def order(self) -> np.ndarray:
-        """int32 [T]: the prefix position of each token as stored; not the identity if reordered.
+        """int32 [L, T]: the prefix position of each token as stored, in each layer; not the
+        identity if reordered.
 
         Raises SegmentDamaged where that is lost with its segment: look the prefix up again; and
         StoreUnavailable where the segment cannot be opened just now.
         """
         self._open()
-        order = np.arange(self.prefix.num_tokens, dtype=np.int32)
+        shape = (self.prefix.layout.num_layers, self.prefix.num_tokens)
+        order = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         for span, segment, start, end in self._runs.of_tokens():
             if isinstance(segment, StoreError):
                 if self.prefix.layout.reordered and is_gone(segment):
@@ -181,10 +238,16 @@ class PrefixReader:
                     said = f"segment {span.segment_id}: its order cannot be read: {segment}"
                     raise StoreUnavailable(said)
             elif segment.manifest.order is not None:
-                order[start:end] = start + segment.manifest.order
+                order[:, start:end] = start + segment.manifest.order
         return order
 
     # -- life ------------------------------------------------------------------------------------
+
+    def require(self) -> None:
+        """Raise the error of a segment that was gone, or could not be opened, if there is one."""
+        for segment in self._runs.segments:
+            if isinstance(segment, StoreError):
+                raise segment
 
     def _deadline(self, seconds: float | None) -> Deadline:
         return Deadline(self._deadline_s if seconds is None else seconds, self._gate)

@@ -170,11 +170,30 @@ class Segment:
         offsets = first[0] + at * size + starts * FILE_ALIGN
         return self._begin_direct("probe", shard, offsets, data, starts, sizes)
 
-    def probe_good(self, row: int, data: np.ndarray) -> int:
-        """Leading tokens of `data` [t, K', D] that are as written; t is whole chunks or all."""
+    def begin_probe_pages_direct(
+        self, row: int, first: np.ndarray, sizes: np.ndarray, out: np.ndarray, rows: np.ndarray
+    ) -> KernelRead | None:
+        """Start reading runs of chunks of a probe layer, int64 [n] first ones, into the starts of
+        `rows` of uint8 `out` [_, R], past TensorStore. `sizes` int64 [n]: the bytes of each; up to
+        a block of the disk more is read. None where that cannot be, and nothing was started."""
+        layout = self._layout
+        chunk = layout.chunk_tokens * layout.probe_heads * layout.head_dim
+        offsets = first * (chunk * layout.disk_dtype.itemsize)
+        shard, start = self.manifest.arrays["probe"].offsets(row, np.zeros(1, np.int64))
+        offsets = offsets + start[0]
+        whole = -(-sizes // FILE_ALIGN) * FILE_ALIGN
+        if self._queues is None or not fits(out, self._queues.align):
+            return None
+        if (offsets % FILE_ALIGN).any() or whole.max() > out.shape[1]:
+            return None
+        return self._begin_direct("probe", shard, offsets, out, rows, whole)
+
+    def probe_good(self, row: int, data: np.ndarray, first: int = 0) -> int:
+        """Leading tokens of `data` [t, K', D], from chunk `first` on, that are as written; t is
+        whole chunks or all."""
         ct, expected = self._layout.chunk_tokens, self.manifest.probe_crc[row]
         seed = self._seeds["probe"]
-        for chunk, start in enumerate(range(0, len(data), ct)):
+        for chunk, start in enumerate(range(0, len(data), ct), first):
             part = data[start : start + ct]
             found = crc.checksum(seed, row, chunk, crc.as_bytes(part.reshape(1, -1))[0])
             if found != expected[chunk]:

@@ -110,7 +110,8 @@ class SegmentWriter:
         Args:
           first_token: first token of the block, counted within the segment: where the last block
             ended. A multiple of C, so that only the last block may end with a partial chunk.
-          kv: [L, 2, t, K, D] of layout.numpy_dtype; in a reordered segment, in stored order.
+          kv: [L, 2, t, K, D] of layout.numpy_dtype; in a reordered segment, in stored order, in
+            each layer its own where the layout has such.
         """
         self._check_open()
         layout, total = self.layout, len(self._draft.tokens)

@@ -14,6 +14,7 @@ from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.quantised import Quantised
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 
@@ -83,6 +84,8 @@ class PrefixInfo:
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
       layers: statistics of every layer; none of a codec that is not known here.
+      bits: what every layer's keys and values are rounded to; None where they are not, or by a
+        codec that is not known here.
       importance: mean attention mass a chunk drew, over layer groups, [M]; None before a read.
     """
 
@@ -92,6 +95,7 @@ class PrefixInfo:
     segments: list[str]
     bad_packs: int
     layers: list[LayerStats]
+    bits: list[tuple[int, int]] | None
     importance: list[float] | None
 
 
@@ -211,8 +215,16 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
         segments=[s.segment_id for s in prefix.spans],
         bad_packs=bad,
         layers=layers,
+        bits=_bits(layout),
         importance=None if importance is None else importance.mean(0).tolist(),
     )
+
+
+def _bits(layout: Layout) -> list[tuple[int, int]] | None:
+    codec = codec_of(layout) if known(layout) else None
+    if not isinstance(codec, Quantised):
+        return None
+    return [codec.bits_of(layer) for layer in range(layout.num_layers)]
 
 
 def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:

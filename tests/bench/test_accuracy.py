@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.accuracy import main, rule_of, summary
+from bench.accuracy import first, main, rule_of, summary
 from bench.cache_policies import recorded
+from bench.oracle import Oracle, Rule
 from bench.selection_study import interval, quick_rules
-from ckv_jax.data.reference import LEARNED, demo_ledger
+from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.model.weights import load_pretrained
 from ckv_jax.systems import SYSTEMS
 
 
 def test_rules_follow_the_systems() -> None:
     ours, paper = rule_of(SYSTEMS["ckv"], 0.1), rule_of(SYSTEMS["contiguous-kv"], 0.1)
-    assert (ours.every, ours.window) == (SYSTEMS["ckv"].period, SYSTEMS["ckv"].score_window)
+    chooses = SYSTEMS["ckv"].choose
+    assert (ours.every, ours.window) == (SYSTEMS["ckv"].period, chooses.queries)
     assert (paper.every, paper.probe, paper.window, paper.layers) == (8, "keys", None, 1)
-    assert (ours.probe, ours.layers) == (SYSTEMS["ckv"].digest, SYSTEMS["ckv"].score_layers)
+    assert (ours.probe, ours.layers) == (SYSTEMS["ckv"].digest, chooses.score_layers)
+    assert ours.survivors == 0 and rule_of(SYSTEMS["ckv"], 1 / 64).survivors == 8
     assert rule_of(SYSTEMS["as-h2o-lfu"], 0.1).heads == "pooled"
     assert rule_of(SYSTEMS["impress"], 0.1).probe == "heads3"
     assert rule_of(SYSTEMS["recompute"], 1.0).budget == 1
+
+
+def test_a_coarse_pass_that_leaves_everything_changes_nothing() -> None:
+    page = first(demo_ledger(0, 512, asked=LEARNED), 8)
+    oracle = Oracle(load_pretrained(reference_folder(), dtype="float32"), page)
+    rule = Rule(budget=1 / 16, every=4, probe="int4", window=4, layers=3)
+    plain, coarse, narrow = (oracle.ask(replace(rule, survivors=n)) for n in (0, 16, 2))
+    assert (plain.chosen == coarse.chosen).all() and (plain.chosen != narrow.chosen).any()
+    assert (narrow.chosen.sum(-1) == rule.count(512)).all()
 
 
 def test_a_summary_compares_with_full_kv() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
-from bench.report import main, page
+import pytest
+
+from bench.report import SCRIPTS, Script, main, page, same_code
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -65,3 +68,73 @@ def test_speedups_divide_means_of_the_same_budget_and_variant() -> None:
     assert speedups(rows) == {
         "ckv": {"0.05": {"impress": 7.0, "as-lru": 10.0}, "0.25": {"impress": 4.0}}
     }
+
+
+def finished(folder: Path, script: Script, *, commit: str, quick: bool = False) -> None:
+    """A result of a script, as a run leaves it."""
+    command = " ".join(["python", *script.command(folder, quick=quick)])
+    ran = {"command": command, "seconds": 1800.0, "status": 0, "output": "", "error": ""}
+    (folder / f"{script.stem}.run.json").write_text(json.dumps(ran))
+    (folder / f"{script.stem}.json").write_text(json.dumps({"machine": {"commit": commit}}))
+
+
+def test_what_has_a_result_of_this_code_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same, other, quick, failed = SCRIPTS[2:6]
+    monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
+    finished(tmp_path, same, commit="abc1234")
+    finished(tmp_path, other, commit="0000000")
+    finished(tmp_path, quick, commit="abc1234", quick=True)
+    finished(tmp_path, failed, commit="abc1234")
+    path = tmp_path / f"{failed.stem}.run.json"
+    path.write_text(path.read_text().replace('"status": 0', '"status": 1'))
+    ran: list[str] = []
+    monkeypatch.setattr("bench.report.run", lambda script, *_, **__: ran.append(script.stem))
+    names = [script.stem for script in (same, other, quick, failed)]
+    main(["--out", str(tmp_path), "--resume", "--only", *names])
+    assert ran == names[1:]
+    expected = 0.5 + (quick.minutes + failed.minutes) / 60  # the other's own half an hour
+    assert f"3 of 4 benchmarks to run, about {expected:.1f} hours" in capsys.readouterr().out
+    main(["--out", str(tmp_path), "--only", same.stem])
+    assert ran[-1] == same.stem  # asked for without --resume
+
+
+def test_code_is_compared_without_documents_and_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
+            cwd=tmp_path, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "report.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "code")
+    commit = git("rev-parse", "--short", "HEAD")
+    monkeypatch.setattr("bench.report.__file__", str(tmp_path / "bench" / "report.py"))
+    (tmp_path / "bench" / "results" / "x.json").write_text("{}")
+    (tmp_path / "README.md").write_text("words")
+    git("add", ".")
+    git("commit", "-qm", "results and words")
+    assert same_code(commit) and not same_code("unknown") and not same_code("0123456")
+    (tmp_path / "bench" / "report.py").write_text("2")
+    assert not same_code(commit)
+
+
+def test_every_benchmark_of_make_bench_knows_its_options() -> None:
+    folder = RESULTS.parent
+    shared = (folder / "common.py").read_text("utf-8")
+    assert len({script.stem for script in SCRIPTS}) == len(SCRIPTS)
+    for script in SCRIPTS:
+        path = folder / script.module
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        source = file.read_text("utf-8")
+        source += shared if "parser(__doc__" in source else ""
+        words = script.command(Path("out"), quick=True)
+        for option in (word for word in words if word.startswith("--")):
+            assert f'"{option}"' in source, (script.stem, option)

@@ -15,7 +15,7 @@ from bench.scatter import amplification, chosen, scatter
 from bench.similarity import beside, by_distance
 from ckv_jax.systems import SYSTEMS
 
-PLAIN = dataclasses.replace(SYSTEMS["impress"], reorder=False)
+PLAIN = dataclasses.replace(SYSTEMS["impress"], reorder_every=0)
 
 
 def test_amplification_counts_whole_chunks() -> None:

@@ -48,7 +48,7 @@ def test_a_hurt_file_is_not_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_is_one_for_as_long_as_it_lasts() -> None:
-    before = PrefixReader.read_packs, PrefixReader.read_probe
+    before = PrefixReader.read_packs, PrefixReader.read_probe_pages
     with slow():
         assert PrefixReader.read_packs is not before[0]
-    assert (PrefixReader.read_packs, PrefixReader.read_probe) == before
+    assert (PrefixReader.read_packs, PrefixReader.read_probe_pages) == before

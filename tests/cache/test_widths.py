@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckv_jax.cache.profile import Recorded, widths_of
 from ckv_jax.cache.replay import misses_by_width, replay
-from ckv_jax.cache.widths import Widths, load_widths, save_widths, spread
+from ckv_jax.cache.widths import Widths, load_widths, plain_name, save_widths, spread
 from ckv_jax.cache.window import KEEP, empty_window, lookahead_within
 from ckv_jax.storage.fingerprint import Fingerprint
 
@@ -130,12 +131,53 @@ def test_what_cannot_be_spread_is_refused() -> None:
         spread(np.zeros((2, 3)), cost, 100)
 
 
-def test_slots_are_whole_and_hold_a_choice() -> None:
-    widths = Widths(times=((1.0, 1.5), (2.0, 1.1)))
-    np.testing.assert_array_equal(widths.slots(10), [[10, 15], [20, 11]])
-    np.testing.assert_array_equal(widths.slots(5), [[5, 8], [10, 6]])
-    assert widths.slots(1).min() == 1
-    np.testing.assert_array_equal(Widths.even(2.0, groups=3, rows=2).slots(7), np.full((3, 2), 14))
+def test_slots_share_the_room_of_even_windows() -> None:
+    """Whole, at least a choice, and together no more packs than even windows have."""
+    widths, packs = Widths(times=((1.0, 1.5), (2.0, 3.5))), np.array([1, 1])
+    np.testing.assert_array_equal(widths.slots(10, 2.0, packs), [[10, 15], [20, 35]])
+    np.testing.assert_array_equal(widths.slots(10, 1.0, packs), np.full((2, 2), 10))
+    np.testing.assert_array_equal(widths.slots(10, 1.5, packs), [[10, 12], [15, 22]])
+    even = Widths.even(2.0, groups=3, rows=2)
+    np.testing.assert_array_equal(even.slots(7, 2.0, np.ones(3, int)), np.full((3, 2), 14))
+    alone = Widths.even(1.0, groups=2, rows=1)  # nothing says who is to have more
+    np.testing.assert_array_equal(alone.slots(7, 3.0, packs), [[21], [21]])
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        packs, limit = rng.integers(1, 5, 4), int(rng.integers(1, 40))
+        times = float(rng.uniform(1, 5))
+        widths = Widths(times=tuple((float(t),) for t in rng.choice([1.0, 1.5, 2.0, 4.0], 4)))
+        slots = widths.slots(limit, times, packs)
+        assert slots.min() >= limit
+        assert (slots[:, 0] * packs).sum() <= limit * times * packs.sum() + 1e-3
+
+
+def test_what_texts_chose_says_how_wide_windows_are() -> None:
+    """A period that keeps its choice gains by a wider window less than one that goes back."""
+    stays, returns = Recorded(), Recorded()
+    rng = np.random.default_rng(1)
+    for step in range(60):
+        for text in (stays, returns):
+            text.add(0, np.arange(4), np.ones(32, np.float32))  # always the same
+            cycle = 4 * (step % 3) + np.arange(4)  # what was chosen three tokens ago
+            text.add(1, cycle, rng.random(32).astype(np.float32))
+    widths = widths_of([stays, returns], np.array([1, 1]), 2.0, KEEP["lru"])
+    assert widths.times == ((1.0,), (3.0,))  # holds all of the cycle: nothing is fetched any more
+    ids, scores = stays.arrays(2)
+    assert ids.shape == (60, 1, 2, 4) and scores.shape == (60, 1, 2, 32)
+
+
+def test_texts_that_say_nothing_are_refused() -> None:
+    short = Recorded()
+    for _ in range(16):
+        short.add(0, np.arange(2), np.ones(8, np.float32))
+    for texts in ([], [Recorded()], [short]):
+        with pytest.raises(ValueError, match="no text that chose for more than 16 tokens"):
+            widths_of(texts, np.array([1]), 2.0, KEEP["lru"])
+    with pytest.raises(ValueError, match="window=1, expected more than one choice"):
+        widths_of([short], np.array([1]), 1.0, KEEP["lru"])
+
+
+def test_widths_are_whole_choices_at_least() -> None:
     for bad in ((), ((1.0,), (1.0, 2.0)), ((0.5,),), ((float("nan"),),), ((2000.0,),), ((True,),)):
         with pytest.raises(ValueError, match="got width"):
             Widths(times=bad)
@@ -162,6 +204,7 @@ def test_widths_are_kept_for_their_model(home: Path) -> None:
     for name in ("", "../up", "A", "a" * 65, ".hidden"):
         with pytest.raises(ValueError, match="got name"):
             save_widths(widths, WHO, name)
+        save_widths(widths, WHO, plain_name(name))
 
 
 @pytest.mark.parametrize(

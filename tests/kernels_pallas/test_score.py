@@ -123,11 +123,11 @@ def test_keys_in_blocks_change_nothing(kind: str) -> None:
     case, rng = Case(), np.random.default_rng(0)
     probe, _ = make_probe(rng, kind, case)
     args = (make_queries(rng, case), probe, jnp.int32(150), jnp.asarray(case.lengths, jnp.int32))
-    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "logits_bytes"))
+    run = jax.jit(reference.score, static_argnames=("chunk_tokens", "block_bytes"))
     whole = run(*args, chunk_tokens=case.chunk)
     for chunks in (1, 3, 9):  # in 13 blocks, in 5 with padding, in 2 with padding
-        logits_bytes = 4 * 2 * 9 * 4 * 16 * chunks
-        by_blocks = run(*args, chunk_tokens=case.chunk, logits_bytes=logits_bytes)
+        of_key = 4 * 2 * 9 * 4 + 2 * case.kv_heads * case.dim
+        by_blocks = run(*args, chunk_tokens=case.chunk, block_bytes=of_key * 16 * chunks)
         np.testing.assert_allclose(by_blocks, whole, rtol=1e-5, atol=1e-6)
 
 

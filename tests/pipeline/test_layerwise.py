@@ -12,9 +12,9 @@ from compilations import compilations
 from engine_support import SMALL, scale_error, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
-from ckv_jax.rivals.reorder import REORDER_AFTER, average_importance, reordered
+from ckv_jax.rivals.reorder import reordered
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import REORDER_EVERY, SYSTEMS
 
 MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 RIVALS = ["as-lru", "as-h2o-lru", "as-h2o-lfu", "impress"]
@@ -146,7 +146,7 @@ def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
 def test_reordering_round_trip(tmp_path: Path) -> None:
     with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
         prefix = engine.ingest(tokens(LENGTH))
-        before = [ask(engine, prefix, 0.1) for _ in range(REORDER_AFTER)][-1]
+        before = [ask(engine, prefix, 0.1) for _ in range(REORDER_EVERY)][-1]
         engine.settle()
         after = ask(engine, prefix, 0.1)
         # Other chunks, the same tokens: the same answer.
@@ -160,22 +160,17 @@ def test_reordering_round_trip(tmp_path: Path) -> None:
         old, new = (np.empty((CHUNKS, *shape[1:]), np.float32) for _ in range(2))
         with engine.store.reader(prefix) as first, engine.store.reader(stored) as second:
             mapping = second.order
-            np.testing.assert_array_equal(np.sort(mapping), np.arange(LENGTH))
-            assert (mapping != np.arange(LENGTH)).any()
+            assert mapping.shape == (MODEL.num_layers, LENGTH)
+            assert (np.sort(mapping) == np.arange(LENGTH)).all()
+            assert (mapping[0] != mapping[1]).any()  # each layer has its own
             for group in range(engine.layout.groups):
                 assert first.read_packs(group, np.arange(CHUNKS), old).all()
                 assert second.read_packs(group, np.arange(CHUNKS), new).all()
                 rows = [x.reshape(-1, MODEL.num_kv_heads, MODEL.head_dim) for x in (old, new)]
-                np.testing.assert_array_equal(rows[1][:LENGTH], rows[0][mapping])
+                np.testing.assert_array_equal(rows[1][:LENGTH], rows[0][mapping[group // 2]])
     with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
         again = ask(engine, prefix, 0.1)  # a restart finds the mapping list in the store
         np.testing.assert_array_equal(again.logits, after.logits)
-
-
-def test_average_importance_weighs_layers_alike() -> None:
-    loud, quiet = np.array([8.0, 0.0, 2.0, 9.0]), np.array([0.0, 0.3, 0.1, 9.0])
-    got = average_importance([[loud[:3], quiet[:3]], [quiet[:3], quiet[:3]]], 3)
-    np.testing.assert_allclose(got, [0.2, 0.5625, 0.2375])
 
 
 @pytest.mark.parametrize("system", RIVALS)

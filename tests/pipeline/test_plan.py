@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.selection.select import Select
 from ckv_jax.systems import SYSTEMS
 
 PAPER = SYSTEMS["contiguous-kv"]
@@ -41,7 +42,7 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
     ours = SYSTEMS["ckv"]
 
     def chosen(count: int, depth: int = 6) -> list[list[int]]:
-        plan = Plan.of(depth, dataclasses.replace(ours, score_layers=count))
+        plan = Plan.of(depth, dataclasses.replace(ours, choose=Select(score_layers=count)))
         return [plan.scoring_layers(period) for period in range(plan.periods)]
 
     assert chosen(1) == [[0], [4]]
@@ -54,7 +55,8 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("depth", [1, 3, 6, 16, 28, 30])
 def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, period: int) -> None:
-    system = dataclasses.replace(SYSTEMS["ckv"], score_layers=count, period=period, decode=None)
+    chooses = {"choose": Select(score_layers=count), "decode": None}
+    system = dataclasses.replace(SYSTEMS["ckv"], period=period, **chooses)  # type: ignore[arg-type]
     plan = Plan.of(depth, system)
     layout = system.layout(
         num_layers=depth, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32"
@@ -66,7 +68,7 @@ def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, pe
 @pytest.mark.parametrize("count", [0, 2])
 def test_scoring_layers_need_a_digest(count: int) -> None:
     with pytest.raises(ValueError, match=f"score_layers={count}"):
-        dataclasses.replace(PAPER, score_layers=count)
+        dataclasses.replace(PAPER, choose=Select(score_layers=count))
 
 
 def test_no_layers_is_refused() -> None:

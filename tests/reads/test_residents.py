@@ -10,12 +10,13 @@ from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys
+from ckv_jax.selection.select import Select
 from ckv_jax.stored_kv import read_kv
 
 
 @pytest.mark.parametrize("score_layers", [1, 3, 4])
 def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layers: int) -> None:
-    chooses = {"score_layers": score_layers, "decode": None}
+    chooses = {"choose": Select(score_layers=score_layers), "decode": None}
     with small_engine(tmp_path, system="ckv", overrides=chooses) as engine:
         prefix = engine.ingest(tokens(200))
         engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
@@ -34,7 +35,7 @@ def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layer
 
 @pytest.mark.parametrize("kind", ["means", "bounds"])
 def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) -> None:
-    overrides = {"digest": kind, "score_layers": 3}
+    overrides = {"digest": kind}
     with small_engine(tmp_path, system="ckv", overrides=overrides) as engine:
         prefix = engine.ingest(tokens(200))
         (found,) = engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])

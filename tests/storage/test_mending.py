@@ -168,7 +168,7 @@ def test_a_reordered_segment_that_is_gone_has_no_order(store: ChunkStore) -> Non
     order = np.random.default_rng(0).permutation(64)
     prefix = ingest(store, some_tokens(64), layout=layout, order=order)
     with store.reader(prefix) as reader:
-        np.testing.assert_array_equal(reader.order, order)
+        np.testing.assert_array_equal(reader.order, np.tile(order, (4, 1)))
     prune_store(store, 0)
     with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="order"):
         _ = reader.order

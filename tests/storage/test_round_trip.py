@@ -92,16 +92,27 @@ def test_packs_go_to_the_rows_asked_for(store: ChunkStore, ends: tuple[int, ...]
     assert (out[others] == 1).all()
 
 
-def test_a_reordered_segment_keeps_its_mapping(store: ChunkStore) -> None:
-    layout = Layout(**SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, reordered=True)
+@pytest.mark.parametrize("layer_orders", [False, True])
+def test_a_reordered_segment_keeps_its_mapping(store: ChunkStore, layer_orders: bool) -> None:
+    layout = Layout(
+        **SHAPE, pack_layers=1, kv_together=False, chunk_tokens=64, reordered=True,
+        layer_orders=layer_orders,
+    )  # fmt: skip
     tokens = some_tokens(256 + 100)
     rng = np.random.default_rng(3)
-    ingest(store, tokens[:256], layout=layout, order=rng.permutation(256))
-    prefix = ingest(store, tokens, layout=layout, order=rng.permutation(100))
+
+    def order(size: int) -> np.ndarray:
+        each = [rng.permutation(size) for _ in range(layout.orders)]
+        return np.stack(each) if layer_orders else each[0]
+
+    ingest(store, tokens[:256], layout=layout, order=order(256))
+    prefix = ingest(store, tokens, layout=layout, order=order(100))
     outcome = read_all(store, prefix)
     assert (outcome.refused, outcome.wrong) == (0, 0)
     with store.reader(prefix) as reader:
-        assert sorted(reader.order) == list(range(356)) and reader.order[0] != 0
+        assert (np.sort(reader.order) == np.arange(356)).all()
+        assert (reader.order != np.arange(356)).any(axis=1).all()
+        assert (reader.order[0] != reader.order[1]).any() == layer_orders
 
     def found(prompt: np.ndarray) -> int:
         return store.longest_prefix(prompt, fingerprint=FINGERPRINT, layout=layout).num_tokens

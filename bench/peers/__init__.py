@@ -1,0 +1,15 @@
+"""What a person might run in place of this engine, over the same checkpoint and questions."""
+
+from __future__ import annotations
+
+from bench.peers.base import Peer
+from bench.peers.hugging_face import HuggingFace
+from bench.peers.presses import Presses
+from bench.peers.saved_slots import SavedSlots
+
+PEERS: dict[str, Peer] = {
+    "transformers": HuggingFace(),
+    "llama.cpp": SavedSlots(),
+    "kvpress": Presses(),
+}
+"""By the names that `python -m bench.peers --peers` takes."""

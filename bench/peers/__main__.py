@@ -1,0 +1,174 @@
+"""First tokens and right answers beside other programs, in one run and by turns.
+
+    python -m bench.peers --quick --json OUT
+    python -m bench.peers --peers llama.cpp,kvpress --json OUT
+
+`speed`: a random checkpoint of a published shape. `answers`: the shipped checkpoint, asked about
+generated documents whose answers are known. In both, every peer is asked every question in turn:
+
+- `ckv`, which reads a share of the stored KV from the SSD for each question, with no cache of KV
+  between them (direct I/O where the file system has it);
+- `transformers` on PyTorch: a recompute of everything, and the suffix over KV in memory;
+- `llama.cpp` (llama-cpp-python): a slot saved to a file is restored, then the suffix is computed;
+- `kvpress`: 95% of the KV is given up before a question is known (answers only).
+
+A peer that is not installed, or fails, has a row that says why, and the others go on. Everything
+except `ckv` and transformers is installed by whoever wants it: kvpress takes an older transformers,
+so an environment of its own is best. Rows: {case, peer, what, tokens, suffix_tokens, kept,
+ttft_ms, parts_ms, right, questions, why_skipped}; times are wall clock around a whole answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import SHAPES, Json, budget_share, finish, result_file, table
+from bench.peers import PEERS
+from bench.peers.base import Case, Page, Peer
+from bench.peers.comparison import compare
+from bench.peers.ours import Ours
+from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.model.weights import random_model, save_pretrained
+from ckv_jax.systems import SYSTEMS
+
+QUICK = {
+    "prefix_tokens": 2000, "repeats": 7, "recomputes": 1, "documents": 1, "document_tokens": 2048,
+}  # fmt: skip
+FULL = {
+    "prefix_tokens": 5000, "repeats": 15, "recomputes": 3, "documents": 8, "document_tokens": 4096,
+}  # fmt: skip
+PACKAGES = ("torch", "transformers", "llama-cpp-python", "kvpress")
+
+
+def peers_named(text: str) -> list[str]:
+    """Names from the command line, separated by commas."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in PEERS]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(unknown) or 'no name'}, expected some of {', '.join(PEERS)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+def speed_case(folder: Path, args: argparse.Namespace) -> Case:
+    """A random checkpoint, made in `folder`, one prefix and as many suffixes as repeats."""
+    config = SHAPES[args.model]
+    save_pretrained(random_model(config, seed=args.seed), folder)
+    rng = np.random.default_rng(args.seed)
+    tokens = rng.integers(0, config.vocab_size, args.prefix_tokens).astype(np.int32)
+    shape = (args.repeats, args.suffix_tokens)
+    suffixes = rng.integers(0, config.vocab_size, shape).astype(np.int32)
+    page = Page(tokens=tokens, suffixes=tuple(suffixes))
+    return Case(name="speed", folder=folder, pages=(page,), recomputes=args.recomputes)
+
+
+def answers_case(args: argparse.Namespace) -> Case:
+    """The shipped checkpoint over generated documents of 50 questions."""
+    ledgers = [
+        demo_ledger(seed, args.document_tokens, asked=LEARNED) for seed in range(args.documents)
+    ]
+    pages = tuple(
+        Page(
+            tokens=ledger.tokens,
+            suffixes=tuple(
+                question[:length]
+                for question, length in zip(ledger.questions, ledger.lengths, strict=True)
+            ),
+            answers=ledger.answers,
+        )
+        for ledger in ledgers
+    )
+    return Case(name="answers", folder=reference_folder(), pages=pages, recomputes=args.recomputes)
+
+
+def show(rows: Sequence[Json]) -> str:
+    """The rows as a table, then those that were skipped."""
+    cells = [
+        [
+            row["case"], row["peer"], row["what"], row["tokens"], f"{row['kept']:.0%}",
+            row["ttft_ms"]["p50"], row["ttft_ms"]["p95"], row["ttft_ms"]["n"],
+            "" if row["right"] is None else f"{row['right']} of {row['questions']}",
+        ]
+        for row in rows
+        if row["why_skipped"] is None
+    ]  # fmt: skip
+    header = ["case", "peer", "what", "tokens", "kept", "p50 ms", "p95 ms", "asked", "right"]
+    skipped = [
+        f"{row['case']}: {' '.join(filter(None, (row['peer'], row['what'])))} skipped: "
+        f"{row['why_skipped']}"
+        for row in rows
+        if row["why_skipped"] is not None
+    ]
+    return "\n".join([table(cells, header), *skipped])
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `--quick` changes what is not said."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--quick", action="store_true", help="at most 4 minutes on 2 quiet cores")
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument(
+        "--peers", type=peers_named, default=list(PEERS), metavar="A,B", help=", ".join(PEERS)
+    )
+    p.add_argument("--system", choices=SYSTEMS, default="ckv", help="ours")
+    p.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
+    p.add_argument("--model", choices=SHAPES, default="0.5B", help="shape of the speed case")
+    p.add_argument("--prefix-tokens", type=int, help="of the speed case")
+    p.add_argument("--suffix-tokens", type=int, default=32, help="of the speed case")
+    p.add_argument("--repeats", type=int, help="suffixes of the speed case")
+    p.add_argument("--recomputes", type=int, help="of the questions, for a recompute")
+    p.add_argument("--documents", type=int, help="of the answers case; 0 leaves it out")
+    p.add_argument("--document-tokens", type=int)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--folder", type=Path, help="folder for stores, on the disk to be measured")
+    args = p.parse_args(arguments)
+    for name, value in (QUICK if args.quick else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    args = parsed(arguments)
+    peers: dict[str, Peer] = {args.system: Ours(args.system, args.budgets)}
+    peers |= {name: PEERS[name] for name in args.peers}
+    rows: list[Json] = []
+    load = os.getloadavg()[0]  # other people's work, which no peer likes
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="ckv-peers-") as work:
+        folder = Path(work)
+        for case in _cases(folder, args):
+            rows += compare(case, peers, folder)
+    print(show(rows))
+    setting = {name: value for name, value in vars(args).items() if name not in ("json", "folder")}
+    body = {"setting": setting, "load_average": load, "versions": _versions(), "rows": rows}
+    finish(args, None, body)
+
+
+def _cases(folder: Path, args: argparse.Namespace) -> list[Case]:
+    cases = [speed_case(folder / "checkpoint", args)] if args.repeats else []
+    return cases + ([answers_case(args)] if args.documents else [])
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Scores of all chunks in one stage, or in two: a coarse pass, then what it left, with care.
+
+Inside a jitted call, on each device's own heads. What a coarse pass left is a shorter probe: the
+rows of its chunks gathered, which the kernels score like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Float32, Int32
+
+from ckv_jax.kernels_pallas.score.api import score as kernel
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.score.rows import of_chunks
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.selection.base import choose
+from ckv_jax.selection.chunks import ChunkScore
+from ckv_jax.selection.coarse import Stages
+
+
+class Scored(NamedTuple):
+    """What some queries say of every chunk of a prefix."""
+
+    scores: Float32[Array, "B M"]
+    """Their scores; of chunks that a coarse pass left out an estimate, by that pass."""
+    left: Bool[Array, "B M"] | None
+    """Which may be chosen; None: all."""
+
+
+def scored(
+    queries: Sequence[Float[Array, "B S H D"]],
+    probes: Sequence[Probe],
+    *,
+    score: ChunkScore,
+    stages: Stages | None,
+    num_tokens: Int32[Array, ""],
+    num_chunks: Int32[Array, ""],
+    q_lengths: Int32[Array, " B"],
+    limits: Int32[Array, " B"],
+    chunk_tokens: int,
+    target: Target,
+    whole: Callable[[Array], Array],
+    before: Float32[Array, "B M"] | None = None,
+) -> Scored:
+    """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
+
+    `whole` makes one of sums over each device's heads. `before`: scores that count as well for
+    what a coarse pass leaves, and are not in the result.
+
+    In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
+    weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
+    others, scaled to as many queries and layers, is their estimate: all scores together are what
+    they are in one stage, and shares of them are of all attention.
+    """
+
+    def everything() -> Array:
+        found: Array = jnp.zeros((), jnp.float32)
+        for q, probe in zip(queries, probes, strict=True):
+            found = found + score(
+                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
+                target=target,
+            )  # [B, M]  # fmt: skip
+        return whole(found)
+
+    def by_head(
+        queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array
+    ) -> Array:
+        found: Array = jnp.zeros((), jnp.float32)
+        for q, probe in zip(queries, probes, strict=True):
+            found = found + kernel(
+                q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
+                target=target, heads="each",
+            )  # [B, K, M]  # fmt: skip
+        return found
+
+    if stages is None:
+        return Scored(everything(), None)
+    coarse = stages.coarse
+    asking = coarse.layers(len(probes))
+    count = jnp.minimum(q_lengths, coarse.queries)
+    few = [_last(queries[layer], q_lengths, coarse.queries) for layer in asking]
+    rough = by_head(few, [probes[layer] for layer in asking], count, num_tokens)
+    times = (q_lengths * len(probes)) / jnp.maximum(count * len(asking), 1)
+    rough = rough * times.astype(jnp.float32)[:, None, None]
+    estimate = whole(jnp.sum(rough, axis=1))
+
+    left = coarse.left(limits, num_chunks)
+    ranked = estimate if before is None else estimate + before
+    ids = choose(ranked, stages.room, left, count=num_chunks).ids  # [B, room], -1 at the end
+    real = ids >= 0
+
+    def of_row(ids: Array, count: Array, *queries: Array) -> Array:
+        held = jnp.clip(num_tokens - ids * chunk_tokens, 0, chunk_tokens)
+        tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
+        gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
+        return by_head([q[None] for q in queries], gathered, count[None], tokens)[0]  # [K, room]
+
+    fine = _each(of_row, ids, q_lengths, *queries)  # [B, K, room]
+    on_them = jnp.take_along_axis(rough, jnp.maximum(ids, 0)[:, None, :], axis=2)
+    on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
+    share = on_them / jnp.maximum(jnp.sum(rough, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
+    decided = whole(jnp.sum(fine * share[:, :, None], axis=1))  # [B, room]
+
+    rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    at = jnp.where(real, ids, estimate.shape[1])
+    scores = estimate.at[rows, at].set(decided, mode="drop")
+    decides = jnp.zeros(scores.shape, bool).at[rows, at].set(True, mode="drop")
+    if stages.some_whole:
+        one_stage = (left == 0)[:, None]
+        scores = jnp.where(one_stage, everything(), scores)
+        decides = decides | one_stage
+    return Scored(scores, decides)
+
+
+def _last(q: Array, q_lengths: Array, count: int) -> Array:
+    """The last `count` real queries of each row of [B, S, H, D]: [B, <= count, H, D]."""
+    batch, length, _, _ = q.shape
+    if count >= length:
+        return q
+    steps = jnp.arange(count, dtype=jnp.int32)[None, :]
+    at = jnp.maximum(q_lengths - count, 0)[:, None] + jnp.broadcast_to(steps, (batch, count))
+    return jnp.take_along_axis(q, at[:, :, None, None], axis=1)
+
+
+def _each(function: Callable[..., Array], *rows: Array) -> Array:
+    """`function` of each row; of several one after the other in a loop, so that it is compiled
+    once and every row's gathered probe is in memory alone."""
+    if rows[0].shape[0] == 1:
+        return function(*(row[0] for row in rows))[None]
+    out: Array = lax.map(lambda row: function(*row), rows)
+    return out

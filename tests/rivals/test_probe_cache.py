@@ -1,0 +1,147 @@
+"""Probe keys are entries of the caches: read once, evicted like packs, and never another answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
+
+from ckv_jax import Engine, Request
+from ckv_jax.request import Result
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.probe_pages import ProbePages
+from ckv_jax.systems import SYSTEMS
+
+MODEL = dataclasses.replace(SMALL, num_layers=4, num_heads=8, num_kv_heads=4)
+LENGTH = 500
+NO_CACHES = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+KV = 2 * 4 * 4 * 16 * 4 * LENGTH  # bytes of the prefix's keys and values
+
+Sizes = Mapping[str, int]
+
+
+def probe_bytes(result: Result) -> int:
+    """Bytes of probe keys that came from the store."""
+    return sum(s.args["bytes"] for s in result.trace.spans if s.name == "probe_read")
+
+
+def ask(engine: Engine, prefix: Prefix, seed: int = 1) -> Result:
+    (result,) = engine.reprefill([Request(prefix=prefix, suffix=tokens(9, seed), budget=0.1)])
+    return result
+
+
+@pytest.fixture(scope="module", params=["impress", "contiguous-kv"])
+def system(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, system: str) -> Path:
+    return tmp_path_factory.mktemp(system)
+
+
+@pytest.fixture(scope="module")
+def cold(folder: Path, system: str) -> Iterator[list[Result]]:
+    """Answers to four questions without any cache."""
+    with engine_over(folder, system, NO_CACHES) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        yield [ask(engine, prefix, seed) for seed in range(4)]
+
+
+def engine_over(folder: Path, system: str, sizes: Sizes) -> Engine:
+    preset = dataclasses.replace(SYSTEMS[system], reorder_every=0)
+    return small_engine(folder, system=preset, model=MODEL, **sizes)
+
+
+def rows_read(system: str) -> int:
+    """Bytes of all probe keys that one request needs."""
+    layers, heads = (4, 2) if system == "impress" else (1, 4)  # a period of 8 layers: one probe
+    return layers * heads * MODEL.head_dim * 4 * LENGTH
+
+
+def test_without_caches_every_question_reads_all_of_them(cold: list[Result], system: str) -> None:
+    assert [probe_bytes(result) for result in cold] == [rows_read(system)] * 4
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"device_cache_bytes": 2 * KV, "host_cache_bytes": 0},
+        {"device_cache_bytes": 0, "host_cache_bytes": 2 * KV},
+        {"device_cache_bytes": KV // 20, "host_cache_bytes": KV // 20},
+    ],
+    ids=["device", "host", "tiny"],
+)
+def test_answers_are_the_same_bit_for_bit(
+    folder: Path, system: str, cold: list[Result], sizes: Sizes
+) -> None:
+    with engine_over(folder, system, sizes) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        found = [ask(engine, prefix, seed) for seed in (0, 1, 2, 3, 0)]
+        stats = engine.stats()
+        tiers = engine.worker.memory.tiers
+        assert tiers.device_pages <= tiers.device_slots  # within the budgets
+        assert tiers.host_pages <= tiers.host_slots
+        assert stats.device_hits + stats.host_hits > 0
+    for result, expected in zip(found, [*cold, cold[0]], strict=True):
+        np.testing.assert_array_equal(result.logits, expected.logits)
+    read = [probe_bytes(result) for result in found]
+    assert read[0] == rows_read(system)
+    if sizes["device_cache_bytes"] + sizes["host_cache_bytes"] >= KV:
+        assert read[1:] == [0] * 4
+        kept = found[1].trace.bytes["device" if sizes["device_cache_bytes"] else "host"]
+        assert kept >= rows_read(system)
+    else:  # some were pushed out again
+        assert 0 < sum(read[1:]) < 5 * rows_read(system)
+
+
+@pytest.mark.parametrize("system", ["contiguous-kv"], indirect=True)
+def test_a_pool_too_small_for_a_probe_serves_it_in_parts(
+    folder: Path, system: str, cold: list[Result]
+) -> None:
+    slots, pack = 3, 4 * 2 * 16 * 4 * 16 * 4  # a probe has four pages
+    with engine_over(folder, system, NO_CACHES | {"prefetch_device_bytes": slots * pack}) as engine:
+        prefix = engine.ingest(tokens(LENGTH))
+        assert engine.worker.memory.tiers.slots == slots < len(ProbePages(prefix))
+        result = ask(engine, prefix, 0)
+    assert scale_error(result.logits, cold[0].logits) < TIGHT  # its packs come in pieces too
+
+
+def test_prefixes_that_share_a_segment_share_its_pages(folder: Path, system: str) -> None:
+    sizes = {"device_cache_bytes": 4 * KV, "host_cache_bytes": 0}
+    with engine_over(folder, system, sizes) as engine:
+        base = engine.ingest(tokens(LENGTH))
+        ask(engine, base)
+        longer = engine.ingest(np.concatenate([base.tokens, tokens(200, 5)]))
+        result = ask(engine, longer)
+        assert 0 < probe_bytes(result) < rows_read(system)
+        expected = engine.recompute(Request(prefix=longer, suffix=tokens(9, 1))).logits
+        (whole,) = engine.reprefill([Request(prefix=longer, suffix=tokens(9, 1), budget=1.0)])
+        np.testing.assert_allclose(whole.logits, expected, rtol=1e-3, atol=1e-4)
+        engine.demote(longer).result()
+        assert 0 < probe_bytes(ask(engine, base)) < rows_read(system)  # its last page is its own
+        engine.demote(base).result()
+        engine.prefetch(base).result()
+        assert probe_bytes(ask(engine, base)) == 0
+
+
+def test_pages_are_cut_where_spans_are(folder: Path, system: str, cold: list[Result]) -> None:
+    with engine_over(folder, system, NO_CACHES) as engine:
+        whole = engine.ingest(tokens(LENGTH))
+        layout = whole.layout
+        size, most = layout.chunk_tokens, layout.probe_page_chunks
+        assert most == {"impress": 2, "contiguous-kv": 8}[system]
+        short = engine.store.longest_prefix(
+            whole.tokens[: 5 * size], fingerprint=engine.fingerprint, layout=layout
+        )
+        pages, cut = ProbePages(whole), ProbePages(short)
+    assert cut.chunks.sum() == 5 and not cut.whole(len(cut) - 1)
+    assert all(pages.whole(page) for page in range(len(pages)))
+    assert int(pages.tokens.sum()) == LENGTH
+    for chunk, place in enumerate(pages.place.tolist()):
+        page, within = divmod(place, most)
+        assert pages.first[page] + within == chunk

@@ -1,0 +1,59 @@
+"""`Select` says how questions and texts choose; what is stored depends on its layers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ckv_jax.selection.select import Select
+from ckv_jax.systems import SYSTEMS
+
+STORED = {
+    "recompute": "3f35ba27", "as-lru": "d6a9cdfa", "as-h2o-lru": "d6a9cdfa",
+    "as-h2o-lfu": "d6a9cdfa", "impress": "307fb8eb", "contiguous-kv": "1667e91a",
+    "ckv": "f4e2a4d8", "dense": "468bf215", "flexgen": "c3ca4f0c", "quest": "e94de415",
+    "shadowkv": "9cfb292e", "retroinfer": "c3ca4f0c", "infinigen": "077d2858",
+    "pqcache": "44398138", "kvdrive": "c3ca4f0c",
+}  # fmt: skip
+"""The first digits of layouts, as stores have them that were written with flat fields."""
+MODEL = {"num_layers": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
+
+
+def test_questions_of_ours_choose_in_two_stages() -> None:
+    """And by what is stored already."""
+    ours = SYSTEMS["ckv"]
+    one = dataclasses.replace(ours, choose=dataclasses.replace(ours.choose, coarse=None))
+    assert ours.choose.coarse is not None and one.layout(**MODEL) == ours.layout(**MODEL)
+
+
+def test_stores_of_every_preset_still_open() -> None:
+    assert {name: system.layout(**MODEL).hex[:8] for name, system in SYSTEMS.items()} == STORED
+
+
+@pytest.mark.parametrize("select", [Select(queries=None), Select(queries=7), Select(every=1)])
+def test_queries_are_nothing_that_is_stored(select: Select) -> None:
+    ours = SYSTEMS["ckv"]
+    choose = dataclasses.replace(select, score_layers=3)
+    assert dataclasses.replace(ours, choose=choose).layout(**MODEL) == ours.layout(**MODEL)
+
+
+@pytest.mark.parametrize(
+    ("choose", "why"),
+    [
+        ({"every": 2}, "a question chooses once"),
+        ({"guessed": True}, "by its own queries"),
+        ({"queries": 0}, "queries=0"),
+        ({"queries": 1.5}, "queries=1.5"),
+        ({"score_layers": 0}, "score_layers=0"),
+    ],
+)
+def test_a_question_chooses_once_by_its_own_queries(choose: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        dataclasses.replace(SYSTEMS["ckv"], choose=Select(**choose))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("queries", [None, 65])
+def test_a_text_chooses_by_some_tokens(queries: int | None) -> None:
+    with pytest.raises(ValueError, match="queries"):
+        dataclasses.replace(SYSTEMS["ckv"], decode=Select(queries=queries))

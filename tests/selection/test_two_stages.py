@@ -1,0 +1,254 @@
+"""A coarse pass and what it leaves, against Equation 1 in numpy, and through an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_sharp import COLD, Sharp
+from engine_support import TIGHT, scale_error, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy_qwen import softmax
+from pipeline_support import UnsteadyStore
+
+from ckv_jax import Request, SamplingParams
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.selection.base import choose
+from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.select import Select
+from ckv_jax.selection.two_stages import Scored, scored
+
+C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
+T = C * M - 3  # the last chunk is short
+CPU = Target(platform="cpu")
+
+
+def keys_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(LAYERS, C * M, K, D)).astype(np.float32) * 2
+
+
+def queries_of(batch: int, seed: int = 9, length: int = 4) -> np.ndarray:
+    shape = (LAYERS, batch, length, K * G, D)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def stages_of(coarse: Coarse, limits: list[int]) -> Stages | None:
+    return coarse.stages(np.array(limits, np.int32), M)
+
+
+def run(
+    coarse: Coarse | None, limits: list[int], lengths: list[int], *,
+    probes: list[Probe] | None = None, queries: np.ndarray | None = None,
+    before: np.ndarray | None = None,
+) -> Scored:  # fmt: skip
+    found = probes or [Keys(jnp.asarray(layer)) for layer in keys_of(0)]
+    asked = queries_of(len(limits)) if queries is None else queries
+    given = np.array(limits, np.int32)
+    return scored(
+        list(map(jnp.asarray, asked)), found, score=attention_mass,
+        stages=coarse and coarse.stages(given, M), num_tokens=jnp.int32(T),
+        num_chunks=jnp.int32(M), q_lengths=jnp.asarray(np.array(lengths, np.int32)),
+        limits=jnp.asarray(given), chunk_tokens=C, target=CPU, whole=lambda x: x,
+        before=None if before is None else jnp.asarray(before),
+    )  # fmt: skip
+
+
+def by_chunk(q: np.ndarray, keys: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    """Equation 1 over the keys of some chunks, [K, M] of queries [n, H, D]: 0 elsewhere."""
+    out = np.zeros((K, M))
+    seen = np.isin(np.arange(C * M) // C, chunks) & (np.arange(C * M) < T)
+    for head in range(K * G):
+        logits = q[:, head].astype(np.float64) @ keys[:, head // G].T.astype(np.float64) / D**0.5
+        weights = softmax(np.where(seen, logits, -np.inf)).sum(0)
+        out[head // G] += weights.reshape(M, C).sum(1)
+    return out
+
+
+def two_stages(
+    coarse: Coarse, limit: int, q: np.ndarray, before: np.ndarray | float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores [M] and the chunks left, of one row's queries [L, n, H, D]."""
+    keys, every = keys_of(0), np.arange(M)
+    asking = coarse.layers(LAYERS)
+    last = q[:, -coarse.queries :]
+    rough = sum(by_chunk(last[i], keys[i], every) for i in asking)
+    rough = rough * q.shape[1] * LAYERS / (last.shape[1] * len(asking))
+    left = np.sort(np.argsort(-(rough.sum(0) + before), kind="stable")[: limit * coarse.survivors])
+    fine = sum(by_chunk(q[i], keys[i], left) for i in range(LAYERS))
+    share = rough[:, left].sum(1) / rough.sum(1)
+    scores = rough.sum(0)
+    scores[left] = (fine * share[:, None]).sum(0)[left]
+    return scores, left
+
+
+@pytest.mark.parametrize(
+    "coarse",
+    [
+        Coarse(survivors=4),
+        Coarse(survivors=5, queries=2),
+        Coarse(survivors=2, score_layers=2, queries=9),
+        Coarse(survivors=4, score_layers=7),
+    ],
+)
+def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: Coarse) -> None:
+    limits, lengths = [2, 3, 0, 1], [4, 1, 0, 3]
+    asked = queries_of(4)
+    found = run(coarse, limits, lengths)
+    assert found.left is not None
+    for row in (0, 1, 3):
+        q = asked[:, row, : lengths[row]]
+        scores, left = two_stages(coarse, limits[row], q)
+        assert np.flatnonzero(found.left[row]).tolist() == left.tolist()
+        np.testing.assert_allclose(np.asarray(found.scores)[row], scores, rtol=2e-4, atol=1e-5)
+        # Nothing of Equation 1's whole is lost: shares of it are of all attention.
+        total = lengths[row] * LAYERS * K * G
+        np.testing.assert_allclose(np.asarray(found.scores)[row].sum(), total, rtol=1e-4)
+    assert not np.asarray(found.left)[2].any()
+
+
+def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
+    coarse, before = Coarse(survivors=2), np.zeros((1, M), np.float32)
+    before[0, 40] = 100
+    found = run(coarse, [2], [1], before=before)
+    wanted, left = two_stages(coarse, 2, queries_of(1)[:, 0, :1], before[0])
+    assert 40 in left and found.left is not None
+    assert np.flatnonzero(found.left[0]).tolist() == left.tolist()
+    np.testing.assert_allclose(np.asarray(found.scores)[0], wanted, rtol=2e-4, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 2**20))
+@settings(max_examples=6, deadline=None)
+def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
+    limits: list[int], seed: int
+) -> None:
+    """Whether a row is depends on itself alone, whatever rows stand beside it."""
+    coarse = Coarse(survivors=4)
+    queries = queries_of(len(limits), seed)
+    lengths = [4] * len(limits)
+    plain = run(None, limits, lengths, queries=queries)
+    found = run(coarse, limits, lengths, queries=queries)
+    assert plain.left is None
+    for row, limit in enumerate(limits):
+        if 4 * 4 * limit > M:
+            assert found.left is None or np.asarray(found.left)[row].all()
+            assert (np.asarray(found.scores)[row] == np.asarray(plain.scores)[row]).all()
+        else:
+            assert found.left is not None and int(found.left[row].sum()) == 4 * limit
+    for survivors in (64, 1024):  # every chunk survives
+        assert run(Coarse(survivors=survivors), limits, lengths, queries=queries).left is None
+
+
+def _int4(rng: np.random.Generator) -> Probe:
+    codes = rng.integers(0, 256, (C * M, K, D // 2), dtype=np.uint8)
+    scale = rng.uniform(0.2, 0.4, (C * M, K)).astype(np.float32)
+    return Int4Keys(jnp.asarray(codes), jnp.asarray(scale))
+
+
+def _pq(rng: np.random.Generator) -> Probe:
+    codes = rng.integers(0, 256, (C * M, K, 1), dtype=np.uint8)
+    books = rng.normal(size=(K, 1, 256, D)).astype(np.float32)
+    return PqKeys(jnp.asarray(codes), jnp.asarray(books))
+
+
+def _means(rng: np.random.Generator) -> Probe:
+    mean = rng.normal(size=(M, K, D)).astype(np.float32)
+    return MeanKeys(jnp.asarray(mean), jnp.zeros((M, K), jnp.float32))
+
+
+def _bounds(rng: np.random.Generator) -> Probe:
+    low = rng.normal(size=(M, K, D)).astype(np.float32)
+    return BoundKeys(jnp.asarray(low), jnp.asarray(low + 1))
+
+
+@pytest.mark.parametrize("make", [_int4, _pq, _means, _bounds])
+def test_of_every_probe_the_best_of_what_is_left_are_chosen(
+    make: Callable[[np.random.Generator], Probe],
+) -> None:
+    """All queries of all layers are the coarse pass: what it finds best is what is best."""
+    rng = np.random.default_rng(0)
+    probes = [make(rng) for _ in range(LAYERS)]
+    limits, lengths = [2, 4], [4, 3]
+    plain = run(None, limits, lengths, probes=probes)
+    found = run(Coarse(score_layers=3, queries=4, survivors=4), limits, lengths, probes=probes)
+    n = jnp.asarray(np.array(limits, np.int32))
+    ids = [choose(x.scores, 4, n, among=x.left).ids for x in (plain, found)]
+    assert np.intersect1d(*map(np.asarray, ids)).size > 3  # shares of fewer heads weigh otherwise
+    outside = ~np.asarray(found.left)
+    np.testing.assert_allclose(
+        np.asarray(found.scores)[outside], np.asarray(plain.scores)[outside], rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(found.scores.sum(1), plain.scores.sum(1), rtol=1e-4)
+
+
+def test_bad_values_are_named() -> None:
+    for bad in ({"survivors": 0}, {"survivors": 1025}, {"queries": 0}, {"score_layers": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Coarse(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="coarse"):
+        Select(coarse=Coarse(), score=attention_mass)
+
+
+BUDGET, LENGTH = 0.1, 12
+"""Of 16 chunks two, four of which are left."""
+TWO = Select(score_layers=3, queries=4, coarse=Coarse(survivors=2))
+
+
+def requests(prefix: object) -> list[Request]:
+    return [Request(prefix=prefix, suffix=tokens(5 + i, i), budget=BUDGET) for i in range(3)]  # type: ignore[arg-type]
+
+
+def test_an_engine_chooses_in_two_stages_alone_and_in_batches(sharp: Sharp, tmp_path: Path) -> None:
+    everything = dataclasses.replace(TWO, coarse=Coarse(survivors=1024))
+    with sharp.fresh(tmp_path) as one, sharp.fresh(tmp_path, system={"choose": TWO}) as two:
+        prefix = one.ingest(tokens(250))
+        plain, coarse = (engine.reprefill(requests(prefix)) for engine in (one, two))
+        for result in coarse:
+            assert result.trace.chunks == plain[0].trace.chunks  # as many, of as many
+            assert 0.05 < result.trace.attention_mass <= 1
+        for request, together in zip(requests(prefix), coarse, strict=True):
+            (alone,) = two.reprefill([request])
+            assert scale_error(alone.logits, together.logits) < TIGHT
+        others = [scale_error(a.logits, b.logits) for a, b in zip(plain, coarse, strict=True)]
+        assert max(others) > 100 * TIGHT
+        with sharp.fresh(tmp_path, system={"choose": everything}) as all_left:
+            again = all_left.reprefill(requests(prefix))
+    for mine, theirs in zip(plain, again, strict=True):
+        assert (mine.logits == theirs.logits).all()
+
+
+def test_texts_choose_in_two_stages_whatever_is_kept_where(sharp: Sharp, tmp_path: Path) -> None:
+    system = {"choose": TWO, "decode": TWO}
+    sampling = SamplingParams(max_tokens=LENGTH)
+
+    def told(engine: object) -> list[np.ndarray]:
+        texts = engine.generate(requests(prefix), sampling, keep_kv=True).results()  # type: ignore[attr-defined]
+        return [np.asarray(text.completion().kv) for text in texts]
+
+    with sharp.fresh(tmp_path) as one, sharp.fresh(tmp_path, system=system) as two:
+        prefix = one.ingest(tokens(250))
+        in_one_stage, in_two = told(one), told(two)
+        assert any((a != b).any() for a, b in zip(in_one_stage, in_two, strict=True))
+        narrow = dataclasses.replace(
+            two.config, system=dataclasses.replace(two.system, window=1.0, overfetch=3.0), **COLD
+        )
+        with two.variant(narrow, store=UnsteadyStore(two.store, 0.1)) as other:
+            for mine, theirs in zip(in_two, told(other), strict=True):
+                assert (mine == theirs).all()
+            assert other.stats().pinned_packs == 0
+
+
+def test_one_loop_serves_any_number_of_rows() -> None:
+    """A batch of rows is one program of one kernel each, not one for every row."""
+    text = {}
+    for rows in (2, 8):
+        made = jax.make_jaxpr(lambda rows=rows: run(Coarse(), [1] * rows, [4] * rows).scores)()
+        text[rows] = str(made).count("dot_general")
+    assert text[2] == text[8]

@@ -1,0 +1,239 @@
+"""Long texts: what they generated becomes segments of their own, and device memory stays level."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_sharp import POOL_BYTES, Sharp
+from engine_support import TIGHT, scale_error, tokens
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.config import EngineConfig
+from ckv_jax.pipeline.kv_rows import rows_bucket
+from ckv_jax.serving.leftovers import Leftovers, remove_line
+from ckv_jax.serving.segments import most_buffered
+from ckv_jax.storage.errors import StoreFull
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
+
+SEGMENT = 32
+LENGTH = 150
+"""The first segment after 32 + 64 tokens, and one for every 32 from there on."""
+SEGMENTS = 2
+ENDLESS = 1500
+"""Of a text that is given up, however far it runs ahead of who reads it."""
+
+
+@pytest.fixture(scope="module")
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), segment_tokens=SEGMENT) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def document(engine: Engine) -> Prefix:
+    return engine.ingest(tokens(150))  # its last chunk is not whole
+
+
+def asked(document: Prefix, budget: float, seed: int = 40) -> Request:
+    return Request(prefix=document, suffix=tokens(7, seed).tolist(), budget=budget)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60  # of a loaded machine; nothing is measured
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert true()
+
+
+def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
+    """Nothing of any text is left."""
+    kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
+    wait_until(lambda: not engine.stats().running)
+    wait_until(lambda: engine.store.files.segment_ids() == kept)
+    wait_until(lambda: not engine._worker._segments._leftovers._left)
+    stats, tiers = engine.stats(), engine._worker.memory.tiers
+    assert stats.running == stats.pinned_packs == tiers.pinned_slots == 0
+    known = [resident.prefix for resident in engine._worker.residents._known.values()]
+    assert all(prefix == document for prefix in known)
+
+
+def without_segments(engine: Engine, **config: object) -> EngineConfig:
+    return replace(engine.config, segment_tokens=0, **config)  # type: ignore[arg-type]
+
+
+def test_at_a_budget_of_one_segments_change_no_token(engine: Engine, document: Prefix) -> None:
+    sampling = SamplingParams(max_tokens=LENGTH)
+    requests = [asked(document, 1.0), asked(document, 1.0, 41), asked(document, 0.2)]
+    with engine.variant(without_segments(engine)) as other:
+        whole = other.generate(requests, sampling, keep_kv=True).results()
+    parts = engine.generate(requests, sampling, keep_kv=True).results()
+    for mine, theirs in zip(parts[:2], whole[:2], strict=True):
+        assert (mine.trace.segments, theirs.trace.segments) == (SEGMENTS, 0)
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        kv = mine.completion().kv, theirs.completion().kv
+        assert kv[0].shape == kv[1].shape and scale_error(*map(np.asarray, kv)) < TIGHT
+    assert parts[2].trace.segments == SEGMENTS
+    assert (np.asarray(parts[2].completion().kv) != np.asarray(whole[2].completion().kv)).any()
+    settled(engine, document)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine, document: Prefix) -> np.ndarray:
+    """Keys and values that a text leaves."""
+    sampling = SamplingParams(max_tokens=LENGTH)
+    [text] = engine.generate(asked(document, 0.2), sampling, keep_kv=True).results()
+    settled(engine, document)
+    return np.asarray(text.completion().kv)
+
+
+@pytest.mark.parametrize(
+    ("system", "config"),
+    [
+        ({"window": 1.0}, {"device_cache_bytes": 0}),
+        ({"keep": "lru", "window": 4.0}, {}),
+        ({"window": 0}, {"device_cache_bytes": 0, "host_cache_bytes": 0}),
+    ],
+)
+def test_what_is_kept_where_changes_no_bit(
+    engine: Engine, document: Prefix, plain: np.ndarray, system: dict[str, object],
+    config: dict[str, object],
+) -> None:  # fmt: skip
+    sampling = SamplingParams(max_tokens=LENGTH)
+    room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+    values = replace(
+        engine.config,
+        system=replace(engine.system, **system),
+        **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
+    )
+    with engine.variant(values) as other:
+        [mine] = other.generate(asked(document, 0.2), sampling, keep_kv=True).results()
+        settled(other, document)
+    assert (np.asarray(mine.completion().kv) == plain).all()
+
+
+def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Prefix) -> None:
+    """Buffers, slots and programs, from its second segment on."""
+    count, seen = 400, []
+    sampling = SamplingParams(max_tokens=count)
+    with engine.generate(asked(document, 0.2), sampling) as stream:
+        for _ in stream:
+            held, made = engine.stats().pinned_packs, engine._worker.layers.programs.made
+            for batch in list(engine._worker._running._batches):
+                seen.append((batch.decoder.capacity, held, made))
+        [text] = stream.results()
+    assert text.trace.segments >= (count - 128) // SEGMENT
+    capacities, held, made = zip(*seen, strict=True)
+    assert max(capacities) <= rows_bucket(7 + most_buffered(SEGMENT, 16))
+    most = 2 * 2 * engine.layout.groups  # a fifth of 10 chunks, twice
+    assert max(held) <= most
+    assert made[len(made) // 2] == made[-1]
+    settled(engine, document)
+
+
+def test_a_text_that_is_given_up_leaves_nothing_behind(engine: Engine, document: Prefix) -> None:
+    settled(engine, document)
+    used = engine.store.usage()
+    for after in (97, 140):  # about to move onto the first one, or standing on some
+        with engine.generate(asked(document, 0.2), SamplingParams(max_tokens=ENDLESS)) as stream:
+            for number, _ in enumerate(stream):
+                if number == after:
+                    break
+            assert number == after
+        settled(engine, document)
+    wait_until(lambda: engine.store.usage() == used)
+
+
+def test_nothing_that_was_generated_is_found_by_others(engine: Engine, document: Prefix) -> None:
+    found = []
+    with engine.generate(asked(document, 0.2), SamplingParams(max_tokens=ENDLESS)) as stream:
+        text = [*document.tokens, *tokens(7, 40).tolist()]
+        for event in stream:
+            text.append(event.token_id)
+            if len(text) in (300, 340):
+                longest = engine.store.longest_prefix(
+                    np.array(text), fingerprint=engine.fingerprint, layout=engine.layout
+                )
+                found.append(longest.num_tokens)
+                mine = [p for p in engine.store.prefixes() if p.provenance.startswith("text:")]
+                assert len(mine) == 1 and mine[0].num_tokens > document.num_tokens
+                if len(found) == 2:
+                    break
+    assert found == [document.num_tokens] * 2
+    settled(engine, document)
+
+
+def private(store: ChunkStore, engine: Engine, document: Prefix, name: str) -> Prefix:
+    """What a text of some process has stored."""
+    layout = engine.layout
+    with store.writer(
+        fingerprint=engine.fingerprint, layout=layout, tokens=tokens(32, 7),
+        parent=document.whole_chunks(), provenance=f"text:{name}",
+    ) as writer:  # fmt: skip
+        shape = (layout.num_layers, 2, 32, *layout.pack_shape[-2:])
+        writer.write(0, np.zeros(shape, layout.numpy_dtype))
+        return writer.commit()
+
+
+def test_what_dead_processes_left_is_removed(engine: Engine, document: Prefix) -> None:
+    sampling = SamplingParams(max_tokens=120)
+    with ChunkStore.open(engine.store.files.root) as store:  # as another process has it
+        living = private(store, engine, document, "living")
+        private(store, engine, document, "dead")
+        with store.reader(living) as reader, engine.variant(engine.config) as other:
+            reader.require()
+            other.generate(asked(document, 0.2), sampling).results()
+            settled(other, document, living)
+        with engine.variant(engine.config) as other:
+            other.generate(asked(document, 0.2), sampling).results()
+            settled(other, document)
+
+
+def test_what_somebody_reads_is_removed_later(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    store, tried = engine.store, []
+    remove = store.remove_segment
+    monkeypatch.setattr(store, "remove_segment", lambda id_: (tried.append(id_), remove(id_))[1])
+    read = private(store, engine, document, "read")
+    line = [span.segment_id for span in read.spans[::-1]][:1]
+    left = Leftovers(store)
+    with store.reader(read):
+        left.add(line)
+        wait_until(lambda: len(tried) > 3)
+        assert line[0] in store.files.segment_ids()
+    wait_until(lambda: line[0] not in store.files.segment_ids())
+    left.add(line)  # once more is no error
+    left.close()
+    assert not left._left and not caplog.records
+
+    left = Leftovers(store)
+    read = private(store, engine, document, "read")
+    with store.reader(read):
+        left.add(line)
+        left.close()
+    assert "segments of ended texts stay in the store: somebody reads them" in caplog.text
+    assert remove_line(store, line)
+
+
+def test_where_nothing_can_be_stored_the_text_stays_in_memory(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    sampling = SamplingParams(max_tokens=LENGTH)
+    with engine.variant(without_segments(engine)) as other:
+        [plain] = other.generate(asked(document, 0.2), sampling).results()
+
+    def full(**_: object) -> None:
+        raise StoreFull("no room")
+
+    monkeypatch.setattr(engine.store, "writer", full)
+    [text] = engine.generate(asked(document, 0.2), sampling).results()
+    assert text.token_ids.tolist() == plain.token_ids.tolist()
+    assert text.trace.segments == 0
+    assert "a text keeps what it generated in memory: no room" in caplog.text

@@ -1,0 +1,108 @@
+"""Window widths by period: made of what texts chose, kept for a model, part of no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_sharp import POOL_BYTES, Sharp
+from engine_support import tokens
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.cache.widths import TIMES, Widths, load_widths, save_widths
+from ckv_jax.storage.prefix import Prefix
+
+BUDGET = 0.2
+LENGTH = 24
+PERIODS = 2
+
+
+@pytest.fixture(scope="module")
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefix(engine: Engine) -> Prefix:
+    return engine.ingest(tokens(250))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def asked(prefix: Prefix) -> Request:
+    return Request(prefix=prefix, suffix=tokens(7, 40).tolist(), budget=BUDGET)
+
+
+def told(engine: Engine, prefix: Prefix) -> tuple[np.ndarray, int]:
+    """Keys and values that a text computed, and the most packs that it held meanwhile."""
+    sampling = SamplingParams(max_tokens=LENGTH)
+    held = 0
+    with engine.generate(asked(prefix), sampling, keep_kv=True) as stream:
+        for _ in stream:
+            held = max(held, engine.stats().pinned_packs)
+        [text] = stream.results()
+    return np.asarray(text.completion().kv), held
+
+
+def without_caches(engine: Engine, **system: object) -> Engine:
+    values = replace(
+        engine.config, system=replace(engine.system, **system), device_cache_bytes=0,
+        prefetch_device_bytes=POOL_BYTES,
+    )  # fmt: skip
+    return engine.variant(values)
+
+
+def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) -> None:
+    plain, even = told(engine, prefix)
+    packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
+    most = 4 * 2 * int(packs.sum())  # a fifth of 16 chunks, twice
+    assert even <= most
+    for times in (((1.0,), (4.0,)), ((4.0,), (1.0,)), ((1.5,), (1.0,))):
+        save_widths(Widths(times=times), engine.fingerprint, "ckv")
+        with without_caches(engine) as other:
+            assert other._worker.profile.widths.times == times
+            mine, held = told(other, prefix)
+        assert (mine == plain).all()
+        assert held <= most
+
+
+def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: Prefix) -> None:
+    plain, _ = told(engine, prefix)
+    packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
+    with without_caches(engine, window=3.0) as other:
+        widths = other.profile_windows(asked(prefix), SamplingParams(max_tokens=40))
+        assert {time for group in widths.times for time in group} <= set(TIMES)
+        assert 2 * packs.sum() < np.array(widths.times)[:, 0] @ packs <= 3 * packs.sum()
+        assert load_widths(other.fingerprint, "ckv", groups=PERIODS, rows=1) == widths
+        assert (told(other, prefix)[0] == plain).all()  # and they are used from now on
+    with without_caches(engine) as later, without_caches(engine, widths="even") as even:
+        assert later._worker.profile.widths == widths != even._worker.profile.widths
+
+
+def test_what_suits_no_model_is_left_alone(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_widths(Widths.even(3.0, groups=PERIODS + 1, rows=1), engine.fingerprint, "ckv")
+    with without_caches(engine) as other:
+        assert other._worker.profile.widths == Widths.even(2.0, groups=PERIODS, rows=1)
+    assert f"no widths in {path}: expected widths of {PERIODS} layer groups" in caplog.text
+
+
+def test_what_cannot_be_profiled_is_refused(engine: Engine, prefix: Prefix) -> None:
+    with (
+        without_caches(engine, decode=None) as fixed,
+        pytest.raises(ValueError, match="expected one that chooses anew and has widths="),
+    ):
+        fixed.profile_windows(asked(prefix))
+    with pytest.raises(ValueError, match="no text that chose for more than 16 tokens"):
+        engine.profile_windows(asked(prefix), SamplingParams(max_tokens=4))
+    with pytest.raises(ValueError, match="widths='wide', expected one of even, profiled"):
+        replace(engine.system, widths="wide")
