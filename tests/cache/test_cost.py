@@ -1,27 +1,29 @@
-"""Bookkeeping must vanish beside a first token (64 ms and more): a table of 100,000 pages."""
+"""A request's bookkeeping is about its own pages, however many the caches hold."""
 
 from __future__ import annotations
 
-import time
+import tracemalloc
 
 import numpy as np
 
 from ckv_jax.cache import POLICIES, Tiers
 
 
-def test_a_request_over_600_of_100_000_pages_costs_well_under_a_millisecond() -> None:
+def test_a_request_over_600_of_100_000_pages_makes_no_array_as_long_as_the_table() -> None:
+    """Victims' order is made anew now and then, over everything that is cached; never by each
+    request, whose time would then grow with the caches (0.3 ms beside first tokens of 64 ms)."""
     count, used = 100_000, 600
     rng = np.random.default_rng(0)
     tiers = Tiers(15_000, 36_000, used, POLICIES["attention"])
     tiers.register(count)
     weight = 1 / np.arange(1, count + 1) ** 0.7
     edges, order = np.cumsum(weight) / weight.sum(), rng.permutation(count)
-    spent = []
+    peaks = []
     for _ in range(300):
         drawn = np.unique(np.searchsorted(edges, rng.random(2 * used)))
         pages = order[rng.permutation(drawn)[:used]]
         attention = rng.random(used)
-        start = time.thread_time()
+        tracemalloc.start()
         device, host = tiers.lookup(pages)
         cached = pages[(device >= 0) | (host >= 0)]
         tiers.pin(cached)
@@ -30,6 +32,8 @@ def test_a_request_over_600_of_100_000_pages_costs_well_under_a_millisecond() ->
         tiers.record(pages, attention)
         tiers.unpin(cached)
         tiers.admit(pages, device)
-        spent.append(time.thread_time() - start)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
     assert tiers.device_pages == 15_000 and tiers.host_pages == 36_000, "both tiers are full"
-    assert np.percentile(spent[150:], 20) < 1e-3  # on a busy machine; 0.3 ms on an idle one
+    # A byte a page would be an array over all of them; nine requests in ten need less than that.
+    assert np.percentile(peaks[150:], 90) < count
