@@ -2,7 +2,8 @@
 #   make demo        ask a question about a long stored text, at several budgets
 #   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_cli.py narrows it)
 #   make lint        style and types
-#   make mutants     small wrong changes, and whether the tests notice (hours; ARGS="--count 20")
+#   make mutants     small wrong changes, and whether the tests notice (hours; goes on where it was stopped;
+#                    ARGS="--count 20")
 #   make aot         every program of a request through the compilers of TPUs and GPUs (1.1 GB are installed
 #                    into the user's cache folder; ARGS="--target v5e --model 0.5B --json OUT" narrows it)
 #   make bench       every benchmark in full, with one page of figures in bench/results; goes on where it was
@@ -41,7 +42,7 @@ types: $(VENV)/.tested
 	cd build/types && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p ckv_jax
 
 mutants: $(VENV)/.mutable
-	$(VENV)/bin/python -m tests.mutants $(ARGS)
+	$(VENV)/bin/python -m tests.mutants --resume --json bench/results/mutants.json $(ARGS)
 
 aot: $(VENV)/.tested
 	-@$(VENV)/bin/python -m bench.aot.compilers

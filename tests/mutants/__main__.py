@@ -8,7 +8,8 @@ Changes are cosmic-ray's. Each is made in a copy of the checkout, whose tests fo
 (`reach.py`); the checkout itself is never touched. Survivors are listed with their diff.
 A run that takes twice as long as without a change has hung: killed too. Exit status 1 if fewer
 than `--least` of a hundred were killed. What `--json` names is written after every change, and
-`--resume` keeps those of its outcomes whose change is drawn again and is the same to the letter.
+`--resume` keeps of its outcomes those that were killed and whose change is drawn again, of a line
+with the same text. What changes nothing (`equivalent.py`) is not tried and not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.draw import Mutant, drawn
+from tests.mutants.equivalent import reason
 from tests.mutants.near import NEAR, tests_of
 from tests.mutants.trial import Trial, changed, copied
 
@@ -44,6 +46,8 @@ def main() -> int:
         parser.error("--resume needs --json OUT, the file to go on from")
     folders = options.only or sorted(NEAR)
     mutants = drawn(ROOT, folders, count=options.count, seed=options.seed)
+    same = [mutant for mutant in mutants if reason(mutant)]
+    mutants = [mutant for mutant in mutants if not reason(mutant)]
     trials = _kept(options.json, mutants) if options.resume else []
     done = {trial.mutant for trial in trials}
     mutants = [mutant for mutant in mutants if mutant not in done]
@@ -62,6 +66,8 @@ def main() -> int:
                 print(_line(trials[-1]), flush=True)
                 if options.json:
                     _write(options.json, trials)
+    for mutant in same:
+        print(f"the same: {mutant.file}:{mutant.line} {mutant.operator}: {reason(mutant)}")
     return int(_report(trials) < options.least)
 
 
@@ -78,15 +84,16 @@ def _plain(trial: Trial) -> dict[str, Any]:
 
 
 def _kept(path: Path, mutants: list[Mutant]) -> list[Trial]:
-    """Outcomes of an earlier run whose mutants are drawn now and change the same lines."""
+    """What an earlier run killed of those that are drawn now, in lines with the same text."""
     if not path.exists():
         return []
+    now = {(mutant.file, mutant.operator, mutant.place): mutant for mutant in mutants}
     trials = []
     for found in json.loads(path.read_text())["mutants"]:
-        outcome, seconds, diff = (found.pop(name) for name in ("outcome", "seconds", "diff"))
-        mutant = Mutant(**found)
-        if mutant in mutants and changed(ROOT, mutant)[1] == diff:
-            trials.append(Trial(mutant, outcome, seconds, "", diff))
+        mutant = now.get((found["file"], found["operator"], found["place"]))
+        if mutant is not None and found["outcome"] != "survived":
+            diff = changed(ROOT, mutant)[1]
+            trials.append(Trial(mutant, found["outcome"], found["seconds"], "", diff))
     return trials
 
 

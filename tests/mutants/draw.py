@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import random
+import collections
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -29,38 +30,59 @@ class Mutant:
     operator: str
     index: int
     line: int
+    place: str
+    """What tells it from the file's others, wherever its line has moved to since."""
 
 
 def drawn(root: Path, folders: list[str], *, count: int, seed: int) -> list[Mutant]:
     """`count` mutants of the Python files below `folders`, the same for the same seed and files.
 
     First a place is drawn, then one of the changes that can be made there: an arithmetic sign,
-    for which there are ten others, counts no more than a comparison.
+    for which there are ten others, counts no more than a comparison. What is drawn in lines that
+    stay does not depend on the others, so that a run can go on after some of them have changed.
     """
-    chance = random.Random(seed)
-    places: dict[tuple[str, int, int], list[Mutant]] = {}
+    places: dict[str, list[Mutant]] = {}
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             file = str(path.relative_to(root))
             if folder_of(file) != folder:
                 continue
-            for column, mutant in _all(folder, file, path.read_text()):
-                places.setdefault((file, mutant.line, column), []).append(mutant)
-    chosen = chance.sample(sorted(places), min(count, len(places)))
-    return [chance.choice(places[place]) for place in chosen]
+            for where, mutant in _all(folder, file, path.read_text()):
+                places.setdefault(f"{seed} {file} {where}", []).append(mutant)
+    chosen = sorted(places, key=_lot)[:count]
+    return [min(places[at], key=lambda m: _lot(f"{at} {m.operator} {m.place}")) for at in chosen]
 
 
-def _all(folder: str, file: str, source: str) -> Iterator[tuple[int, Mutant]]:
-    """(column, mutant) of every change to one file but those that no test could see."""
-    tree, unseen = get_ast(source), _unseen(source)
+def _lot(name: str) -> bytes:
+    """Of those that are drawn, the one with the lowest comes first."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _all(folder: str, file: str, source: str) -> Iterator[tuple[str, Mutant]]:
+    """(place, mutant) of every change to one file but those that no test could see."""
+    tree, unseen, lines = get_ast(source), _unseen(source), _named(source)
     nodes = list(ast_nodes(tree))
     for name, operator in _operators().items():
-        index = 0
+        index, before = 0, collections.Counter[str]()
         for node in nodes:
             for (line, column), _ in operator.mutation_positions(node):
+                indent, text = lines[line - 1]
+                where = f"{text} @{column - indent}"
                 if not any(start <= (line, column) < end for start, end in unseen):
-                    yield column, Mutant(folder, file, name, index, line)
+                    place = f"{where} #{before[where]}"
+                    yield where, Mutant(folder, file, name, index, line, place)
+                before[where] += 1
                 index += 1
+
+
+def _named(source: str) -> list[tuple[int, str]]:
+    """Each line's indentation, and its text with how many of the same are before it."""
+    before, named = collections.Counter[str](), []
+    for line in source.splitlines():
+        text = line.strip()
+        named.append((len(line) - len(line.lstrip()), f"{text} ~{before[text]}"))
+        before[text] += 1
+    return named
 
 
 @cache
