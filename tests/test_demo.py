@@ -49,7 +49,9 @@ def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     small = random_checkpoint(
         tmp_path / "small", num_layers=6, hidden_size=64, num_heads=2, num_kv_heads=1
     )
-    made = replace(Demo.prepare(tmp_path, text=handbook(nights=1)[:1500]), checkpoint=small)
+    demo = Demo.prepare(tmp_path, text=handbook(nights=1)[:1500])
+    assert demo.checkpoint.parent == tmp_path and (demo.checkpoint / "config.json").is_file()
+    made = replace(demo, checkpoint=small)
     report = made.run(tmp_path / "store", system="ckv").to_json()
     assert [row["budget"] for row in report["rows"]] == list(BUDGETS)
     files = (tmp_path / "store" / "segments").rglob("*")

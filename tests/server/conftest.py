@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers with random weights; a tokenizer that reads any text."""
     folder = random_checkpoint(
         tmp_path_factory.mktemp("served") / "checkpoint",
-        num_layers=4,
+        num_layers=2,
         hidden_size=64,
         num_heads=2,
         num_kv_heads=1,

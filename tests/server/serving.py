@@ -22,8 +22,6 @@ from ckv_jax.server.run import bind, url_of
 KEYS = {"alice": "alice-key-1", "bob": "bob-key-1"}
 MODEL = "tiny"
 START_S = 120
-QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
-"""Servers in tests compile for longer than they compute."""
 
 
 class Served:
@@ -40,7 +38,7 @@ class Served:
                 [str(part) for part in command],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY_COMPILED},
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
         self.url = self._wait()
 

@@ -47,7 +47,7 @@ def test_langchain_over_one_document(
         return "".join([chunk.content async for chunk in model.astream("Hello")])
 
     assert asyncio.run(streamed())
-    assert len(model.batch(["Hello"] * 8)) == 8
+    assert len(model.batch(["Hello"] * 3)) == 3
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.serving import KEYS, MODEL, QUICKLY_COMPILED, Served, wait_for
+from server.serving import KEYS, MODEL, Served, wait_for
 
 ROOT = Path(__file__).parents[2]
 VARIES = {"id", "created", "ttft_ms", "queued_ms"}
@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "ckv_jax.cli", *words[1:], "--port", "0"],
             stdout=out, stderr=out, cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY_COMPILED},
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )  # fmt: skip
     try:
         wait_for(lambda: process.poll() is not None or '"serving"' in log.read_text(), 120)

@@ -13,7 +13,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="replicas need the extra `ray`")
 
-from server.serving import MODEL, QUICKLY_COMPILED, wait_for  # noqa: E402
+from server.serving import MODEL, wait_for  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -28,7 +28,7 @@ def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
         from ckv_jax.server.ray_app import build
 
-    environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY_COMPILED}}
+    environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
     ray.init(
         num_cpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False,
         object_store_memory=100 * 2**20,
