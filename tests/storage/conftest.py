@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.fault_kinds.tally import make_store
 from ckv_jax.storage import ChunkStore
 
 
@@ -22,3 +24,16 @@ def folder(tmp_path: Path) -> Path:
 def store(folder: Path) -> Iterator[ChunkStore]:
     with ChunkStore.open(folder) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "store"
+    make_store(folder)
+    return folder
+
+
+@pytest.fixture
+def pristine(_made: Path, tmp_path: Path) -> Path:
+    """A store of `prompts`, to be hurt: a copy of one that was made for all."""
+    return Path(shutil.copytree(_made, tmp_path / "pristine"))

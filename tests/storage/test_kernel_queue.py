@@ -16,7 +16,6 @@ import pytest
 from slow_reads import slow_reads
 
 from bench.fault_kinds import corruption
-from bench.fault_kinds.tally import make_store
 from bench.truth import FINGERPRINT, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
@@ -308,13 +307,12 @@ def test_nothing_is_written_after_an_error(
 
 @pytest.mark.parametrize("kind", ["flip data", "flip index", *corruption.SHARDS])
 def test_faults_without_direct_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    pristine: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """`test_faults.py` reads directly where it can; here everything goes through TensorStore."""
     monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    make_store(tmp_path / "pristine")
     sweep = corruption.flips if kind.startswith("flip") else corruption.shards
-    tally = sweep(tmp_path / "pristine", 4, kind)
+    tally = sweep(pristine, 4, kind)
     assert tally.ok and tally.caught, tally
 
 

@@ -116,16 +116,16 @@ def header(path: Path, text: bytes) -> Path:
 
 def test_a_hostile_header_costs_no_more_than_its_length(tmp_path: Path) -> None:
     entry = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    names = b",".join(b'"%d":%s' % (i, entry) for i in range(150_000))
+    names = b",".join(b'"%d":%s' % (i, entry) for i in range(100_000))
     path = header(tmp_path / "many", b"{" + names + b"}")
     start = time.process_time()
-    assert len(SafetensorsFile(path).shapes) == 150_000
-    assert time.process_time() - start < 10  # quadratic: hours
-    path = header(tmp_path / "twice", b"{" + names + b',"7":' + entry + b"}")
+    assert len(SafetensorsFile(path).shapes) == 100_000
+    assert time.process_time() - start < 20  # two minutes if each name were looked for in all
+    path = header(tmp_path / "twice", b'{"7":' + entry + b',"8":' + entry + b',"7":' + entry + b"}")
     with pytest.raises(CheckpointError, match="duplicate tensor '7'"):
         SafetensorsFile(path)
-    more = b",".join(b'"n%d":%s' % (i, entry) for i in range(60_000))
-    path = header(tmp_path / "more", b"{" + names + b"," + more + b"}")
+    more = b",".join(b'"%d":0' % i for i in range(200_001))
+    path = header(tmp_path / "more", b"{" + more + b"}")
     with pytest.raises(CheckpointError, match="expected at most 200000"):
         SafetensorsFile(path)
     for text in (b"[" * 50_000, b'{"a":' * 50_000, b'{"a":{"dtype":"F32"}}', b'{"a":1e999}'):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tensorstore as ts
+from command_line import Here
 
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, StoreError, inspect_store, prune_store, verify_store
@@ -42,18 +41,13 @@ def test_a_strangers_folder_is_refused_and_untouched(tmp_path: Path, name: str) 
     assert picture(tmp_path) == before
 
 
-def test_the_command_line_leaves_a_scratch_disk_alone(tmp_path: Path) -> None:
+def test_the_command_line_leaves_a_scratch_disk_alone(tmp_path: Path, here: Here) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / ("ab" * 16)).write_text("precious")
     before = picture(tmp_path)
     for command in (["inspect"], ["verify", "--repair"], ["prune", "--max-bytes", "0"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ckv_jax.cli", command[0], str(tmp_path), *command[1:]],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 1 and "not a store" in done.stderr
+        code, _, err = here(command[0], tmp_path, *command[1:])
+        assert code == 1 and "not a store" in err
     assert picture(tmp_path) == before
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import Here
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import (
@@ -271,20 +272,16 @@ def test_a_wish_that_cannot_be_read_is_a_pin(folder: Path, data: bytes) -> None:
             prune_store(store)
 
 
-def test_pruning_and_asking_why_on_the_command_line(folder: Path) -> None:
+def test_pruning_and_asking_why_on_the_command_line(folder: Path, here: Here) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
         store.set_wish(prefix.id, Wish(retain_s=0.0))
 
-    def ckv(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ckv_jax.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert "say what to remove" in ckv("prune", str(folder)).stderr
-    done = json.loads(ckv("prune", str(folder), "--expired", "--json").stdout)
+    assert "say what to remove" in here("prune", folder)[2]
+    done = json.loads(here("prune", folder, "--expired", "--json")[1])
     assert (done["removed"], done["bytes_after"]) == (1, 0)
-    asked = ckv("inspect", str(folder), prefix.id)
-    assert asked.returncode == 1 and "was evicted on" in asked.stderr and "expired" in asked.stderr
+    code, _, err = here("inspect", folder, prefix.id)
+    assert code == 1 and "was evicted on" in err and "expired" in err
 
 
 def test_what_is_being_written_counts_for_its_tenant(folder: Path) -> None:

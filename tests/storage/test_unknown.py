@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fault_kinds.tally import CONFIG, LAYOUT, make_store, prompts, serve
+from bench.fault_kinds.tally import CONFIG, LAYOUT, prompts, serve
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
@@ -89,10 +89,9 @@ def test_nothing_pinned_or_in_use_is_evicted_at_any_fault(
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("name", ["open", "lstat", "pread", "fstat"])
 def test_no_read_that_failed_marks_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+    pristine: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    make_store(tmp_path / "store")
-    with ChunkStore.open(tmp_path / "store", config=CONFIG) as store:
+    with ChunkStore.open(pristine, config=CONFIG) as store:
         for k in range(1, 400, 7):
             with failing(monkeypatch, name, code, lambda n, k=k: n in (k, k + 1)) as calls:
                 assert serve(store).wrong == 0
@@ -105,10 +104,9 @@ def test_no_read_that_failed_marks_anything(
         assert serve(store).whole
 
 
-def test_out_of_descriptors_nothing_healthy_is_lost(tmp_path: Path) -> None:
-    make_store(tmp_path / "store")
+def test_out_of_descriptors_nothing_healthy_is_lost(pristine: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ChunkStore.open(tmp_path / "store", config=CONFIG) as store:
+    with ChunkStore.open(pristine, config=CONFIG) as store:
         assert serve(store).whole
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
@@ -245,9 +243,14 @@ def test_failed_opens_leak_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch
     before = descriptors(folder)
     for name in ("open", "fstat", "lstat", "listdir", "stat"):
         for k in range(1, 30):
-            with failing(monkeypatch, name, errno.EIO, lambda n, k=k: n == k), suppress(StoreError):
+            with (
+                failing(monkeypatch, name, errno.EIO, lambda n, k=k: n == k) as calls,
+                suppress(StoreError),
+            ):
                 ChunkStore.open(folder).close()
             assert descriptors(folder) <= before, (name, k)
+            if calls[0] < k:
+                break
     assert not list((folder / "tmp").iterdir())
     with ChunkStore.open(folder) as store:
         assert len(store.prefixes()) == 1
@@ -265,24 +268,23 @@ def test_a_reader_outlives_its_store_even_at_damage(folder: Path) -> None:
 
 
 def test_an_index_is_kept_when_the_folder_cannot_be_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_store(tmp_path / "store")
-    with ChunkStore.open(tmp_path / "store", config=CONFIG) as store:
+    with ChunkStore.open(pristine, config=CONFIG) as store:
         for prefix in store.prefixes():
             shape = (LAYOUT.groups, prefix.spans[-1].segment_chunks)
             store.save_scores(prefix.spans[-1].segment_id, np.ones(shape), np.ones(shape))
     with (
         failing(monkeypatch, "listdir", errno.EIO, lambda _: True),
-        ChunkStore.open(tmp_path / "store", config=CONFIG) as store,
+        ChunkStore.open(pristine, config=CONFIG) as store,
     ):
         assert serve(store).whole  # reads go on
         with pytest.raises(StoreError, match="cannot be read"):
             prune_store(store, 0)
-    with ChunkStore.open(tmp_path / "store", config=CONFIG) as store:
+    with ChunkStore.open(pristine, config=CONFIG) as store:
         assert all(store.load_scores(p.spans[-1].segment_id) for p in store.prefixes())
         with pytest.raises(StoreFull):
-            _tiny(tmp_path / "store")
+            _tiny(pristine)
         assert len(prompts()) == len(store.prefixes())
 
 

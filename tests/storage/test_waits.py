@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -147,19 +148,24 @@ def wedged(store: ChunkStore, prefix: object) -> dict[str, Callable[[], object]]
 def test_a_disk_that_does_not_answer_wedges_no_caller(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Neither any of several at once."""
     inside = str(folder)
+
+    def returns(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except StoreUnavailable as e:
+            assert "not answered" in str(e)
+
     with ChunkStore.open(folder, config=QUICK) as store:
-        prefix = ingest(store, some_tokens(64))
-        for call in wedged(store, prefix).values():
-            with (
-                hanging(monkeypatch, name, lambda path, *_: str(path).startswith(inside)),
-                at_most(5),
-            ):
-                try:
-                    call()
-                except StoreUnavailable as e:
-                    assert "not answered" in str(e)
-            time.sleep(0.05)
+        calls = wedged(store, ingest(store, some_tokens(64))).values()
+        with (
+            ThreadPoolExecutor(len(calls)) as callers,
+            hanging(monkeypatch, name, lambda path, *_: str(path).startswith(inside)),
+            at_most(5),
+        ):
+            list(callers.map(returns, calls))
+        time.sleep(0.05)
         if name != "listdir":  # a wedged prune goes on once the disk is back
             return
     with ChunkStore.open(folder) as store:
