@@ -5,6 +5,7 @@ What another process cannot change, above all errors, runs in this one, through 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 import transformers
 from command_line import Here
 
+from ckv_jax.cli import main
 from ckv_jax.cli.store_tools import store_config
 from ckv_jax.data.random_checkpoint import save_tokenizer
 from ckv_jax.model.tokenizer import load_tokenizer
@@ -85,18 +87,21 @@ def save_tokenizer_in(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def prefix(home: Path) -> dict[str, object]:
-    done = ckv(
-        "ingest",
-        home / "checkpoint",
-        home / "text.txt",
-        "--store",
-        home / "kv",
-        "--name",
-        "handbook",
-        "--json",
-        cache=home,
-    )
-    return json.loads(done.stdout)
+    """What `ckv ingest` says in this process; others ask the store that it made."""
+    command = (
+        "ckv", "ingest", home / "checkpoint", home / "text.txt", "--store", home / "kv",
+        "--name", "handbook", "--json",
+    )  # fmt: skip
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        pytest.raises(SystemExit) as exit_,
+    ):
+        patch.setattr(sys, "argv", [str(part) for part in command])
+        main()
+    assert not exit_.value.code
+    found: dict[str, object] = json.loads(said.getvalue())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +259,9 @@ def test_ingest_prints_no_salt(home: Path, here: Here, tmp_path: Path) -> None:
     assert salt not in here(*ingest, "--salt", salt, "--json")[1]
 
 
-def test_help_is_there_for_every_command(tmp_path: Path, here: Here) -> None:
-    overview = ckv("--help", cache=tmp_path).stdout
+def test_help_is_there_for_every_command(here: Here) -> None:
+    code, overview, _ = here("--help")
+    assert code == 0
     for command in (
         "demo", "ingest", "ask", "batch", "convert", "inspect", "verify", "prune", "pin"
     ):  # fmt: skip
@@ -513,11 +519,12 @@ def test_a_batch_goes_on_after_a_kill(home: Path, prefix: dict, here: Here) -> N
         "batch", home / "checkpoint", requests, "--store", home / "kv", "--out", out,
         "--prefix", stored, "--json",
     )  # fmt: skip
-    first = ckv(*command, cache=home, code=3)
-    assert json.loads(first.stdout) | {"seconds": 0} == {
+    code, said, complaint = here(*command)
+    assert code == 3
+    assert json.loads(said) | {"seconds": 0} == {
         "answered": 2, "kept": 0, "failed": 5, "seconds": 0
     }  # fmt: skip
-    assert first.stderr.count("requests.jsonl, line ") == 5
+    assert complaint.count("requests.jsonl, line ") == 5
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert {result["id"] for result in results if "error" not in result} == {"a", "b"}
 

@@ -21,7 +21,7 @@ from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.storage.index.wishes import Wish
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(40))
+TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(20))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,13 @@ def ctrl_c() -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("told") / "model"
     return random_checkpoint(
-        folder, num_layers=4, hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=32
+        folder,
+        num_layers=2,
+        hidden_size=64,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        vocab_size=512,
     )
 
 
