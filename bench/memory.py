@@ -36,7 +36,7 @@ MODEL = dataclasses.replace(
 class Lengths:
     """What is ingested."""
 
-    tokens: tuple[int, ...] = (8_000, 64_000)
+    tokens: tuple[int, ...] = (8_000, 16_000, 64_000)
     seed: int = 0
 
     def to_json(self) -> Json:

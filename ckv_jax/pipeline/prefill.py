@@ -267,12 +267,8 @@ class Prefill:
 
     def _in_pieces(self, hidden: Array, at: np.ndarray) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])
-        if not self._sliced:  # the rows past the window have served blocks that began before it
-            for step, pairs in enumerate(self._buffers):  # one at a time: no second copy of all
-                kept = tuple((k[:, : self._window], v[:, : self._window]) for k, v in pairs)
-                kept[-1][1].block_until_ready()
-                self._buffers[step] = kept
-            self._sliced = True
+        if not self._sliced:
+            self._slice()
         new = []
         resident = [pair for step in self._buffers for pair in step]
         size = PIECE_BLOCKS * own.block
@@ -289,6 +285,17 @@ class Prefill:
             hidden = own.pieces.close(layer, hidden, part)
             new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
         return np.stack(new), hidden
+
+    def _slice(self) -> None:
+        """Gives up the rows past the window: they have served blocks that began before it."""
+        for step, pairs in enumerate(self._buffers):
+            left = [array for pair in pairs for array in pair]
+            self._buffers[step] = pairs = ()
+            kept = []
+            while left:  # one at a time: no second copy of all
+                kept.append(left.pop(0)[:, : self._window].block_until_ready())
+            self._buffers[step] = tuple(zip(kept[::2], kept[1::2], strict=True))
+        self._sliced = True
 
     def _read(self, layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(K, V) [1, n, K*D] of one layer, from where earlier tokens are kept."""
