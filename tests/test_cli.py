@@ -28,7 +28,7 @@ from ckv_jax.storage import ChunkStore, Wish
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.trace import STAGES
 
-TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(60))
+TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(30))
 
 
 QUESTION = "What is the lamp of room 7?"
@@ -464,7 +464,7 @@ def broken(home: Path) -> None:
         shutil.copy(file, home / "other")
     (home / "empty.txt").write_text(" \n")
     (home / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    (home / "long.txt").write_text(TEXT * 8)
+    (home / "long.txt").write_text(TEXT * 16)
 
 
 def test_what_prompts_begin_with_alike_is_stored_once(home: Path, here: Here) -> None:

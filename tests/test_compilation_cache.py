@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from ckv_jax import compilation_cache
 
 PROGRAM = """
 import json
@@ -76,19 +79,42 @@ def test_it_starts_even_after_something_was_compiled(tmp_path: Path) -> None:
     assert list((tmp_path / "own").iterdir())
 
 
+@pytest.mark.parametrize("said", ["", "{home}/theirs"])
+def test_a_folder_that_jax_has_is_respected(said: str, tmp_path: Path) -> None:
+    folder = said.format(home=tmp_path)
+    environment = {"JAX_COMPILATION_CACHE_DIR": folder, "XDG_CACHE_HOME": str(tmp_path)}
+    found = run(after="", environment=environment)["folder"]
+    assert found == (folder or str(tmp_path / "ckv_jax" / "compiled"))
+
+
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [
         ({"CKV_COMPILATION_CACHE": "off"}, None),
-        ({"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": "{home}"}, "{home}/ckv_jax/compiled"),
-        ({"JAX_COMPILATION_CACHE_DIR": "{home}/theirs"}, "{home}/theirs"),
         ({"XDG_CACHE_HOME": "", "HOME": "{home}"}, "{home}/.cache/ckv_jax/compiled"),
         ({"XDG_CACHE_HOME": "/proc/no-such-place"}, None),
     ],
 )
-def test_what_is_said_otherwise_is_respected(
-    environment: dict[str, str], folder: str | None, tmp_path: Path
+def test_what_the_environment_says_is_respected(
+    environment: dict[str, str],
+    folder: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = {name: value.format(home=tmp_path) for name, value in environment.items()}
-    found = run(after="", environment=said)["folder"]
+    monkeypatch.delenv("CKV_COMPILATION_CACHE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(home=tmp_path))
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation_cache.enable()
+        found = jax.config.values["jax_compilation_cache_dir"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
     assert found == (folder and folder.format(home=tmp_path))

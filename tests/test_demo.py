@@ -47,7 +47,7 @@ def test_kl_divergence_is_that_of_the_definition() -> None:
 @pytest.mark.slow
 def test_the_demo_reports_every_budget(tmp_path: Path) -> None:
     small = random_checkpoint(
-        tmp_path / "small", num_layers=6, hidden_size=64, num_heads=2, num_kv_heads=1
+        tmp_path / "small", num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=1
     )
     demo = Demo.prepare(tmp_path, text=handbook(nights=1)[:1500])
     assert demo.checkpoint.parent == tmp_path and (demo.checkpoint / "config.json").is_file()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from ckv_jax.model.config import ModelConfig
+from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.weights import random_model
 
 CONFIG = ModelConfig(
     vocab_size=96,
@@ -17,6 +20,13 @@ CONFIG = ModelConfig(
     max_position_embeddings=2048,
     eos_token_ids=(1, 2),
 )
+
+
+@functools.cache
+def small_model(dtype: str = "bfloat16", seed: int = 0) -> Transformer:
+    """The model with random weights, made once for all that change nothing in it."""
+    return random_model(CONFIG, dtype=dtype, seed=seed)
+
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'boss' %}{{ raise_exception('no boss') }}{% endif %}"

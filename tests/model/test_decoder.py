@@ -15,7 +15,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer, Mlp, causal_attention
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.weights import random_model
-from tests.model.small import CONFIG
+from tests.model.small import CONFIG, small_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)), jnp.int32)
 POSITIONS = jnp.broadcast_to(jnp.arange(12)[None], (2, 12))
@@ -25,7 +25,7 @@ forward = nnx.jit(lambda model, tokens: model(tokens))
 
 
 def test_one_executable_serves_every_layer() -> None:
-    model = random_model(CONFIG, dtype="float32")
+    model = small_model(dtype="float32")
     split = [nnx.split(layer) for layer in model.layers]
     assert all(graph == split[0][0] for graph, _ in split)
     traces = 0
@@ -46,7 +46,7 @@ def test_one_executable_serves_every_layer() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shapes_dtypes_and_query(dtype: str) -> None:
-    model = random_model(CONFIG, dtype=dtype)
+    model = small_model(dtype=dtype)
     layer = model.layers[0]
     x = model.embed(TOKENS)
     q, k, v = layer.attention.project(x, POSITIONS)
@@ -58,7 +58,7 @@ def test_shapes_dtypes_and_query(dtype: str) -> None:
 
 
 def test_the_hook_decides_what_a_layer_sees() -> None:
-    model = random_model(CONFIG, dtype="float32")
+    model = small_model(dtype="float32")
     layer, hidden = model.layers[0], model.embed(TOKENS)
     got = layer(hidden, POSITIONS, lambda q, k, v: jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
     _, _, v = layer.attention.project(layer.input_norm(hidden), POSITIONS)
@@ -71,7 +71,7 @@ def test_the_hook_decides_what_a_layer_sees() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_token_equals_the_same_token_among_many(dtype: str) -> None:
-    model = random_model(CONFIG, dtype=dtype)
+    model = small_model(dtype=dtype)
     hidden = model.embed(TOKENS)
     layer = model.layers[1]
     alone, among = hidden[:1, 3:4], hidden
@@ -114,7 +114,7 @@ def test_every_number_of_rows_multiplies_alike(dtype: str, out_first: bool, inne
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_matmul_accumulates_in_float32(dtype: str) -> None:
-    model = random_model(CONFIG, dtype=dtype)
+    model = small_model(dtype=dtype)
     text = str(jax.make_jaxpr(lambda tokens: model(tokens))(TOKENS))
     products = text.count("dot_general[")
     assert products > 6 * CONFIG.num_layers
@@ -135,7 +135,7 @@ def test_attention_in_blocks_equals_attention_at_once() -> None:
 
 
 def test_later_tokens_change_nothing_before_them() -> None:
-    model = random_model(CONFIG, dtype="float32")
+    model = small_model(dtype="float32")
     changed = TOKENS.at[:, 8:].set(5)
     got, expected = (forward(model, tokens)[:, :8] for tokens in (TOKENS, changed))
     np.testing.assert_allclose(got, expected, atol=1e-6)

@@ -28,7 +28,7 @@ from ckv_jax.model.weights import (
 )
 from ckv_jax.storage.fingerprint import hash_files
 from tests.model.hf_checkpoints import write_checkpoint
-from tests.model.small import CONFIG, write_tokenizer
+from tests.model.small import CONFIG, small_model, write_tokenizer
 
 Edit = Callable[[dict[str, np.ndarray]], None]
 
@@ -54,9 +54,9 @@ def test_saved_weights_load_bit_for_bit(
 
 
 def test_conversion_rounds_each_weight_once(tmp_path: Path) -> None:
-    model = random_model(CONFIG, dtype="float32")
+    model = small_model(dtype="float32")
     save_pretrained(model, tmp_path)
-    assert equal(load_pretrained(tmp_path, dtype="bfloat16"), random_model(CONFIG))
+    assert equal(load_pretrained(tmp_path, dtype="bfloat16"), small_model())
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
@@ -75,12 +75,12 @@ def test_loads_what_transformers_writes(shard_size: str, tmp_path: Path) -> None
 
 
 def test_resaving_leaves_no_stale_shards(tmp_path: Path) -> None:
-    save_pretrained(random_model(CONFIG, seed=1), tmp_path)
-    save_pretrained(random_model(CONFIG, seed=2), tmp_path, max_shard_bytes=20_000)
+    save_pretrained(small_model(seed=1), tmp_path)
+    save_pretrained(small_model(seed=2), tmp_path, max_shard_bytes=20_000)
     many = weight_files(tmp_path)
-    assert equal(load_pretrained(tmp_path), random_model(CONFIG, seed=2))
-    save_pretrained(random_model(CONFIG, seed=3), tmp_path)
-    assert equal(load_pretrained(tmp_path), random_model(CONFIG, seed=3))
+    assert equal(load_pretrained(tmp_path), small_model(seed=2))
+    save_pretrained(small_model(seed=3), tmp_path)
+    assert equal(load_pretrained(tmp_path), small_model(seed=3))
     assert not any(path.exists() for path in many)
 
 
@@ -109,14 +109,14 @@ def rewrite(path: Path, edit: Edit) -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_named(edit: Edit, message: str, tmp_path: Path) -> None:
-    save_pretrained(random_model(CONFIG, dtype="float32"), tmp_path)
+    save_pretrained(small_model(dtype="float32"), tmp_path)
     rewrite(tmp_path / "model.safetensors", edit)
     with pytest.raises(CheckpointError, match=message):
         load_pretrained(tmp_path)
 
 
 def test_another_models_weights_are_refused(tmp_path: Path) -> None:
-    save_pretrained(random_model(CONFIG), tmp_path)
+    save_pretrained(small_model(), tmp_path)
     deeper = CONFIG.to_hf() | {"num_hidden_layers": 5}
     (tmp_path / "config.json").write_text(json.dumps(deeper))
     with pytest.raises(CheckpointError, match=r"do not fit.*layers\.3.*and \d+ more"):
@@ -124,7 +124,7 @@ def test_another_models_weights_are_refused(tmp_path: Path) -> None:
 
 
 def sharded(folder: Path) -> tuple[Path, dict[str, str]]:
-    save_pretrained(random_model(CONFIG, dtype="float32"), folder, max_shard_bytes=30_000)
+    save_pretrained(small_model(dtype="float32"), folder, max_shard_bytes=30_000)
     index = folder / "model.safetensors.index.json"
     return index, json.loads(index.read_text())["weight_map"]
 
@@ -207,7 +207,7 @@ def header(text: str, data: int = 0) -> bytes:
     ],
 )
 def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    save_pretrained(random_model(CONFIG), tmp_path)
+    save_pretrained(small_model(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         load_pretrained(tmp_path)
@@ -234,7 +234,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_host_memory_stays_at_the_largest_parameter(tmp_path: Path) -> None:
     """Every host allocation of a load, as numpy reports it; device buffers are not counted."""
-    values = CONFIG.to_hf() | {"num_hidden_layers": 12, "hidden_size": 256, "vocab_size": 1024}
+    values = CONFIG.to_hf() | {"num_hidden_layers": 6, "hidden_size": 256, "vocab_size": 1024}
     model = random_model(ModelConfig.from_hf(values | {"intermediate_size": 512}))
     save_pretrained(model, tmp_path)
     file_bytes = (tmp_path / "model.safetensors").stat().st_size
@@ -257,7 +257,7 @@ def test_host_memory_stays_at_the_largest_parameter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_conversion_there_and_back_keeps_every_bit(dtype: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "hf")
-    save_pretrained(random_model(CONFIG, dtype=dtype, seed=6), tmp_path / "hf")
+    save_pretrained(small_model(dtype=dtype, seed=6), tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     convert(tmp_path / "hf", tmp_path / "orbax", to="orbax")
     convert(tmp_path / "orbax", tmp_path / "back", to="hf")
@@ -291,7 +291,7 @@ def test_every_family_is_converted_there_and_back(name: str, tmp_path: Path) -> 
 
 
 def test_orbax_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    save_orbax(random_model(CONFIG, dtype="float32"), tmp_path)
+    save_orbax(small_model(dtype="float32"), tmp_path)
     wider = CONFIG.to_hf(dtype="float32") | {"intermediate_size": 56}
     (tmp_path / "config.json").write_text(json.dumps(wider))
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp.* shape \(48, 32\), .*\(56, 32\)"):
@@ -300,7 +300,7 @@ def test_orbax_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 def test_conversion_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "hf")
-    save_pretrained(random_model(CONFIG), tmp_path / "hf")
+    save_pretrained(small_model(), tmp_path / "hf")
     with pytest.raises(ValueError, match="got format 'onnx', expected one of orbax, hf"):
         convert(tmp_path / "hf", tmp_path / "new", to="onnx")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there already"):
@@ -323,8 +323,8 @@ def test_weights_of_several_types_are_kept_in_the_widest(tmp_path: Path) -> None
 
 
 def test_orbax_gives_back_the_same_model(tmp_path: Path) -> None:
-    model = random_model(CONFIG, seed=5)
-    save_orbax(random_model(CONFIG, seed=4), tmp_path / "c")
+    model = small_model(seed=5)
+    save_orbax(small_model(seed=4), tmp_path / "c")
     save_orbax(model, tmp_path / "c")  # replaces the first
     restored = restore_orbax(tmp_path / "c")
     assert restored.config == CONFIG
@@ -335,12 +335,12 @@ def test_orbax_gives_back_the_same_model(tmp_path: Path) -> None:
 
 
 def test_orbax_faults_are_named(tmp_path: Path) -> None:
-    save_orbax(random_model(CONFIG), tmp_path)
+    save_orbax(small_model(), tmp_path)
     deeper = CONFIG.to_hf() | {"num_hidden_layers": 5}
     (tmp_path / "config.json").write_text(json.dumps(deeper))
     with pytest.raises(CheckpointError, match=r"do not fit its config: missing .*layers\.3"):
         restore_orbax(tmp_path)
-    save_pretrained(random_model(CONFIG), tmp_path / "hf")
+    save_pretrained(small_model(), tmp_path / "hf")
     with pytest.raises(CheckpointError, match="not an Orbax checkpoint"):
         restore_orbax(tmp_path / "hf")
 
