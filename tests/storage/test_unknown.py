@@ -146,11 +146,11 @@ def test_a_segment_that_cannot_be_opened_is_unread_and_not_gone(
 
 
 def test_a_long_chat_holds_no_descriptor_for_each_turn(folder: Path) -> None:
-    tokens = some_tokens(16 * 60)
+    tokens = some_tokens(16 * 30)
     with ChunkStore.open(folder) as store:
-        for turn in range(60):
+        for turn in range(30):
             prefix = ingest(store, tokens[: 16 * (turn + 1)])
-        assert len(prefix.spans) == 60
+        assert len(prefix.spans) == 30
         before = descriptors(folder)
         with store.reader(prefix), ChunkStore.open(folder) as rival:
             assert descriptors(folder) - before < 10

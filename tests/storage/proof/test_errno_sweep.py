@@ -31,14 +31,14 @@ def one(scenes: Path, state: State) -> Tally:
 
 
 def test_calls_that_fail_and_processes_that_die_there(scenes: Path) -> None:
-    total = passed(sweep.sweep(scenes, jobs=1, step=601))
+    total = passed(sweep.sweep(scenes, jobs=2, step=601))
     assert total.states > 40 and total.caught and total.harmless
 
 
 def test_calls_of_the_real_program_that_fail(scenes: Path) -> None:
     if reason := traced.missing():
         pytest.skip(reason)
-    total = passed(traced.trace(scenes, jobs=1, step=600, operations=("write", "read", "prune")))
+    total = passed(traced.trace(scenes, jobs=2, step=600, operations=("write", "read", "prune")))
     assert total.states
 
 

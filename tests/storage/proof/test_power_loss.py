@@ -16,7 +16,7 @@ from bench.fault_kinds.tally import Tally
 
 
 def test_every_state_that_may_be_left_is_served(scenes: Path) -> None:
-    tallies = power.power_losses(scenes, jobs=1, step=60)
+    tallies = power.power_losses(scenes, jobs=2, step=60)
     total = sum(tallies.values(), Tally())
     assert total.ok, total.notes[:5]
     assert total.states > 40
