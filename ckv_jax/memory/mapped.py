@@ -28,7 +28,7 @@ class MappedPool:
     ) -> None:
         self.packs: np.ndarray = HostPool(slots, slot_shape, dtype).packs
         bits = storage_dtype(jnp.dtype(dtype), target)
-        self._pages: Array = jax.dlpack.from_dlpack(self.packs.view(bits), copy=False)
+        self._pages = _same_memory(self.packs.view(bits))
 
     @property
     def pages(self) -> Array:
@@ -68,3 +68,12 @@ class MappedPool:
 
     def flush(self, host: HostPool) -> None:
         """Nothing is ever on its way; see `DevicePool.flush`."""
+
+
+def _same_memory(packs: np.ndarray) -> Array:
+    """The packs as a device array that is committed to no device, as those of a model are: JAX
+    would compile every call a second time for what was computed from a committed one."""
+    array: Array = jax.device_put(packs, may_alias=True)
+    if packs.size and array.unsafe_buffer_pointer() != packs.ctypes.data:
+        array = jax.dlpack.from_dlpack(packs, copy=False)
+    return array

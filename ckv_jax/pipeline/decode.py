@@ -102,7 +102,7 @@ class Decoder:
         grow to up to `most` rows."""
         config = self._layers.config
         pages = self._memory.pool.pages  # jit tells arrays bound to a device apart
-        place = self._layers.shardings.place(HEADS) or next(iter(pages.devices()))
+        place = self._layers.shardings.place(HEADS) or (pages.sharding if pages.committed else None)
         row = config.num_kv_heads * config.head_dim
 
         def zeros(*shape: int, dtype: jnp.dtype) -> Array:

@@ -100,6 +100,7 @@ def test_a_mapped_pool_is_the_memory_that_is_read_into(dtype: object) -> None:
     expected[[5, 3]] = packs(1, dtype)[0]
     expected[[6, 0]] = packs(3, dtype, 1)[[0, 2]]
     np.testing.assert_array_equal(np.asarray(pages).view(dtype), expected)
+    assert not pages.committed  # with what is computed from it nothing is compiled anew
 
 
 def test_the_fullest_device_says_what_is_left() -> None:
