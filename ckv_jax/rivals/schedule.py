@@ -22,7 +22,8 @@ from ckv_jax.trace import Trace
 
 READ_AHEAD = 2
 """Layers whose unconditional reads (everything, all keys, or the probe) are under way while one
-computes. With two the reader never runs dry; more would only hold more buffers."""
+computes, where the pool has room for them. With two the reader never runs dry; more would only hold
+more buffers."""
 
 LEAST_TOKENS = 16
 """Smallest bucket of chosen tokens."""
@@ -52,8 +53,11 @@ class LayerSchedule:
         self._trace = trace
         self._num_layers = resident.prefix.layout.num_layers
         self._chunk_tokens = resident.prefix.layout.chunk_tokens
-        self._ahead = 0 if system.prefetch == "none" else READ_AHEAD
         self._all = np.arange(resident.num_chunks)
+        self._ahead = 0 if system.prefetch == "none" else READ_AHEAD
+        if system.selector == "all":  # cached packs of layers ahead keep their slots as well
+            layers = memory.step_slots // (2 * resident.num_chunks)
+            self._ahead = min(self._ahead, max(0, layers - 1))
         self._tokens = np.int32(resident.prefix.num_tokens)
         self._budget = min(
             bucket(int(batch.limits.max()), least=LEAST_TOKENS),
