@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,15 +11,22 @@ from bench.common import Setting
 from bench.lab import Lab
 from bench.simulate import MODELS, PREFIXES, predict, validate
 
+NAMES = ("ckv", "contiguous-kv", "impress", "as-lru")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    setting = Setting(
+        model="tiny", prefix_tokens=1008, prefixes=1, repeats=2, budgets=(0.25,), systems=NAMES
+    )
+    with Lab(setting) as made:
+        yield made
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ckv", "contiguous-kv", "impress", "as-lru"])
-def test_measured_parameters_describe_this_machine(name: str) -> None:
-    setting = Setting(
-        model="tiny", prefix_tokens=1008, prefixes=1, repeats=2, budgets=(0.25,), systems=(name,)
-    )
-    with Lab(setting) as lab:
-        [row] = validate(lab, setting.systems)
+@pytest.mark.parametrize("name", NAMES)
+def test_measured_parameters_describe_this_machine(lab: Lab, name: str) -> None:
+    [row] = validate(lab, [name])
     here = row["hardware"]
     assert row["simulated_ms"] >= row["calls_ms"]  # reads and the engine only add to them
     assert row["error"] == pytest.approx(row["simulated_ms"] / row["measured_ms"] - 1)

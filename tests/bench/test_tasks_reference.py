@@ -45,7 +45,7 @@ def test_transformers_computes_the_same_logits(model: Transformer) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_three_families_are_answered_at_4096_tokens_by_both() -> None:
-    pages = [demo_ledger(seed, 4096, asked=LEARNED) for seed in range(2)]
+    pages = [demo_ledger(0, 4096, questions=100, asked=LEARNED)]
     for answers in (by_engine, by_transformers):
         found = counts(pages, answers(reference_folder(), pages))
         good = [family for family, (right, asked) in found.items() if right >= 0.95 * asked]
