@@ -56,8 +56,8 @@ class LayerSchedule:
         self._all = np.arange(resident.num_chunks)
         self._ahead = 0 if system.prefetch == "none" else READ_AHEAD
         if system.selector == "all":  # cached packs of layers ahead keep their slots as well
-            layers = memory.step_slots // (2 * resident.num_chunks)
-            self._ahead = min(self._ahead, max(0, layers - 1))
+            fit = memory.step_slots // (2 * resident.num_chunks)
+            self._ahead = min(self._ahead, max(0, fit - 1))
         self._tokens = np.int32(resident.prefix.num_tokens)
         self._budget = min(
             bucket(int(batch.limits.max()), least=LEAST_TOKENS),
