@@ -258,13 +258,13 @@ with ChunkStore.open(sys.argv[1]) as store:
 @pytest.mark.slow
 def test_reading_holds_little_besides_the_buffers(folder: Path) -> None:
     layout = Layout(num_layers=16, num_kv_heads=2, head_dim=128, pack_layers=2, digest="int8")
-    tokens = some_tokens(8192)
+    tokens = some_tokens(16384)
     kv = np.zeros((16, 2, 512, 2, 128), layout.numpy_dtype)
     with (
         ChunkStore.open(folder) as store,
         store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens) as writer,
     ):
-        for start in range(0, 8192, 512):
+        for start in range(0, 16384, 512):
             writer.write(start, kv)
         writer.commit()
     done = subprocess.run(
