@@ -323,7 +323,7 @@ class Engine:
         finally:
             recorded = self._scheduler.call(profile.end)
         widths = profile.made_of(recorded)
-        profile.widths = widths
+        self._scheduler.call(lambda: profile.use(widths))
         return widths
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:

@@ -8,9 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from threading import Barrier
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -79,22 +77,6 @@ def room_for_programs() -> Iterator[None]:
     if mappings.held() > mappings.allowed() // 4:
         compiled_layers.cache_clear()
         gc.collect()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def queues_end_behind() -> Iterator[None]:
-    """Linux needs some 40 ms to take a queue of reads back, which is most of what closing a small
-    store takes: it does so while tests go on, in threads that are there from the beginning."""
-    from ckv_jax.storage.place.kernel_queue import KernelQueues
-
-    count, end = 4, KernelQueues._end
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as behind:
-        all_there = Barrier(count + 1)
-        for _ in range(count):
-            behind.submit(all_there.wait)
-        all_there.wait()
-        patch.setattr(KernelQueues, "_end", lambda *queue: behind.submit(end, *queue) and None)
-        yield
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_checkpoint import small_checkpoint
 
 from ckv_jax import demo
-from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.folders import cache_folder
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -28,15 +28,7 @@ pytestmark = pytest.mark.slow
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small weights; a tokenizer that reads any text."""
     folder = tmp_path_factory.mktemp("examples") / "checkpoint"
-    return random_checkpoint(
-        folder,
-        num_layers=2,
-        hidden_size=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        vocab_size=512,
-    )
+    return small_checkpoint(folder)
 
 
 @pytest.fixture

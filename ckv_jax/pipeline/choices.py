@@ -35,7 +35,8 @@ from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
-from ckv_jax.trace import TokenTrace, Trace
+from ckv_jax.token_trace import TokenTrace
+from ckv_jax.trace import Trace
 
 
 @dataclass(slots=True)

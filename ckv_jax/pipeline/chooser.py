@@ -10,7 +10,7 @@ from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.select import Select
-from ckv_jax.trace import TokenTrace
+from ckv_jax.token_trace import TokenTrace
 
 
 class Chooser:

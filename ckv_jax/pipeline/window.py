@@ -131,21 +131,25 @@ class Window:
     def absent(self, resident: Resident) -> np.ndarray:
         """Chunks int [n] of a longer prefix that a window which holds all of its own lacks: new
         ones, and the last of its own where that lies elsewhere now."""
-        own = np.arange(self.resident.num_chunks)
-        moved = own[self.resident.pages(0, own) != resident.pages(0, own)]
-        return np.append(moved, np.arange(len(own), resident.num_chunks))
+        new = np.arange(self.resident.num_chunks, resident.num_chunks)
+        return np.append(self._moved(resident), new)
 
     def onto(self, resident: Resident) -> None:
         """Its prefix continues: chunks are those of `resident` from now on, under the same numbers.
         What was partial lies elsewhere now, and is let go."""
-        own = np.arange(self.resident.num_chunks)
-        moved = own[self.resident.pages(0, own) != resident.pages(0, own)]
+        moved = self._moved(resident)
         for period, kept in self._kept.items():
             gone = np.isin(kept.chunk, moved)
             self._unpin(period, kept.chunk[gone])
             kept.chunk[gone] = FREE
             kept.ids = np.setdiff1d(kept.ids, moved)
         self.resident = resident
+
+    def _moved(self, resident: Resident) -> np.ndarray:
+        """Chunks int [n] of its prefix that lie elsewhere in this one, which continues it."""
+        own = np.arange(self.resident.num_chunks)
+        moved: np.ndarray = own[self.resident.pages(0, own) != resident.pages(0, own)]
+        return moved
 
     def add(self, period: int, chunks: np.ndarray) -> None:
         """All of these are attended to as well; they must be cached, and the period unchosen."""

@@ -13,22 +13,7 @@ import numpy as np
 from ckv_jax.reads.source import Source
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
-
-
-class PageReader(Protocol):
-    """What is needed of `storage.PrefixReader`."""
-
-    def read_probe_pages(
-        self,
-        layer: int,
-        pages: ProbePages,
-        ids: np.ndarray,
-        out: np.ndarray,
-        *,
-        rows: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """See there."""
-        ...
+from ckv_jax.storage.segment.reader import PrefixReader
 
 
 class RecomputedKeys(Protocol):
@@ -66,7 +51,7 @@ class ProbeView:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    reader: PageReader
+    reader: PrefixReader
     held: ProbePages
 
     def read_packs(
@@ -93,6 +78,6 @@ class _Recomputed:
         return out
 
 
-def probe_source(view: ProbeView, reader: PageReader, recovered: RecomputedKeys) -> Source:
+def probe_source(view: ProbeView, reader: PrefixReader, recovered: RecomputedKeys) -> Source:
     """Where the pages of a prefix's probe come from."""
     return Source(view, _Reader(reader, view.held), _Recomputed(recovered, view.held), kind="probe")

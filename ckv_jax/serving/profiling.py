@@ -13,7 +13,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 
 
 class Profile:
-    """How the windows of one engine's texts share their room. Engine thread only."""
+    """How the windows of one engine's texts share their room. Engine thread only, but `made_of`."""
 
     def __init__(
         self, plan: Plan, system: SystemConfig, fingerprint: Fingerprint, *, kept: bool
@@ -45,6 +45,10 @@ class Profile:
         """Nothing is written down from now on; what has been."""
         texts, self._texts = self._texts or [], None
         return texts
+
+    def use(self, widths: Widths) -> None:
+        """Texts that begin from now on have windows of these widths."""
+        self.widths = widths
 
     def made_of(self, texts: list[Recorded]) -> Widths:
         """The widths that suit these texts, kept for engines to come (`save_widths`).

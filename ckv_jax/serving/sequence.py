@@ -27,7 +27,8 @@ from ckv_jax.request import (
 from ckv_jax.serving.text import Text
 from ckv_jax.storage.layout import PLAIN
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.trace import TokenTrace, Trace
+from ckv_jax.token_trace import TokenTrace
+from ckv_jax.trace import Trace
 
 Outcome = Result | Generation
 _NUMBERS = count()

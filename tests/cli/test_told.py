@@ -14,9 +14,9 @@ from typing import NoReturn
 
 import pytest
 from command_line import Here
+from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine
-from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.storage.errors import ReadTimeout
 from ckv_jax.storage.index.wishes import Wish
 
@@ -36,15 +36,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("told") / "model"
-    return random_checkpoint(
-        folder,
-        num_layers=2,
-        hidden_size=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        vocab_size=512,
-    )
+    return small_checkpoint(folder)
 
 
 @pytest.fixture

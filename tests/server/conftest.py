@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 pytest.importorskip("fastapi", reason="the server needs the extra `serve`")
 
 from server.serving import KEYS, Served
+from small_checkpoint import small_checkpoint
 
 from ckv_jax import Engine, EngineConfig
-from ckv_jax.data.random_checkpoint import random_checkpoint
 from ckv_jax.storage.store import ChunkStore
 
 CONTEXT = 8192
@@ -22,17 +22,8 @@ CONTEXT = 8192
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers with random weights; a tokenizer that reads any text."""
-    folder = random_checkpoint(
-        tmp_path_factory.mktemp("served") / "checkpoint",
-        num_layers=2,
-        hidden_size=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        vocab_size=512,
-        dtype="float32",
-    )
+    """Random weights whose attention is sharp; a tokenizer that reads any text."""
+    folder = small_checkpoint(tmp_path_factory.mktemp("served") / "checkpoint", dtype="float32")
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():  # attention as sharp as a trained model's
         times = {"q_proj": 25, "k_proj": 25, "v_proj": 10, "o_proj": 10, "embed": 20}
