@@ -81,6 +81,7 @@ SCRIPTS = (
     Script(module="server", plots=False, minutes=10),
     Script(module="storage", plots=False, quick=False, minutes=10),
     Script(module="memory", plots=False, quick=False, minutes=20),
+    Script(module="long_text", plots=False, quick=False, minutes=5),
     Script(module="kernels", plots=False, minutes=20),
     Script(module="decode", minutes=30),
     Script(module="decode_study", minutes=30),

@@ -6,7 +6,8 @@ leave between tokens; shapes change only when a buffer doubles or the batch does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import jax
@@ -20,10 +21,9 @@ from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
 from ckv_jax.pipeline.layers import LayerKv, Layers
-from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.streaming import Streaming
 from ckv_jax.pipeline.window import Window
-from ckv_jax.reads.packs import Packs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,16 +48,15 @@ class Decoder:
         plan: Plan,
         rows: KvRows,
         *,
-        packs: Callable[[], Packs] | None = None,
+        streaming: Streaming | None = None,
     ) -> None:
-        """`packs`: opens the packs of a single row whose window is not held, for one token."""
+        """`streaming`: runs a single row whose window is not held."""
         self.rows: list[Row | None] = []
         self._layers = layers
         self._memory = memory
         self._plan = plan
         self._kv_rows = rows
-        self._packs = packs
-        self._pieces = Piecewise(layers, memory) if packs is not None else None
+        self._streaming = streaming
         self._buffers: list[LayerKv] = []
         self._tables: dict[int, tuple[Array, Array]] = {}
 
@@ -169,6 +168,10 @@ class Decoder:
 
         `choices`: what the rows choose anew before each period.
         """
+        with self._streaming.token() if self._streaming is not None else nullcontext():
+            return self._step(tokens, choices)
+
+    def _step(self, tokens: np.ndarray, choices: Choices | None) -> Array:
         self.reserve(max(row.length for row in self.rows if row is not None) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
@@ -180,7 +183,7 @@ class Decoder:
                 chosen = choices.choose(step.period, hidden, start, at)
                 for other in self._plan.period_steps(step.period) if chosen else ():
                     self._tables.pop(other.index, None)
-            hidden = self._run(step, hidden, start, at)
+            hidden = self._run(step, hidden, start, at, choices)
             if choices is not None:
                 choices.ahead(step.period)
         if choices is not None:
@@ -200,10 +203,17 @@ class Decoder:
         )
         return rows.reshape(*rows.shape[:3], -1, self._layers.config.head_dim)
 
-    def _run(self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray) -> Array:
-        if self._packs is not None:
-            with self._packs() as packs:
-                return self._run_streaming(step, hidden, start, at, packs)
+    def _run(
+        self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, choices: Choices | None
+    ) -> Array:
+        if self._streaming is not None:
+            row = self.rows[0]
+            assert row is not None and row.window is not None
+            hidden, self._buffers[step.index] = self._streaming.run(
+                step, row.window, hidden, start, at, self._buffers[step.index],
+                chooses=choices is not None,
+            )  # fmt: skip
+            return hidden
         if step.index not in self._tables:
             self._tables[step.index] = self._table(step)
         slots, lengths = self._tables[step.index]
@@ -211,41 +221,6 @@ class Decoder:
             step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,
             slots, lengths, context=self.capacity,
         )  # fmt: skip
-        return hidden
-
-    def _run_streaming(
-        self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, packs: Packs
-    ) -> Array:
-        """A step of the one row whose packs are not kept: they come through the pool again."""
-        row = self.rows[0]
-        assert row is not None and row.window is not None and self._pieces is not None
-        ids = row.window.ids(step)
-        size = chunk_bucket(len(ids))
-        chosen, lengths = (
-            np.full((len(at), size), -1, np.int32),
-            np.zeros((len(at), size), np.int32),
-        )
-        chosen[0, : len(ids)], lengths[0, : len(ids)] = ids, row.window.lengths(step)
-        buffers = self._buffers[step.index]
-        peers = self._layers.peers
-        if len(ids) * len(step.groups) > peers.least(self._memory.step_slots):
-            owners = np.where(np.arange(len(at)) == 0, 0, -1)
-            hidden, self._buffers[step.index] = self._pieces.run(
-                start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
-            )
-            return hidden
-        slots = np.full((len(step.groups), len(at), size), -1, np.int32)
-        with peers.local():
-            for group in step.groups:
-                packs.demand(0, group, ids)
-            for place, group in enumerate(step.groups):
-                slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
-        hidden, self._buffers[step.index] = self._layers.extend(
-            step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots, lengths,
-            context=self.capacity,
-        )  # fmt: skip
-        for group in step.groups:
-            packs.give_up(0, group, hidden)
         return hidden
 
     def _table(self, step: Step) -> tuple[Array, Array]:

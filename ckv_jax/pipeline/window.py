@@ -26,7 +26,7 @@ class Window:
     Every chunk of a period that is in the window is pinned in all the period's layer groups, so
     sequences over one prefix share packs, and what leaves goes back to the caches. A window that
     is not `held` only knows what was chosen: its packs come through the pool anew for every token
-    (`Decoder`).
+    (`Streaming`).
     """
 
     def __init__(self, resident: Resident, memory: Memory, plan: Plan, *, held: bool) -> None:

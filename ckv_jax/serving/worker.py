@@ -29,6 +29,7 @@ from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
+from ckv_jax.pipeline.streaming import Streaming
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
@@ -405,8 +406,12 @@ class Worker:
         self._running.end(error)
 
     def _decoder(self, streams: Lease | None) -> Decoder:
-        packs = None if streams is None else (lambda: self.packs([streams.source], Trace()))
-        return Decoder(self.layers, self.memory, self.plan, self._rows, packs=packs)
+        streaming = None
+        if streams is not None:
+            streaming = Streaming(
+                self.layers, self.memory, self.plan, lambda: self.packs([streams.source], Trace())
+            )
+        return Decoder(self.layers, self.memory, self.plan, self._rows, streaming=streaming)
 
     def _choices(self) -> Choices:
         return Choices(

@@ -1,0 +1,146 @@
+"""Texts of ten thousand tokens: do memory, device slots and programs stay what they were?
+
+    python -m bench.long_text --json OUT
+
+A small model with random weights generates from a stored prefix, choosing at every token; every
+`segment_tokens` of the text become a segment of the store, which is chosen from like the prefix.
+After every `--every` tokens: memory of the process (`rss_mb`), the digests' part of it
+(`digest_mb`, which has an entry for every chunk of the text), device slots that the text pins,
+packs that caches hold, compiled programs, memory mappings, and tokens per second since the row
+before.
+
+Bar: from the first quarter's end to the last token, memory less the digests and mappings grow by at
+most a tenth, pinned slots and programs by none. When the text is over nothing of it is left in the
+store (`segments_left`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.common import Json, finish, result_file, table
+from bench.memory import status_mb
+from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.pipeline import mappings
+
+MORE = 0.10
+BARS = {"rss_mb": MORE, "mappings": MORE, "pinned_packs": 0.0, "programs": 0.0}
+MODEL = dataclasses.replace(SMALL, num_layers=8, hidden_size=128, intermediate_size=256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """What is generated."""
+
+    tokens: int = 10_000
+    every: int = 500
+    sequences: int = 1
+    prefix_tokens: int = 8_000
+    budget: float = 1 / 16
+    system: str = "ckv"
+    seed: int = 0
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def generate(engine: Engine, texts: Texts) -> list[Json]:
+    """A row after every few tokens of the first text."""
+    requests = [
+        Request(
+            prefix=random_prefix(
+                engine, random_tokens(engine, texts.prefix_tokens, seed=which), seed=which
+            ),
+            suffix=random_tokens(engine, 16, seed=100 + which).tolist(),
+            budget=texts.budget,
+        )
+        for which in range(texts.sequences)
+    ]
+    sampling = SamplingParams(max_tokens=texts.tokens, temperature=1.0, seed=texts.seed)
+    rows: list[Json] = []
+    seen, start = 0, time.perf_counter()
+    with engine.generate(requests, sampling) as stream:
+        for event in stream:
+            if event.index or event.token_id is None:
+                continue
+            seen += 1
+            if seen % texts.every == 0:
+                spent = time.perf_counter() - start
+                rows.append(_row(engine, seen, texts.sequences * texts.every / spent))
+                print(", ".join(f"{name} {value:.0f}" for name, value in rows[-1].items()))
+                start = time.perf_counter()
+        for text in stream.results():
+            text.raise_for_error()
+    return rows
+
+
+def _row(engine: Engine, tokens: int, tokens_s: float) -> Json:
+    stats = engine.stats()
+    return {
+        "tokens": tokens,
+        "rss_mb": status_mb("VmRSS"),
+        "digest_mb": stats.digest_bytes / 1e6,
+        "pinned_packs": stats.pinned_packs,
+        "device_packs": stats.device_packs,
+        "programs": stats.programs,
+        "mappings": mappings.held(),
+        "tokens_s": tokens_s,
+    }
+
+
+def growth(rows: Sequence[Json]) -> Json:
+    """Each of `BARS` at the first quarter's end and at most afterwards, and whether that is met."""
+    first = next(row for row in rows if row["tokens"] >= rows[-1]["tokens"] / 4)
+    found = {}
+    for name, bar in BARS.items():
+        held = [_held(row, name) for row in rows if row["tokens"] >= first["tokens"]]
+        more = max(held) / held[0] - 1
+        found[name] = {"first": held[0], "most": max(held), "more": more, "met": more <= bar}
+    return found
+
+
+def _held(row: Json, name: str) -> float:
+    value = float(row[name])
+    return value - float(row["digest_mb"]) if name == "rss_mb" else value
+
+
+def main() -> None:
+    """The command."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--json", type=result_file, help="write the result to this file")
+    p.add_argument("--folder", type=Path, help="folder for the store")
+    p.add_argument("--system", default=Texts().system)
+    p.add_argument("--budget", type=float, default=Texts().budget)
+    for name in ("tokens", "every", "sequences", "prefix-tokens", "seed"):
+        p.add_argument(f"--{name}", type=int, default=getattr(Texts(), name.replace("-", "_")))
+    args = p.parse_args()
+    texts = Texts(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Texts)})
+    with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
+        with random_engine(
+            MODEL, Path(folder), system=texts.system, device_cache_bytes=64 << 20,
+            host_cache_bytes=64 << 20,
+        ) as engine:  # fmt: skip
+            rows = generate(engine, texts)
+        left = sum(1 for _ in Path(folder).rglob("manifest.json")) - texts.sequences
+    found = growth(rows)
+    cells = [
+        [name, one["first"], one["most"], f"{one['more']:+.1%}", "met" if one["met"] else "missed"]
+        for name, one in found.items()
+    ]
+    print(table(cells, ["", "after a quarter", "at most later", "grew", "bar"]))
+    print(f"segments left in the store beside the prefixes: {left}")
+    finish(args, texts, {"rows": rows, "growth": found, "segments_left": left})
+
+
+if __name__ == "__main__":
+    main()

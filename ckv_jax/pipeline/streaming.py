@@ -1,0 +1,96 @@
+"""Decode over more than the device holds: a row's packs come through the pool for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from jax import Array
+
+from ckv_jax.buckets import chunk_bucket
+from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.piecewise import Piecewise
+from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.packs import Packs
+
+
+class Streaming:
+    """Runs the steps of a single row whose window is not held. Engine thread only.
+
+    While a step computes, the packs of the next one are read, where the pool has room for both
+    (FlexGen's schedule of one batch).
+    """
+
+    def __init__(
+        self, layers: Layers, memory: Memory, plan: Plan, packs: Callable[[], Packs]
+    ) -> None:
+        """`packs`: opens the packs of the row's prefix, for one token."""
+        self._layers = layers
+        self._memory = memory
+        self._plan = plan
+        self._open = packs
+        self._pieces = Piecewise(layers, memory)
+        self._packs: Packs | None = None
+
+    @contextmanager
+    def token(self) -> Iterator[None]:
+        """All steps of one token run within this."""
+        with self._open() as packs:
+            self._packs = packs
+            try:
+                yield
+            finally:
+                self._packs = None
+
+    def run(
+        self, step: Step, window: Window, hidden: Array, start: np.ndarray, at: np.ndarray,
+        buffers: LayerKv, *, chooses: bool,
+    ) -> tuple[Array, LayerKv]:  # fmt: skip
+        """`Layers.extend` of a step over the packs of row 0.
+
+        `chooses`: each period has its own choice, which is not known before that period.
+        """
+        packs, ids = self._packs, window.ids(step)
+        assert packs is not None
+        size = chunk_bucket(len(ids))
+        chosen = np.full((len(at), size), -1, np.int32)
+        lengths = np.zeros((len(at), size), np.int32)
+        chosen[0, : len(ids)], lengths[0, : len(ids)] = ids, window.lengths(step)
+        if not self._fits(step, window):
+            owners = np.where(np.arange(len(at)) == 0, 0, -1)
+            return self._pieces.run(
+                start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
+            )
+        then = self._following(step, chooses)
+        if then is not None and not self._fits(then, window):
+            then = None
+        slots = np.full((len(step.groups), len(at), size), -1, np.int32)
+        with self._layers.peers.local():
+            for group in step.groups:
+                packs.demand(0, group, ids)
+            for place, group in enumerate(step.groups):
+                slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
+            for group in then.groups if then is not None else ():
+                packs.ahead(0, group, window.ids(then), sure=True)
+        hidden, buffers = self._layers.extend(
+            step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots, lengths,
+            context=buffers[0][0].shape[1],
+        )  # fmt: skip
+        for group in step.groups:
+            packs.give_up(0, group, hidden)
+        return hidden, buffers
+
+    def _following(self, step: Step, chooses: bool) -> Step | None:
+        """The step after this one, if it is known what that attends to."""
+        for then in self._plan.steps[step.index + 1 : step.index + 2]:
+            if then.period == step.period or not chooses:
+                return then
+        return None
+
+    def _fits(self, step: Step, window: Window) -> bool:
+        """Whether the pool has room for all packs of a step."""
+        room = self._layers.peers.least(self._memory.step_slots)
+        return len(window.ids(step)) * len(step.groups) <= room
