@@ -22,12 +22,20 @@ _log = logging.getLogger(__name__)
 class Kernel:
     """One implementation: how to import it, and the only platform where "auto" may take it.
 
-    One that has a platform is called with `target=` beside its arguments.
+    One that has a platform is called with `target=` beside its arguments, a jnp reference that
+    multiplies with `widen=`, see `Target.widens`.
     """
 
     load: Callable[[], Callable[..., Any]]
     """Imports it: called when it is first needed, so that no machine loads another's kernels."""
     platform: str | None = None
+    multiplies: bool = False
+
+    def run(self, target: Target, *args: Any) -> Any:
+        """Its outcome on a target."""
+        if self.platform is not None:
+            return self.load()(*args, target=target)
+        return self.load()(*args, **({"widen": target.widens} if self.multiplies else {}))
 
 
 class Choice(NamedTuple):
@@ -80,9 +88,8 @@ def dispatch(
     for key, kernel in kernels.items():
         if implementation == "auto" and kernel.platform not in (None, target.platform):
             continue
-        run = kernel.load()
         try:
-            out = run(*args) if kernel.platform is None else run(*args, target=target)
+            out = kernel.run(target, *args)
         except NotImplementedError as error:
             if implementation != "auto":
                 raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +25,15 @@ class Target:
       capability: a GPU's compute capability; None: not known, or no GPU.
       cores: what a grid has to fill: a GPU's multiprocessors, the tensor cores that one TPU device
         runs a kernel on.
+      widens: a CPU that has no matrix unit for bfloat16: products of many rows are faster in
+        float32, to which their 16-bit factors are widened first. The sums are float32's anyway.
     """
 
     platform: str
     kind: str = ""
     capability: tuple[int, int] | None = None
     cores: int = 1
+    widens: bool = False
 
     def __post_init__(self) -> None:
         if self.platform not in _PLATFORMS:
@@ -47,6 +52,7 @@ class Target:
             kind=device.device_kind,
             capability=(int(found[0]), int(found[1])) if known and platform == "gpu" else None,
             cores=max(1, _cores(device, platform)),
+            widens=platform == "cpu" and not _multiplies_bfloat16(),
         )
 
     @classmethod
@@ -58,6 +64,17 @@ class Target:
     def in_host_memory(self) -> bool:
         """Whether the device computes in host memory."""
         return self.platform == "cpu"
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this machine's cores have a matrix unit for bfloat16; where Linux does not say, they
+    are taken to have one. XLA makes no use of AVX-512's bfloat16 products."""
+    try:
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return "amx_bf16" in known or "flags" not in known
 
 
 def _cores(device: Any, platform: str) -> int:

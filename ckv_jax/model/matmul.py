@@ -22,15 +22,18 @@ def matmul(
 ) -> Float[Array, "B S O"]:
     """`x` times a weight `[I, O]`, or `[O, I]` if `out_first`; accumulated and left in float32.
 
-    Two shapes are dressed up for XLA's CPU matmul of 16-bit numbers: one row becomes two (a
-    matrix-vector product is 15 times slower), and a few rows meet the weight in blocks of
-    outputs, for which XLA repacks the rows and not the weight (1.4 to 1.7 times faster).
-    Neither changes what is computed.
+    Shapes are dressed up for XLA's CPU matmul of 16-bit numbers: one row becomes two (a
+    matrix-vector product is 15 times slower), a few rows meet the weight in blocks of
+    outputs, for which XLA repacks the rows and not the weight (1.4 to 1.7 times faster), and many
+    are widened on a CPU without a matrix unit (1.4 to 1.6 times faster, `Target.widens`).
+    None of this changes what is computed.
     """
     rows, wide = x.shape[0] * x.shape[1], x.dtype == jnp.float32
     if rows == 1 and not wide:
         pair = jnp.broadcast_to(x, (1, 2, x.shape[2]))
         return _product(pair, weight, out_first)[:, :1]
+    if rows >= _FEW_ROWS.stop and target.widens:
+        return _product(x.astype(jnp.float32), weight.astype(jnp.float32), out_first)
     blocks, rest = divmod(weight.shape[0], _OUT_BLOCK)
     few = rows in _FEW_ROWS and not wide and target.platform == "cpu"
     if out_first and few and not rest:

@@ -68,22 +68,26 @@ class ChoiceCalls:
         keep: Keep,
         n: int,
         stages: Stages | None = None,
+        rough: Sequence[Probe] = (),
     ) -> Chosen:
         """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
 
         `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
         stays. `near[i]` <= n: how many of the best are chosen or near misses. `probes`: one a
         layer, whose scores are summed; `window`: [b, W], W >= n; `before`: scores of earlier
-        tokens, which count as well; `stages`: see `two_stages`.
+        tokens, which count as well; `stages`, `rough`: see `two_stages`.
         """
-        shapes = tuple((type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in probes)
+        shapes = tuple(
+            (type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in (*probes, *rough)
+        )
         slots = window.chunk.shape[1]
         key = (hidden.shape, len(rows), shapes, slots, score, keep, n, stages)
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
-            tuple(probes), np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks),
-            limits, near, window, np.int32(step), before, score=score, keep=keep, n=n,
-            chunk_tokens=resident.prefix.layout.chunk_tokens, stages=stages,
+            (tuple(probes), tuple(rough)), np.int32(resident.prefix.num_tokens),
+            np.int32(resident.num_chunks), limits, near, window, np.int32(step), before,
+            score=score, keep=keep, n=n, chunk_tokens=resident.prefix.layout.chunk_tokens,
+            stages=stages,
         )  # fmt: skip
         return found
 
@@ -97,16 +101,16 @@ def _choose_of(
 ) -> Callable[..., Chosen]:
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
-        probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array, near: Array,
-        window: WindowArrays, step: Array, before: Array, *, score: ChunkScore, keep: Keep, n: int,
-        chunk_tokens: int, stages: Stages | None,
+        probes: tuple[tuple[Probe, ...], tuple[Probe, ...]], num_tokens: Array, num_chunks: Array,
+        limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
+        score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None,
     ) -> Chosen:  # fmt: skip
         one = jnp.ones(rows.shape, jnp.int32)
         own, left = scored(
-            [layer_of(state).query(hidden[rows], start[:, None]) for state in states], probes,
+            [layer_of(state).query(hidden[rows], start[:, None]) for state in states], probes[0],
             score=score, stages=stages, num_tokens=num_tokens, num_chunks=num_chunks,
             q_lengths=one, limits=limits, chunk_tokens=chunk_tokens, target=target,
-            whole=shardings.sum, before=before,
+            whole=shardings.sum, before=before, rough=probes[1],
         )  # fmt: skip
         scores = own + before
         selection = choose(scores, n, limits, count=num_chunks, among=left)

@@ -269,12 +269,15 @@ class Choices:
         before = np.zeros((len(member.rows), member.resident.probe_chunks), np.float32)
         for row, chooser in enumerate(member.choosers):
             before[row] = chooser.before(period, int(lengths[member.rows[row]]))
+        probes = member.choosers[0].probes
+        stages = None if coarse is None else coarse.stages(limits, member.resident.num_chunks)
+        asking = [] if stages is None else [layers[i] for i in stages.coarse.layers(len(layers))]
         return self._calls.choose(
             layers, hidden, member.rows, starts[member.rows],
-            member.choosers[0].probes.get(layers, period), member.resident, limits,
+            probes.get(layers, period), member.resident, limits,
             member.near, member.windows[period], self._step, before, score=self._score,
             keep=self._keep, n=member.n,
-            stages=None if coarse is None else coarse.stages(limits, member.resident.num_chunks),
+            stages=stages, rough=probes.rough(asking),
         )  # fmt: skip
 
     def _demand(

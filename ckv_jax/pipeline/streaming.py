@@ -64,17 +64,16 @@ class Streaming:
             return self._pieces.run(
                 start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
             )
-        then = self._following(step, chooses)
-        if then is not None and not self._fits(then, window):
-            then = None
+        then = self._following(step, window, chooses)
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
         with self._layers.peers.local():
             for group in step.groups:
                 packs.demand(0, group, ids)
             for place, group in enumerate(step.groups):
                 slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
-            for group in then.groups if then is not None else ():
-                packs.ahead(0, group, window.ids(then), sure=True)
+            for other in then:
+                for group in other.groups:
+                    packs.ahead(0, group, window.ids(other), sure=True)
         hidden, buffers = self._layers.extend(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots, lengths,
             context=buffers[0][0].shape[1],
@@ -83,12 +82,14 @@ class Streaming:
             packs.give_up(0, group, hidden)
         return hidden, buffers
 
-    def _following(self, step: Step, chooses: bool) -> Step | None:
-        """The step after this one, if it is known what that attends to."""
-        for then in self._plan.steps[step.index + 1 : step.index + 2]:
-            if then.period == step.period or not chooses:
-                return then
-        return None
+    def _following(self, step: Step, window: Window, chooses: bool) -> list[Step]:
+        """The step after this one, if it is known what that attends to, and the pool has room for
+        its packs."""
+        return [
+            then
+            for then in self._plan.steps[step.index + 1 : step.index + 2]
+            if (then.period == step.period or not chooses) and self._fits(then, window)
+        ]
 
     def _fits(self, step: Step, window: Window) -> bool:
         """Whether the pool has room for all packs of a step."""

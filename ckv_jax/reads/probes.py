@@ -15,6 +15,7 @@ from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.model.shardings import PROBE, Shardings
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
+from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.probe_source import ProbeView, RecomputedKeys, probe_source
 from ckv_jax.reads.residents import Resident, Residents
@@ -80,11 +81,16 @@ class Probes:
         """The probes of these layers of `period`, of which keys are read for the first alone;
         waits for them."""
         if self._digest is not None:
-            return [self._digest[layer] for layer in layers]
+            return [self._digest.probes[layer] for layer in layers]
         if period not in self._held:
             row = self._row(period)
             self._held[period] = self._bring(row, self._pages)
         return [Keys(self._held[period])]
+
+    def rough(self, layers: Sequence[int]) -> list[Probe]:
+        """What a coarse pass of decode scores of some layers of a digest."""
+        assert self._digest is not None
+        return self._digest.rough(layers)
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
         """Says that the selection of `period` is known, and counts the use of its pages.
@@ -157,7 +163,7 @@ class Probes:
         place[: len(held.place)] = held.place
         return self._keys.bring(self._pool(), slots, place, held.prefix.layout)
 
-    def _load_digest(self) -> dict[int, Probe]:
+    def _load_digest(self) -> Digest:
         start = time.perf_counter_ns()
         try:
             data = self._reader.read_digest()
@@ -166,7 +172,7 @@ class Probes:
         if data is None:
             self._trace.count("recomputed_probes", self._plan.periods)
             layers = self._resident.prefix.layout.digest_layers
-            return {layer: self._recomputed(layer) for layer in layers}
+            return self._residents.digest_of({layer: self._recomputed(layer) for layer in layers})
         self._residents.keep_digest(self._resident, data)
         size = sum(array.nbytes for array in data.arrays.values())
         self._trace.count_bytes("ssd", size, prefix=self._resident.prefix.id)

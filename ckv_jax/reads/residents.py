@@ -22,6 +22,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     Probe,
 )
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
+from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.probe_source import ProbeView
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
@@ -50,8 +51,8 @@ class Resident:
     """int [n]: those of the first period, most attended first, to speculate it the next time."""
     recurrence: float = 0.0
     """Share of the best of `opening` that were among as many best of the request after."""
-    digest: dict[int, Probe] | None = None
-    """Layer -> its probe, of the layers that have one, on the device, padded to `probe_chunks`."""
+    digest: Digest | None = None
+    """Its probes are padded to `probe_chunks`."""
     room: int = 0
     """Chunks that the probe is to have room for at least."""
 
@@ -69,7 +70,7 @@ class Resident:
     @property
     def digest_bytes(self) -> int:
         """Device bytes of the resident digest."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.digest))
+        return 0 if self.digest is None else self.digest.nbytes
 
     def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """Page numbers (int64) of these chunks of one layer group."""
@@ -108,8 +109,11 @@ class Residents:
         *,
         digest_bytes: int,
         shardings: Shardings = ONE_DEVICE,
+        turns: bool = False,
     ) -> None:
+        """`turns`: see `Digest`."""
         self._shardings = shardings
+        self._turns = turns
         self._store = store
         self._tiers = tiers
         self._budget = digest_bytes
@@ -158,7 +162,7 @@ class Residents:
         layout = resident.prefix.layout
         size = layout.chunk_tokens
         probes = device_digest(data, resident.probe_chunks, size, self._shardings)
-        resident.digest = dict(zip(layout.digest_layers, probes, strict=True))
+        resident.digest = self.digest_of(dict(zip(layout.digest_layers, probes, strict=True)))
         total = self.digest_bytes
         for other in self._known.values():
             if total <= self._budget:
@@ -166,6 +170,10 @@ class Residents:
             if other is not resident and other.digest is not None:
                 total -= other.digest_bytes
                 other.digest = None
+
+    def digest_of(self, probes: dict[int, Probe]) -> Digest:
+        """A digest of these probes, layer by layer, that nobody else knows of."""
+        return Digest(probes, self._turns)
 
     def record(self, resident: Resident, groups: range, selection: Selection) -> None:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).

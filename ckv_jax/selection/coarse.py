@@ -31,11 +31,15 @@ class Coarse:
     """The last so many of the queries that score; a token of a text has one of its own."""
     survivors: int = 8
     """Chunks that are left for each that may be chosen."""
+    least: int = 1
+    """Chunks that are left in any case: where few may be chosen, a few times as many are soon
+    scored, and say less for certain what is among them."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
         check_whole("queries", self.queries, least=1)
         check_whole("survivors", self.survivors, least=1, most=_MOST)
+        check_whole("least", self.least, least=1, most=_MOST)
 
     def layers(self, scoring: int) -> list[int]:
         """Which of so many scoring layers ask."""
@@ -45,7 +49,7 @@ class Coarse:
     def left(self, limits: Any, chunks: Any) -> Any:
         """How many of `chunks` are left for rows that may choose `limits` int32 [B], numpy's or a
         device's, of them; 0: all are scored."""
-        left = limits * self.survivors
+        left = (limits * self.survivors).clip(self.least) * (limits > 0).astype(limits.dtype)
         return left * (4 * left <= chunks).astype(limits.dtype)
 
     def stages(self, limits: np.ndarray, chunks: int) -> Stages | None:

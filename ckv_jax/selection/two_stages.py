@@ -45,11 +45,13 @@ def scored(
     target: Target,
     whole: Callable[[Array], Array],
     before: Float32[Array, "B M"] | None = None,
+    rough: Sequence[Probe] = (),
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
     `whole` makes one of sums over each device's heads. `before`: scores that count as well for
-    what a coarse pass leaves, and are not in the result.
+    what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores, one
+    probe for each layer that it asks; none: the probes of these layers.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -83,10 +85,10 @@ def scored(
     asking = coarse.layers(len(probes))
     count = jnp.minimum(q_lengths, coarse.queries)
     few = [_last(queries[layer], q_lengths, coarse.queries) for layer in asking]
-    rough = by_head(few, [probes[layer] for layer in asking], count, num_tokens)
+    first = by_head(few, rough or [probes[layer] for layer in asking], count, num_tokens)
     times = (q_lengths * len(probes)) / jnp.maximum(count * len(asking), 1)
-    rough = rough * times.astype(jnp.float32)[:, None, None]
-    estimate = whole(jnp.sum(rough, axis=1))
+    first = first * times.astype(jnp.float32)[:, None, None]
+    estimate = whole(jnp.sum(first, axis=1))
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate if before is None else estimate + before
@@ -100,9 +102,9 @@ def scored(
         return by_head([q[None] for q in queries], gathered, count[None], tokens)[0]  # [K, room]
 
     fine = _each(of_row, ids, q_lengths, *queries)  # [B, K, room]
-    on_them = jnp.take_along_axis(rough, jnp.maximum(ids, 0)[:, None, :], axis=2)
+    on_them = jnp.take_along_axis(first, jnp.maximum(ids, 0)[:, None, :], axis=2)
     on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
-    share = on_them / jnp.maximum(jnp.sum(rough, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
+    share = on_them / jnp.maximum(jnp.sum(first, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
     decided = whole(jnp.sum(fine * share[:, :, None], axis=1))  # [B, room]
 
     rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]

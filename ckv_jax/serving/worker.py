@@ -88,6 +88,7 @@ class Worker:
             self.memory.tiers,
             digest_bytes=config.digest_bytes,
             shardings=layers.shardings,
+            turns=layers.target.in_host_memory and layers.shardings.size == 1,
         )
         # Processes that computed with other windows would wait for each other.
         room = device_room(self.memory.pool.pages.devices()) if layers.peers.alone else None

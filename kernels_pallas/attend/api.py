@@ -50,7 +50,7 @@ def attend(
     Returns:
       out in `q.dtype`, and the natural log-sum-exp of the scaled logits. Where a query sees
       nothing, out is 0 and lse is -inf. Accumulated in float32; the probabilities are rounded
-      to k_new's dtype for the second matmul.
+      to k_new's dtype for the second matmul, except where the target `widens`.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -98,7 +98,7 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
         "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
         "tpu": Kernel(_tpu, platform="tpu"),
-        "reference": Kernel(lambda: reference.attend),
+        "reference": Kernel(lambda: reference.attend, multiplies=True),
     }
 )
 

@@ -14,6 +14,7 @@ from jax import Array, lax
 __all__ = ["attend", "attend_upto"]
 
 _LOGITS_BYTES = 2 * 2**20  # of one KV head's float32 logits at a time: what a CPU's caches hold
+_WIDE_BYTES = 8 * 2**20  # the same where keys are widened anew for every block
 
 
 def attend(
@@ -26,14 +27,20 @@ def attend(
     v_new: Array,
     q_start: Array,
     *,
-    logits_bytes: int = _LOGITS_BYTES,
+    widen: bool = False,
+    logits_bytes: int | None = None,
 ) -> tuple[Array, Array]:
-    """See `api.attend`. Queries go in blocks whose logits, of one KV head and one sequence, take
-    about `logits_bytes`.
+    """See `api.attend`. `widen`: multiplies in float32, see `Target.widens`.
+
+    Queries go in blocks whose logits, of one KV head and one sequence, take about `logits_bytes`
+    (None: as is fastest).
 
     Sequences go one after the other: a loop compiles four times faster than eight copies of its
     body, and runs three times faster on a CPU, where they would compete for its caches.
     """
+
+    if logits_bytes is None:
+        logits_bytes = _WIDE_BYTES if widen else _LOGITS_BYTES
 
     def one(row: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k_table, v_table, lengths, k_new, v_new, q_start = row
@@ -46,7 +53,7 @@ def attend(
             keys = jnp.concatenate([old_keys, keys], axis=0)
             values = jnp.concatenate([old_values, values], axis=0)
         last = q_start + jnp.arange(q.shape[0], dtype=jnp.int32)
-        return _by_query_blocks(q, keys, values, valid, last, logits_bytes)
+        return _by_query_blocks(q, keys, values, valid, last, logits_bytes, widen)
 
     rows: tuple[Array, ...] = (q, k_table, v_table, lengths, k_new, v_new, q_start)
     if q.shape[0] > 1:
@@ -65,7 +72,7 @@ def attend_upto(
     values [R, K*D], last int32 [S] -> [S, H, D]. What stands in rows that nobody sees must be
     finite. Plain XLA on every device.
     """
-    return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, logits_bytes)[0]
+    return _by_query_blocks(q, keys, values, jnp.zeros(0, bool), last, logits_bytes, False)[0]
 
 
 def _context(
@@ -89,7 +96,7 @@ def _context(
 
 
 def _by_query_blocks(
-    q: Array, keys: Array, values: Array, valid: Array, last: Array, logits_bytes: int
+    q: Array, keys: Array, values: Array, valid: Array, last: Array, logits_bytes: int, widen: bool
 ) -> tuple[Array, Array]:
     """One sequence: q [S, H, D], keys and values [T, K*D] -> out [S, H, D], lse [S, H].
 
@@ -100,20 +107,23 @@ def _by_query_blocks(
     if tokens == 0:
         return jnp.zeros_like(q), jnp.full((queries, heads), -jnp.inf, jnp.float32)
     block = max(16, logits_bytes // (4 * tokens * (heads // kv_heads)) // 16 * 16)
+    product = jnp.dtype(jnp.float32) if widen else keys.dtype
     if queries <= block:
-        return _dense(q, keys, values, valid, last)
+        return _dense(q, keys, values, valid, last, product)
     blocks = -(-queries // block)
     more = blocks * block - queries
     padded = jnp.pad(q, ((0, more), (0, 0), (0, 0)))
     ends = jnp.pad(last, (0, more))
     out, lse = lax.map(
-        lambda part: _dense(part[0], keys, values, valid, part[1]),
+        lambda part: _dense(part[0], keys, values, valid, part[1], product),
         (padded.reshape(blocks, block, heads, dim), ends.reshape(blocks, block)),
     )
     return out.reshape(-1, heads, dim)[:queries], lse.reshape(-1, heads)[:queries]
 
 
-def _dense(q: Array, keys: Array, values: Array, valid: Array, last: Array) -> tuple[Array, Array]:
+def _dense(
+    q: Array, keys: Array, values: Array, valid: Array, last: Array, product: jnp.dtype
+) -> tuple[Array, Array]:
     queries, heads, dim = q.shape
     kv_heads = keys.shape[1] // dim
     group = heads // kv_heads
@@ -127,8 +137,8 @@ def _dense(q: Array, keys: Array, values: Array, valid: Array, last: Array) -> t
     for head in range(kv_heads):
         of_head = slice(head * dim, (head + 1) * dim)
         logits = lax.dot_general(
-            rows[head],
-            keys[:, of_head],
+            rows[head].astype(product),
+            keys[:, of_head].astype(product),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
@@ -137,8 +147,9 @@ def _dense(q: Array, keys: Array, values: Array, valid: Array, last: Array) -> t
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         out = jnp.dot(
-            weights.astype(values.dtype), values[:, of_head], preferred_element_type=jnp.float32
-        )
+            weights.astype(product), values[:, of_head].astype(product),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
         outs.append((out / jnp.where(total > 0, total, 1.0)).astype(q.dtype))
         lses.append(jnp.where(total > 0, top + jnp.log(total), -jnp.inf)[:, 0])
     out = jnp.stack(outs).reshape(kv_heads, queries, group, dim).swapaxes(0, 1)

@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, Kernel, dispatch
-from ckv_jax.kernels_pallas.score import landmarks, reference
+from ckv_jax.kernels_pallas.score import landmarks, reference, turned
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
@@ -21,6 +21,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     MeanKeys,
     PqKeys,
     Probe,
+    TurnedKeys,
 )
 from ckv_jax.kernels_pallas.target import Target
 
@@ -69,7 +70,11 @@ def score(
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
     args = (q, probe, num_tokens, q_lengths, chunk_tokens)
-    kernels = LANDMARKS if isinstance(probe, Landmarks) else IMPLEMENTATIONS
+    kernels = IMPLEMENTATIONS
+    if isinstance(probe, Landmarks):
+        kernels = LANDMARKS
+    elif isinstance(probe, TurnedKeys):
+        kernels = TURNED
     out: Array = dispatch("score", implementation, kernels, target, *args)  # [B, K, M]
     return out if heads == "each" else jnp.sum(out, axis=1, keepdims=True)
 
@@ -90,12 +95,16 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
         "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
         "tpu": Kernel(_tpu, platform="tpu"),
-        "reference": Kernel(lambda: reference.score),
+        "reference": Kernel(lambda: reference.score, multiplies=True),
     }
 )
 """Of probes with a key for each token."""
-LANDMARKS: Mapping[str, Kernel] = MappingProxyType({"reference": Kernel(lambda: landmarks.score)})
+LANDMARKS: Mapping[str, Kernel] = MappingProxyType(
+    {"reference": Kernel(lambda: landmarks.score, multiplies=True)}
+)
 """Of landmarks."""
+TURNED: Mapping[str, Kernel] = MappingProxyType({"reference": Kernel(lambda: turned.score)})
+"""Of turned keys."""
 
 
 def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:

@@ -24,8 +24,10 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
+    *,
+    widen: bool = False,
 ) -> Array:
-    """See `api.score`; float32 [B, K, M].
+    """See `api.score`; float32 [B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
 
     A chunk's logit is q.mean + log(size), or the greatest that q.k can be for keys k within the
     chunk's bounds, sum over dims of max(q low, q high).
@@ -36,6 +38,8 @@ def score(
     q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype))
     rows = q.reshape(batch * queries, kv_heads, heads // kv_heads, dim).swapaxes(0, 1)
     rows = rows.reshape(kv_heads, -1, dim)  # [K, B*S*G, D]
+    if widen:
+        rows = rows.astype(jnp.float32)
     weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     counted = jnp.repeat(valid.reshape(-1), heads // kv_heads)[None, :, None]

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int8, UInt, UInt8
 
 __all__ = ["BoundKeys", "Int4Keys", "Int8Keys", "Keys", "Landmarks", "MeanKeys", "PqKeys", "Probe",
-           "TokenProbe"]  # fmt: skip
+           "TokenProbe", "TurnedKeys"]  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -102,8 +102,25 @@ class BoundKeys:
         return chunks, heads, dim
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class TurnedKeys:
+    """key ~ scale * (basis @ code), up to a mean key per head that softmax does not see; made of
+    other probes (`turned.py`)."""
+
+    codes: Int8[Array, "K T R"]
+    scale: Float32[Array, "K T"]
+    basis: Float32[Array, "K D R"]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(T, K, D)."""
+        heads, dim, _ = self.basis.shape
+        return self.codes.shape[1], heads, dim
+
+
 TokenProbe = Keys | Int8Keys | Int4Keys | PqKeys
 """What has a key for each token."""
 Landmarks = MeanKeys | BoundKeys
 """What has one entry for each chunk."""
-Probe = TokenProbe | Landmarks
+Probe = TokenProbe | Landmarks | TurnedKeys

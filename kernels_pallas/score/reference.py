@@ -21,7 +21,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["block_sums", "score"]
 
-_BLOCK_BYTES = 4 * 2**20  # of float32 logits and of keys as decoded, all KV heads
+_BLOCK_BYTES = 8 * 2**20  # of float32 logits and of keys as decoded, all KV heads
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -32,9 +32,10 @@ def score(
     q_lengths: Array,
     chunk_tokens: int,
     *,
+    widen: bool = False,
     block_bytes: int = _BLOCK_BYTES,
 ) -> Array:
-    """See `api.score`; float32 [B, K, M].
+    """See `api.score`; float32 [B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
 
     Keys go in blocks whose logits and decoded keys take at most `block_bytes`.
     """
@@ -43,11 +44,12 @@ def score(
     group = heads // kv_heads
     rows = q.reshape(batch * queries, kv_heads, group, dim).swapaxes(0, 1)  # [K, B*S, G, D]
     rows = rows.reshape(kv_heads, batch * queries * group, dim)
+    product = jnp.dtype(jnp.float32) if widen else q.dtype
     chunks = tokens // chunk_tokens
-    of_key = 4 * batch * queries * heads + q.dtype.itemsize * kv_heads * dim
+    of_key = 4 * batch * queries * heads + product.itemsize * kv_heads * dim
     most = max(1, block_bytes // (of_key * chunk_tokens))
     if chunks <= most:
-        part, top = block_sums(rows, probe, num_tokens, chunk_tokens)
+        part, top = block_sums(rows, probe, num_tokens, chunk_tokens, product)
         sums, tops = part[None], top[None]
     else:
         blocks = -(-chunks // most)
@@ -57,7 +59,9 @@ def score(
         starts = block * chunk_tokens * jnp.arange(blocks, dtype=jnp.int32)
         parts, join = _split(probe, blocks, blocks * block * chunk_tokens, q.dtype)
         sums, tops = lax.map(
-            lambda item: block_sums(rows, join(*item[1:]), num_tokens - item[0], chunk_tokens),
+            lambda item: block_sums(
+                rows, join(*item[1:]), num_tokens - item[0], chunk_tokens, product
+            ),
             (starts, *parts),
         )
     top = jnp.max(tops, axis=0)  # [K, rows]
@@ -74,16 +78,19 @@ def score(
 
 
 def block_sums(
-    rows: Array, probe: TokenProbe, num_tokens: Array, chunk: int
+    rows: Array, probe: TokenProbe, num_tokens: Array, chunk: int, product: jnp.dtype
 ) -> tuple[Array, Array]:
-    """rows [K, R, D] -> sums of exponentials [K, R, chunks], maxima [K, R], of these keys."""
+    """rows [K, R, D] -> sums of exponentials [K, R, chunks], maxima [K, R], of these keys.
+
+    `product`: the element type of what is multiplied, the rows' own or a wider one.
+    """
     tokens, kv_heads, dim = probe.shape
     if isinstance(probe, PqKeys):
         probe = Keys(_look_up(probe, rows.dtype))
     valid = jnp.arange(tokens, dtype=jnp.int32)[None, :] < num_tokens
     sums, tops = [], []
     for head in range(kv_heads):
-        logits, scale = _logits(rows[head], probe, head)
+        logits, scale = _logits(rows[head], probe, head, product)
         factor = 1.0 / math.sqrt(dim)
         logits = logits * factor if scale is None else logits * (scale * factor)[None, :]
         logits = jnp.where(valid, logits, -jnp.inf)
@@ -95,14 +102,16 @@ def block_sums(
 
 
 def _logits(
-    rows: Array, probe: Keys | Int8Keys | Int4Keys, head: int
+    rows: Array, probe: Keys | Int8Keys | Int4Keys, head: int, product: jnp.dtype
 ) -> tuple[Array, Array | None]:
     """rows [R, D] times one head's keys: float32 [R, T], and the factor [T] still to be applied."""
+    exact, rows = rows.dtype, rows.astype(product)
     match probe:
         case Keys(keys):
+            mine = keys[:, head]
             if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
-                return _dot(rows, lax.bitcast_convert_type(keys[:, head], rows.dtype)), None
-            return _dot(rows, keys[:, head].astype(rows.dtype)), None
+                mine = lax.bitcast_convert_type(mine, exact)
+            return _dot(rows, mine.astype(exact).astype(product)), None
         case Int8Keys(codes, scale):
             return _dot(rows, codes[:, head].astype(rows.dtype)), scale[:, head]
         case Int4Keys(codes, scale):

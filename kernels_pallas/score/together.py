@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score.landmarks import landmark_sums
-from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
+from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe, TurnedKeys
 from ckv_jax.kernels_pallas.score.reference import block_sums
 
 __all__ = ["score_together"]
@@ -44,7 +44,8 @@ def score_together(
         if isinstance(probe, Landmarks):
             part, top = landmark_sums(rows, probe, num_tokens[index], chunk_tokens)
         else:
-            part, top = block_sums(rows, probe, num_tokens[index], chunk_tokens)
+            assert not isinstance(probe, TurnedKeys)  # those are for a coarse pass
+            part, top = block_sums(rows, probe, num_tokens[index], chunk_tokens, rows.dtype)
         found.append(part)
         tops.append(top)
     top = jnp.max(jnp.stack(tops), axis=0)  # [K, rows]

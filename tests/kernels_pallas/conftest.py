@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
-from kernel_targets import OF
+from kernel_targets import OF, WIDENING_CPU
 
 from ckv_jax.kernels_pallas import blocks
 
@@ -31,9 +32,9 @@ def _interpreter(implementation: str) -> Any:
     return InterpretGPUParams(detect_races=True)
 
 
-@pytest.fixture(params=["reference", "tpu", "mosaic_gpu"])
+@pytest.fixture(params=["reference", "widened", "tpu", "mosaic_gpu"])
 def implementation(request: pytest.FixtureRequest) -> str:
-    """The name of an implementation."""
+    """The name of an implementation, or "widened": the reference that multiplies in float32."""
     return str(request.param)
 
 
@@ -43,9 +44,16 @@ def kernel(implementation: str) -> Callable[..., Any]:
 
     def call(name: str, *args: Any, **options: Any) -> Any:
         api = importlib.import_module(f"ckv_jax.kernels_pallas.{name}.api")
+        if implementation in ("reference", "widened"):
+            one = api.IMPLEMENTATIONS["reference"]
+            run = jax.jit(
+                partial(
+                    one.run, OF["reference"] if implementation == "reference" else WIDENING_CPU
+                ),
+                static_argnums=4 if name == "score" else None,
+            )
+            return run(*args)
         function = api.IMPLEMENTATIONS[implementation].load()
-        if implementation == "reference":
-            return jax.jit(function, static_argnums=4 if name == "score" else None)(*args)
         if implementation == "mosaic_gpu" and name != "gather" and not _INTERPRETS_WGMMA:
             pytest.skip("this JAX's GPU interpreter has no transposed references")
         if options:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,10 @@ def test_targets_of_devices() -> None:
     assert Target.of(rocm) == Target(platform="gpu", kind="MI300X")
     tpu = Device(platform="tpu", device_kind="TPU v4", num_cores=2)
     assert Target.of(tpu) == Target(platform="tpu", kind="TPU v4", cores=2)
-    assert Target.here().in_host_memory == (jax.default_backend() == "cpu")
+    here = Target.here()
+    assert here.in_host_memory == (jax.default_backend() == "cpu")
+    facts = Path("/proc/cpuinfo").read_text()
+    assert here.widens == (here.in_host_memory and "flags" in facts and "amx_bf16" not in facts)
     with pytest.raises(ValueError, match="got platform 'npu'"):
         Target(platform="npu")
     with pytest.raises(ValueError, match="got 0 cores"):

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, OF
+from kernel_targets import CPU, OF, WIDENING_CPU
 
 from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
+from ckv_jax.kernels_pallas.target import Target
 
 KINDS = ["keys", "int8", "int4", "pq"]
 
@@ -131,8 +132,9 @@ def test_keys_in_blocks_change_nothing(kind: str) -> None:
         np.testing.assert_allclose(by_blocks, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("target", [CPU, WIDENING_CPU])
 @pytest.mark.parametrize("batch", [1, 8, 32])
-def test_a_selection_by_four_layers_takes_little_memory(batch: int) -> None:
+def test_a_selection_by_four_layers_takes_little_memory(batch: int, target: Target) -> None:
     """Beyond 32 MiB the allocator maps, and faults in, fresh pages for every call."""
     rng = np.random.default_rng(0)
     case = Case(
@@ -142,7 +144,7 @@ def test_a_selection_by_four_layers_takes_little_memory(batch: int) -> None:
 
     def run(q: jax.Array, probes: tuple[Probe, ...], tokens: jax.Array, n: jax.Array) -> jax.Array:
         return sum(
-            (score(q, p, num_tokens=tokens, q_lengths=n, chunk_tokens=16, target=CPU))
+            (score(q, p, num_tokens=tokens, q_lengths=n, chunk_tokens=16, target=target))
             for p in probes
         )
 
@@ -166,7 +168,9 @@ def test_keys_as_bit_patterns() -> None:
     }
     q = make_queries(rng, case)
     run = jax.jit(score, static_argnames=("chunk_tokens", "target"))
-    np.testing.assert_array_equal(run(q, bits, **rest), run(q, probe, **rest))
+    for target in (CPU, WIDENING_CPU):
+        rest["target"] = target
+        np.testing.assert_array_equal(run(q, bits, **rest), run(q, probe, **rest))
     for name in ("mosaic_gpu", "tpu"):
         with pytest.raises(NotImplementedError, match="uint16"):
             score(q, bits, **rest | {"target": OF[name]}, implementation=name)

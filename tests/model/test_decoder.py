@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer, Mlp, causal_attention
+from ckv_jax.model.matmul import matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.weights import random_model
 from tests.model.small import CONFIG, small_model
@@ -119,6 +121,21 @@ def test_every_matmul_accumulates_in_float32(dtype: str) -> None:
     products = text.count("dot_general[")
     assert products > 6 * CONFIG.num_layers
     assert text.count("preferred_element_type=float32") == products
+
+
+@pytest.mark.parametrize("out_first", [True, False])
+def test_many_rows_are_widened_where_that_is_faster(out_first: bool) -> None:
+    rng = np.random.default_rng(3)
+    weight = jnp.asarray(rng.normal(size=(128, 256) if out_first else (256, 128)), jnp.bfloat16)
+    for rows, wide in ((1, False), (64, False), (65, True)):
+        x = jnp.asarray(rng.normal(size=(1, rows, 256)), jnp.bfloat16)
+        run = partial(matmul, out_first=out_first, target=Target(platform="cpu", widens=True))
+        factors = str(jax.make_jaxpr(run)(x, weight)).count("convert_element_type[")
+        assert (factors == 2) == wide
+        exact = np.asarray(x, np.float64)[0] @ (
+            np.asarray(weight, np.float64).T if out_first else np.asarray(weight, np.float64)
+        )
+        np.testing.assert_allclose(np.asarray(jax.jit(run)(x, weight))[0], exact, atol=1e-4)
 
 
 def test_attention_in_blocks_equals_attention_at_once() -> None:

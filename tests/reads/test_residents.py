@@ -21,8 +21,10 @@ def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layer
         prefix = engine.ingest(tokens(200))
         engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
         keys = read_kv(engine.store, prefix)[:, 0]
-        digest = engine._worker.residents.open(prefix).digest
-    assert digest is not None and tuple(digest) == prefix.layout.digest_layers
+        resident = engine._worker.residents.open(prefix)
+        assert resident.digest is not None
+        digest = resident.digest.probes
+    assert tuple(digest) == prefix.layout.digest_layers
     assert len(digest) == {1: 3, 3: 8, 4: 10}[score_layers] and SMALL.num_layers == 10
     for layer, probe in digest.items():
         assert isinstance(probe, Int4Keys)
@@ -43,7 +45,7 @@ def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) 
         keys = read_kv(engine.store, prefix)[:, 0].astype(np.float32)
         resident = engine._worker.residents.open(prefix)
     assert resident.digest is not None and resident.digest_bytes > 0
-    for layer, probe in resident.digest.items():
+    for layer, probe in resident.digest.probes.items():
         chunks = [keys[layer, at : at + 16] for at in range(0, 200, 16)]
         assert probe.shape[0] == resident.probe_chunks
         if kind == "means":

@@ -81,7 +81,8 @@ def two_stages(
     last = q[:, -coarse.queries :]
     rough = sum(by_chunk(last[i], keys[i], every) for i in asking)
     rough = rough * q.shape[1] * LAYERS / (last.shape[1] * len(asking))
-    left = np.sort(np.argsort(-(rough.sum(0) + before), kind="stable")[: limit * coarse.survivors])
+    count = max(limit * coarse.survivors, coarse.least)
+    left = np.sort(np.argsort(-(rough.sum(0) + before), kind="stable")[:count])
     fine = sum(by_chunk(q[i], keys[i], left) for i in range(LAYERS))
     share = rough[:, left].sum(1) / rough.sum(1)
     scores = rough.sum(0)
@@ -96,6 +97,7 @@ def two_stages(
         Coarse(survivors=5, queries=2),
         Coarse(survivors=2, score_layers=2, queries=9),
         Coarse(survivors=4, score_layers=7),
+        Coarse(survivors=2, least=5),
     ],
 )
 def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: Coarse) -> None:
@@ -189,7 +191,9 @@ def test_of_every_probe_the_best_of_what_is_left_are_chosen(
 
 
 def test_bad_values_are_named() -> None:
-    for bad in ({"survivors": 0}, {"survivors": 1025}, {"queries": 0}, {"score_layers": 1.5}):
+    for bad in (
+        {"survivors": 0}, {"survivors": 1025}, {"least": 0}, {"queries": 0}, {"score_layers": 1.5}
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             Coarse(**bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="coarse"):
