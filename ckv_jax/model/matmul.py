@@ -26,7 +26,7 @@ def matmul(
     matrix-vector product is 15 times slower), a few rows meet the weight in blocks of
     outputs, for which XLA repacks the rows and not the weight (1.4 to 1.7 times faster), and many
     are widened on a CPU without a matrix unit (1.4 to 1.6 times faster, `Target.widens`).
-    None of this changes what is computed.
+    None of this changes what is computed. A widened weight is in memory for as long as its product.
     """
     rows, wide = x.shape[0] * x.shape[1], x.dtype == jnp.float32
     if rows == 1 and not wide:
