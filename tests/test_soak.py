@@ -6,6 +6,7 @@ import ctypes
 import gc
 import random
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -43,8 +44,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
             if served == WARM:
                 before, memory, programs = held(), allocated(), compilations()
             one_round(engine, prefixes, rng)
-        after = held()
-        assert {name: n - before[name] for name, n in after.items() if n > before[name]} == {}
+        assert left_behind(before) == {}
         assert_idle(engine)
         assert compilations() == programs
         assert allocated() - memory < GROWTH
@@ -59,6 +59,17 @@ def held() -> dict[str, int]:
         "arrays": len(jax.live_arrays()),
         "objects": sum(str(type(x).__module__).startswith("ckv_jax") for x in gc.get_objects()),
     }
+
+
+def left_behind(before: dict[str, int]) -> dict[str, int]:
+    """What there is more of than before. The engine's thread lets go of a request a moment after it
+    has handed the answer over: what goes within seconds was not left behind."""
+    more = {"": 0}
+    until = time.monotonic() + 10
+    while more and time.monotonic() < until:
+        time.sleep(0.05)
+        more = {name: n - before[name] for name, n in held().items() if n > before[name]}
+    return more
 
 
 class Mallinfo(ctypes.Structure):
