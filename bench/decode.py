@@ -160,7 +160,7 @@ class Bench:
                 Request(prefix=prefix, suffix=text[:8].tolist(), budget=budget)
                 for prefix, text in zip(prefixes, self.texts, strict=False)
             ]
-            engine.generate(requests, self._forced(3)).results()  # compiles
+            engine.generate(requests, self._forced(3)[:sequences]).results()  # compiles
             times, reads, texts = self._timed(engine, requests)
             pack = engine.layout.pack_bytes
         warm, late = setting.warm, slice(setting.warm, None)
