@@ -221,6 +221,8 @@ class Bench:
                 if at == setting.warm and min(seen) > setting.warm:
                     before = engine.stats().reads
             texts = stream.results()
+        for text in texts:
+            text.raise_for_error()
         return times, engine.stats().reads - before, texts
 
 
