@@ -91,6 +91,31 @@ QUICK = Setting(
 FULL = Setting()
 
 
+class Clock:
+    """Time and reads of texts that go on together, or one after the other: before all of them are
+    past their first tokens, and while one of them goes on after that."""
+
+    def __init__(self, texts: int, warm: int, total: int) -> None:
+        """Each of `texts` has `total` tokens, of which `warm` after the first are told apart."""
+        self.warm_s = self.late_s = 0.0
+        self.late_reads = 0
+        self._seen = [0] * texts
+        self._warm = warm
+        self._total = total
+        self._before = (0.0, 0)
+
+    def token(self, text: int, now: float, reads: int) -> None:
+        """One more token of a text; `reads`: packs that were read so far."""
+        then, known = self._before
+        if any(self._warm < seen < self._total for seen in self._seen):
+            self.late_s += now - then
+            self.late_reads += reads - known
+        elif any(0 < seen < self._total for seen in self._seen):
+            self.warm_s += now - then
+        self._seen[text] += 1
+        self._before = (now, reads)
+
+
 class Bench:
     """One model, and an engine at a time over a store of its own."""
 
@@ -161,10 +186,10 @@ class Bench:
                 for prefix, text in zip(prefixes, self.texts, strict=False)
             ]
             engine.generate(requests, self._forced(3)[:sequences]).results()  # compiles
-            times, reads, texts = self._timed(engine, requests)
+            clock, texts = self._timed(engine, requests)
             pack = engine.layout.pack_bytes
-        warm, late = setting.warm, slice(setting.warm, None)
-        spent = times[-1] - times[warm]
+        late = slice(setting.warm, None)
+        spent, reads = clock.late_s, clock.late_reads
         told = [text.trace.tokens[late] for text in texts]
         chose = [token for one in told for token in one]
         packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in chose)
@@ -178,7 +203,7 @@ class Bench:
             "tokens": setting.prefix_tokens,
             "budget": budget,
             "tokens_s": sequences * setting.tokens / spent,
-            "warm_tokens_s": sequences * warm / (times[warm] - times[0]),
+            "warm_tokens_s": sequences * setting.warm / clock.warm_s,
             "step_ms": 1e3 * spent / setting.tokens,
             "device_hits": sum(t.device_hits for t in chose) / packs if packs else None,
             "host_hits": sum(t.host_hits for t in chose) / packs if packs else None,
@@ -200,30 +225,19 @@ class Bench:
             for text in self.texts
         ]
 
-    def _timed(
-        self, engine: Engine, requests: Sequence[Request]
-    ) -> tuple[list[float], int, list[Any]]:
-        """When each token was there for the last of all sequences, packs read after the warm ones,
-        and the texts."""
-        setting = self.setting
-        total = 1 + setting.warm + setting.tokens
-        times = [0.0] * total
-        seen = [0] * len(requests)
-        before = 0
+    def _timed(self, engine: Engine, requests: Sequence[Request]) -> tuple[Clock, list[Any]]:
+        """What the tokens took, and the texts."""
+        total = 1 + self.setting.warm + self.setting.tokens
+        clock = Clock(len(requests), self.setting.warm, total)
         forced = self._forced(total)[: len(requests)]
         with engine.generate(list(requests), forced) as stream:
             for event in stream:
-                if event.token_id is None:
-                    continue
-                at = seen[event.index]
-                seen[event.index] += 1
-                times[at] = time.perf_counter()
-                if at == setting.warm and min(seen) > setting.warm:
-                    before = engine.stats().reads
+                if event.token_id is not None:
+                    clock.token(event.index, time.perf_counter(), engine.stats().reads)
             texts = stream.results()
         for text in texts:
             text.raise_for_error()
-        return times, engine.stats().reads - before, texts
+        return clock, texts
 
 
 def main() -> None:

@@ -42,6 +42,21 @@ def test_rows_add_up(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ckv-decode-*"))
 
 
+def test_texts_together_and_one_after_the_other_are_timed_alike() -> None:
+    """Two texts of five tokens, two of them after the first told apart; a token a second."""
+    together = decode.Clock(2, warm=2, total=5)
+    for token in range(5):
+        for text in range(2):
+            together.token(text, 2.0 * token + 0.5 * text, reads=10 * (2 * token + text))
+    # The first text is past its warm tokens from 4.0 on, the second ends at 8.5.
+    assert (together.warm_s, together.late_s, together.late_reads) == (4.0, 4.5, 50)
+    apart = decode.Clock(2, warm=2, total=5)
+    for text in range(2):
+        for token in range(5):
+            apart.token(text, 100.0 * text + token, reads=1000 * text + 10 * token)
+    assert (apart.warm_s, apart.late_s, apart.late_reads) == (4.0, 4.0, 40)
+
+
 def test_texts_keep_to_their_topics() -> None:
     rng = np.random.default_rng(0)
     for stay in (0.0, 0.9):
