@@ -92,8 +92,8 @@ FULL = Setting()
 
 
 class Clock:
-    """Time and reads of texts that go on together, or one after the other: before all of them are
-    past their first tokens, and while one of them goes on after that."""
+    """Time and reads of texts that go on together, token by token, or one after the other: while
+    one of them is past its first tokens, and before."""
 
     def __init__(self, texts: int, warm: int, total: int) -> None:
         """Each of `texts` has `total` tokens, of which `warm` after the first are told apart."""
@@ -255,10 +255,10 @@ def main() -> None:
     p.add_argument("--sequences", nargs="+", type=int)
     p.add_argument("--budget", type=budget_share)
     p.add_argument("--ahead", choices=get_args(Ahead))
-    for name in ("device-share", "host-share", "stay", "window", "overfetch"):
-        p.add_argument(f"--{name}", type=float)
-    for name in ("prefix-tokens", "tokens", "warm", "seed"):
-        p.add_argument(f"--{name}", type=int)
+    for option in ("--device-share", "--host-share", "--stay", "--window", "--overfetch"):
+        p.add_argument(option, type=float)
+    for option in ("--prefix-tokens", "--tokens", "--warm", "--seed"):
+        p.add_argument(option, type=int)
     args = p.parse_args()
     said = {name: getattr(args, name) for name in Setting.__slots__}
     said = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items() if v is not None}

@@ -102,7 +102,7 @@ def growth(rows: Sequence[Json]) -> Json:
     found = {}
     for name, bar in BARS.items():
         held = [_held(row, name) for row in rows if row["tokens"] >= first["tokens"]]
-        more = max(held) / held[0] - 1
+        more = (max(held) - held[0]) / max(1.0, held[0])
         found[name] = {"first": held[0], "most": max(held), "more": more, "met": more <= bar}
     return found
 
@@ -121,9 +121,12 @@ def main() -> None:
     p.add_argument("--folder", type=Path, help="folder for the store")
     p.add_argument("--system", default=Texts().system)
     p.add_argument("--budget", type=float, default=Texts().budget)
-    for name in ("tokens", "every", "sequences", "prefix-tokens", "seed"):
-        p.add_argument(f"--{name}", type=int, default=getattr(Texts(), name.replace("-", "_")))
+    for option in ("--tokens", "--every", "--sequences", "--prefix-tokens", "--seed"):
+        default = getattr(Texts(), option[2:].replace("-", "_"))
+        p.add_argument(option, type=int, default=default)
     args = p.parse_args()
+    if args.tokens < args.every or args.every < 1:
+        p.error(f"got --tokens {args.tokens} with --every {args.every}, expected one row at least")
     texts = Texts(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Texts)})
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
         with random_engine(

@@ -30,6 +30,7 @@ class Kernel:
     """Imports it: called when it is first needed, so that no machine loads another's kernels."""
     platform: str | None = None
     multiplies: bool = False
+    """A reference with products in it."""
 
     def run(self, target: Target, *args: Any) -> Any:
         """Its outcome on a target."""

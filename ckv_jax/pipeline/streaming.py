@@ -20,8 +20,8 @@ from ckv_jax.reads.packs import Packs
 class Streaming:
     """Runs the steps of a single row whose window is not held. Engine thread only.
 
-    While a step computes, the packs of the next one are read, where the pool has room for both
-    (FlexGen's schedule of one batch).
+    While a step computes, the packs of the next one are read, where the pool has room for four
+    such steps (FlexGen's schedule of one batch).
     """
 
     def __init__(

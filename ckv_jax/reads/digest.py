@@ -17,7 +17,7 @@ them, while half of them lose answers (`bench/results/NOTEBOOK.md`)."""
 
 @dataclass(slots=True)
 class Digest:
-    """The probes of the layers that have one. Engine thread only."""
+    """The probes of the layers that have one. Engine thread only, but `nbytes`."""
 
     probes: dict[int, Probe]
     """Layer -> its probe, of one length."""
@@ -29,7 +29,10 @@ class Digest:
     @property
     def nbytes(self) -> int:
         """Device bytes of all of it."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.probes, self._turned)))
+        return sum(
+            leaf.nbytes
+            for leaf in jax.tree.leaves([*self.probes.values(), *list(self._turned.values())])
+        )
 
     def rough(self, layers: Sequence[int]) -> list[Probe]:
         """What a coarse pass scores of some layers, made when it is first asked for."""

@@ -90,7 +90,7 @@ class Probes:
     def rough(self, layers: Sequence[int]) -> list[Probe]:
         """What a coarse pass of decode scores of some layers of a digest."""
         assert self._digest is not None
-        return self._digest.rough(layers)
+        return self._residents.rough(self._resident, self._digest, layers)
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
         """Says that the selection of `period` is known, and counts the use of its pages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -70,7 +70,8 @@ class Resident:
     @property
     def digest_bytes(self) -> int:
         """Device bytes of the resident digest."""
-        return 0 if self.digest is None else self.digest.nbytes
+        digest = self.digest  # others ask while the engine's thread lets go of it
+        return 0 if digest is None else digest.nbytes
 
     def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
         """Page numbers (int64) of these chunks of one layer group."""
@@ -163,6 +164,10 @@ class Residents:
         size = layout.chunk_tokens
         probes = device_digest(data, resident.probe_chunks, size, self._shardings)
         resident.digest = self.digest_of(dict(zip(layout.digest_layers, probes, strict=True)))
+        self._keep_within(resident)
+
+    def _keep_within(self, resident: Resident) -> None:
+        """Lets go of others' digests until all together are within their budget."""
         total = self.digest_bytes
         for other in self._known.values():
             if total <= self._budget:
@@ -174,6 +179,15 @@ class Residents:
     def digest_of(self, probes: dict[int, Probe]) -> Digest:
         """A digest of these probes, layer by layer, that nobody else knows of."""
         return Digest(probes, self._turns)
+
+    def rough(self, resident: Resident, digest: Digest, layers: Sequence[int]) -> list[Probe]:
+        """What a coarse pass of decode scores of some layers; what is made for that counts as part
+        of the digest."""
+        before = digest.nbytes
+        found = digest.rough(layers)
+        if digest.nbytes != before:
+            self._keep_within(resident)
+        return found
 
     def record(self, resident: Resident, groups: range, selection: Selection) -> None:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).

@@ -88,6 +88,7 @@ class Worker:
             self.memory.tiers,
             digest_bytes=config.digest_bytes,
             shardings=layers.shardings,
+            # Turned keys have their heads first, and are not split over devices.
             turns=layers.target.in_host_memory and layers.shardings.size == 1,
         )
         # Processes that computed with other windows would wait for each other.

@@ -21,6 +21,7 @@ __all__ = ["score", "turn"]
 
 _EVERY = 8  # one token in so many decides about the basis
 _LEVELS = 127
+_ROWS = 16  # query heads of a KV head at a time: products of int8 gain nothing from more
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -47,7 +48,7 @@ def score(
 ) -> Array:
     """See `api.score`; float32 [B, K, M]. Queries are turned, too, and rounded to int8."""
     batch, queries, heads, dim = q.shape
-    tokens, kv_heads, _ = probe.shape
+    _, kv_heads, _ = probe.shape
     group = heads // kv_heads
     valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
     q = jnp.where(valid[:, :, None, None], q, jnp.zeros((), q.dtype)).astype(jnp.float32)
@@ -58,20 +59,43 @@ def score(
             rows, probe.basis, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST
         )
     )
+    blocks = -(-rows.shape[1] // _ROWS)
+    more = blocks * _ROWS - rows.shape[1]
+    if blocks > 1:
+        codes = jnp.pad(codes, ((0, 0), (0, more), (0, 0)))
+        unit = jnp.pad(unit, ((0, 0), (0, more)))
+        shares = lax.map(
+            lambda part: _shares(part[0], part[1], probe, num_tokens, chunk_tokens, dim),
+            (
+                codes.reshape(kv_heads, blocks, _ROWS, -1).swapaxes(0, 1),
+                unit.reshape(kv_heads, blocks, _ROWS).swapaxes(0, 1),
+            ),
+        )  # [blocks, K, rows of a block, M]
+        share = shares.swapaxes(0, 1).reshape(kv_heads, blocks * _ROWS, -1)[:, : rows.shape[1]]
+    else:
+        share = _shares(codes, unit, probe, num_tokens, chunk_tokens, dim)
+    counted = jnp.repeat(valid.reshape(-1), group)[None, :, None]
+    share = jnp.where(counted, share, 0.0)
+    by_sequence = share.reshape(kv_heads, batch, -1, share.shape[-1])
+    return jnp.sum(by_sequence, axis=2).swapaxes(0, 1)
+
+
+def _shares(
+    codes: Array, unit: Array, probe: TurnedKeys, num_tokens: Array, chunk_tokens: int, dim: int
+) -> Array:
+    """The share of its attention that each row's query, int8 [K, r, R] worth `unit` [K, r] a one,
+    gives each chunk: float32 [K, r, M]."""
     product = lax.dot_general(
         codes, probe.codes, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.int32
-    )  # [K, rows, T]
+    )  # [K, r, T]
     logits = product.astype(jnp.float32) * (unit[:, :, None] * (1.0 / math.sqrt(dim)))
-    real = jnp.arange(tokens, dtype=jnp.int32)[None, None, :] < num_tokens
+    real = jnp.arange(product.shape[2], dtype=jnp.int32)[None, None, :] < num_tokens
     logits = jnp.where(real, logits * probe.scale[:, None, :], -jnp.inf)
     top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), _LOWEST)
     weights = jnp.exp(logits - top)
     sums = jnp.sum(weights.reshape(*weights.shape[:2], -1, chunk_tokens), axis=-1)
     total = jnp.sum(sums, axis=-1, keepdims=True)
-    counted = jnp.repeat(valid.reshape(-1), group)[None, :, None]
-    share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
-    by_sequence = (sums * share).reshape(kv_heads, batch, -1, sums.shape[-1])
-    return jnp.sum(by_sequence, axis=2).swapaxes(0, 1)
+    return jnp.where(total > 0, sums / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from kernel_targets import CPU
@@ -80,3 +83,16 @@ def test_scores_are_equation_1_over_them() -> None:
     assert bound < 0.3
     np.testing.assert_allclose(np.asarray(found), by_chunk, rtol=np.expm1(2 * bound), atol=1e-6)
     assert np.abs(np.asarray(found) - by_chunk).max() < 0.02  # far below that bound
+
+
+def test_many_queries_are_scored_as_few_are() -> None:
+    rng = np.random.default_rng(2)
+    turned = turn(int4_keys(rank=DIM)[0], dims=8)
+    q = jnp.asarray(rng.standard_normal((5, 3, 8, DIM)), jnp.bfloat16)  # 60 rows of a KV head
+    lengths = jnp.asarray([3, 1, 0, 2, 3], jnp.int32)
+    run = jax.jit(partial(score, num_tokens=jnp.int32(REAL), chunk_tokens=CHUNK, target=CPU))
+    together = np.asarray(run(q, turned, q_lengths=lengths))
+    for row in range(5):
+        alone = np.asarray(run(q[row : row + 1], turned, q_lengths=lengths[row : row + 1]))
+        np.testing.assert_allclose(together[row], alone[0], rtol=1e-6, atol=1e-7)
+    assert not together[2].any()

@@ -15,7 +15,7 @@ from ckv_jax.reads.read_job import ReadJob
 
 
 @pytest.mark.parametrize(("slots", "ahead"), [(40, True), (20, False)])
-def test_the_next_layer_is_read_while_one_computes_where_both_fit(
+def test_the_next_layer_is_read_while_one_computes_where_four_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, ahead: bool
 ) -> None:
     begun: list[tuple[int, bool]] = []

@@ -9,7 +9,8 @@ import pytest
 from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Request
-from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys
+from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys, TurnedKeys
+from ckv_jax.reads.digest import Digest
 from ckv_jax.selection.select import Select
 from ckv_jax.stored_kv import read_kv
 
@@ -60,3 +61,23 @@ def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) 
             np.testing.assert_array_equal(np.asarray(probe.low, np.float32)[:13], low)
             high = np.stack([chunk.max(0) for chunk in chunks])
             np.testing.assert_array_equal(np.asarray(probe.high, np.float32)[:13], high)
+
+
+def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv", digest_bytes=2**30) as engine:
+        held = []
+        for seed in range(2):
+            prefix = engine.ingest(tokens(200, seed))
+            engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
+            held.append(engine._worker.residents.open(prefix))
+        residents = engine._worker.residents
+        digest, other = held[1].digest, held[0].digest
+        assert digest is not None and other is not None
+        layer = next(iter(digest.probes))
+        before = digest.nbytes
+        residents._budget = 2 * before  # as much as there is
+        (turned,) = residents.rough(held[1], digest, [layer])
+        assert isinstance(turned, TurnedKeys) and turned.shape == digest.probes[layer].shape
+        assert digest.nbytes > before and held[0].digest is None  # the other one made way
+        assert residents.rough(held[1], digest, [layer])[0] is turned
+    assert Digest(digest.probes, turns=False).rough([layer]) == [digest.probes[layer]]
