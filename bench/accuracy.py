@@ -44,6 +44,7 @@ from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.request import Request
+from ckv_jax.selection.coarse import Coarse
 from ckv_jax.systems import SYSTEMS
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
@@ -77,11 +78,19 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
         probe={"none": "keys", "pq": "pq16"}.get(system.digest, system.digest),
         window=system.choose.queries,
         layers=min(system.choose.score_layers, system.period),
-        survivors=coarse.survivors if coarse and 4 * coarse.survivors * budget <= 1 else 0,
+        survivors=_survivors(coarse, budget),
         coarse="keys" if system.digest == "none" else system.digest,
         coarse_window=coarse.queries if coarse else 1,
         coarse_layers=coarse.score_layers if coarse else 1,
     )
+
+
+def _survivors(coarse: Coarse | None, budget: float) -> int:
+    """Chunks that a coarse pass leaves for each that is chosen; 0: all are scored with care."""
+    if coarse is None:
+        return 0
+    left = min(coarse.survivors, math.floor(round(0.25 / budget, 9)))
+    return left if left >= (coarse.fewest or coarse.survivors) else 0
 
 
 def of_depth(system: SystemConfig, share: float, layers: int) -> SystemConfig:

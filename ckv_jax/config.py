@@ -150,6 +150,8 @@ class SystemConfig:
             raise ValueError(f"got window={self.window}, expected 0, or at least 1: a whole choice")
         if self.window == 0 and self.decode is not None and self.decode.every > 1:
             raise ValueError(f"got window=0 with every={self.decode.every}, expected every=1")
+        if self.window == 0 and self.decode is not None and self.decode.drift is not None:
+            raise ValueError(f"got window=0 with drift={self.decode.drift}, expected drift=None")
         _one_of("keep", self.keep, KeepName)
         _one_of("widths", self.widths, WidthsName)
         if self.overfetch < 1:

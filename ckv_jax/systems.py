@@ -140,7 +140,7 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 speculate="lookahead",
                 overfetch=1.25,
                 speculate_always=False,
-                choose=Select(score_layers=3, queries=4, coarse=Coarse()),
+                choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
                 decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
                 widths="profiled",
                 policy="frequency-attention",

@@ -232,7 +232,7 @@ class Trace:
     @property
     def decode(self) -> dict[str, float]:
         """Means over `tokens`: shares of their packs by where they were, bytes that came from host
-        memory and from SSD, attention mass, ms; empty without tokens."""
+        memory and from SSD, periods that chose, attention mass, ms; empty without tokens."""
         if not self.tokens:
             return {}
         n, size = len(self.tokens), self.tokens[0].pack_bytes
@@ -243,7 +243,7 @@ class Trace:
         packs = max(1, device + host + ssd)
         means = {
             name: sum(getattr(token, name) for token in self.tokens) / n
-            for name in ("attention_mass", "select_ms", "fetch_ms", "ms")
+            for name in ("choices", "attention_mass", "select_ms", "fetch_ms", "ms")
         }
         return {
             "tokens": n,

@@ -65,6 +65,8 @@ class _Asked(NamedTuple):
     member: _Member
     chosen: Chosen
     limits: np.ndarray
+    queries: np.ndarray | None
+    """float32 [b, n, H, D], where it matters how far they have turned (`Select.drift`)."""
     moving: list[_Moving]
 
     @property
@@ -162,7 +164,7 @@ class Choices:
                 for one in asked:  # while packs are read
                     self._record(one, period, lengths)
                 for one in asked:
-                    self._collect(one.which, period, one.moving)
+                    self._collect(one, period)
                     if self._keeps:
                         one.member.windows[period] = one.chosen.window
         except BaseException:
@@ -210,14 +212,30 @@ class Choices:
         """The calls that choose for a period, dispatched, of each prefix with rows that are due."""
         asked = []
         for which, member in enumerate(self._members or ()):
-            limits = np.zeros(len(member.rows), np.int32)
-            for row, chooser in enumerate(member.choosers):
-                if chooser.due(int(lengths[member.rows[row]])):
-                    limits[row] = chooser.limit
+            limits, queries = self._due(member, period, hidden, starts, lengths)
             if limits.any():
                 chosen = self._ask(member, period, hidden, starts, lengths, limits)
-                asked.append(_Asked(which, member, chosen, limits, []))
+                asked.append(_Asked(which, member, chosen, limits, queries, []))
         return asked
+
+    def _due(
+        self, member: _Member, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """How much each row is to choose, int32 [b], 0 for those that need not; and their queries,
+        where these decide that."""
+        limits = np.zeros(len(member.rows), np.int32)
+        at = lengths[member.rows].tolist()
+        for row, chooser in enumerate(member.choosers):
+            limits[row] = chooser.limit if chooser.due(at[row]) else 0
+        least = self._select.drift
+        if least is None or not limits.any():
+            return limits, None
+        layers = self._plan.scoring_layers(period, self._select.score_layers)
+        queries = self._calls.queries(layers, hidden, member.rows, starts[member.rows])
+        for row, chooser in enumerate(member.choosers):
+            if limits[row] and not chooser.turned(period, at[row], queries[row], least):
+                limits[row] = 0
+        return limits, queries
 
     def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Asks what a period will probably choose, while packs of the one before it are read."""
@@ -277,7 +295,7 @@ class Choices:
             probes.get(layers, period), member.resident, limits,
             member.near, member.windows[period], self._step, before, score=self._score,
             keep=self._keep, n=member.n,
-            stages=stages, rough=probes.rough(asking),
+            stages=stages, rough=probes.rough(asking), pool=self._select.pool,
         )  # fmt: skip
 
     def _demand(
@@ -302,14 +320,17 @@ class Choices:
                 self._opened().demand(which, group, missing)
         return moving
 
-    def _collect(self, which: int, period: int, moving: list[_Moving]) -> None:
-        missing = _union([misses for _, _, _, misses in moving])
+    def _collect(self, one: _Asked, period: int) -> None:
+        missing = _union([misses for _, _, _, misses in one.moving])
         if len(missing):
             for group in self._plan.groups(period):
-                self._opened().collect(which, group, missing)
-            self._opened().keep(which)
-        for chooser, ids, table, misses in moving:
+                self._opened().collect(one.which, group, missing)
+            self._opened().keep(one.which)
+        for chooser, ids, table, misses in one.moving:
             chooser.window.move(period, ids, table, misses, self._step)
+        if one.queries is not None:  # not before: a token that fails is tried again
+            for row in np.flatnonzero(one.limits).tolist():
+                one.member.choosers[row].chose(period, one.queries[row])
 
     def _look_up(self, chooser: Chooser, period: int, ids: np.ndarray, misses: np.ndarray) -> None:
         """Counts where a row's packs are before anything is read."""
@@ -344,6 +365,7 @@ class Choices:
         own = np.asarray(one.chosen.own)
         for row in np.flatnonzero(chose).tolist():
             chooser = member.choosers[row]
+            chooser.told.choices += 1
             chooser.masses[period] = float(selection.mass[row])
             chooser.remember(period, int(lengths[member.rows[row]]), own[row].copy())
             if chooser.recorded is not None:

@@ -46,6 +46,7 @@ class Chooser:
         self._every = select.every
         self._queries = select.queries
         self._recent: dict[int, dict[int, np.ndarray]] = {}
+        self._queries_then: dict[int, np.ndarray] = {}
         self._first = first
         self._anew = -1
         self._widths = widths
@@ -69,6 +70,21 @@ class Chooser:
     def due(self, length: int) -> bool:
         """Whether the token that comes at row `length` of the buffers chooses anew."""
         return length == self._anew or (length - self._first + 1) % self._every == 0
+
+    def turned(self, period: int, length: int, queries: np.ndarray, least: float) -> bool:
+        """Whether the `queries` float32 [n, H, D] of the token at row `length` are not those of the
+        token that chose last for a period: their cosine is below `least` in one of n layers."""
+        then = self._queries_then.get(period)
+        if then is None or length == self._anew:
+            return True
+        flat = [part.reshape(len(part), -1).astype(np.float64) for part in (queries, then)]
+        sizes = np.linalg.norm(flat[0], axis=1) * np.linalg.norm(flat[1], axis=1)
+        cosine = (flat[0] * flat[1]).sum(axis=1) / np.maximum(sizes, np.finfo(np.float64).tiny)
+        return bool(cosine.min() < least)
+
+    def chose(self, period: int, queries: np.ndarray) -> None:
+        """These queries chose for a period what its window holds now."""
+        self._queries_then[period] = queries
 
     def moved(self, tokens: int, length: int, probes: Probes, source: Source) -> None:
         """The first `tokens` of the row's buffers, of which `length` are left, are chunks of its

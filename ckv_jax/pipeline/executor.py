@@ -199,6 +199,7 @@ class Executor:
             "window": self._system.choose.queries,
             "chunk_tokens": self._system.chunk_tokens,
             "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
+            "pool": self._system.choose.pool,
         }
 
     def _tokens(self, suffix: int) -> int:

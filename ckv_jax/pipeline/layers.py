@@ -27,7 +27,7 @@ from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Selection, Share, choose
+from ckv_jax.selection.base import Pool, Selection, Share, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.two_stages import scored
@@ -78,7 +78,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score", "stages"),
+            static=("n", "window", "chunk_tokens", "score", "stages", "pool"),
         )
         self._run = jit(
             split(
@@ -151,30 +151,34 @@ class Layers:
         chunk_tokens: int,
         stages: Stages | None = None,
         share: Share | None = None,
+        pool: Pool = "none",
     ) -> Selection:
         """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
         as many of them as hold a `share` of the score.
 
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
-        token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`.
+        token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`;
+        `pool`: see `base.pooled`.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
-            self._select_key(layers, hidden.shape, probes, score, n, window, chunk_tokens, stages),
+            self._select_key(
+                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool
+            ),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
             tuple(probes), num_tokens, num_chunks, limits, share,
-            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages,
+            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, pool=pool,
         )  # fmt: skip
         return found
 
     def selects_without_compiling(
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
         score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None = None,
+        stages: Stages | None = None, pool: Pool = "none",
     ) -> bool:  # fmt: skip
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
-        key = self._select_key(layers, hidden, probes, score, n, window, chunk_tokens, stages)
+        key = self._select_key(layers, hidden, probes, score, n, window, chunk_tokens, stages, pool)
         return self._select.compiled(key)
 
     def _select_key(
@@ -279,7 +283,7 @@ def _select_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
         share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None,
+        stages: Stages | None, pool: Pool,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
@@ -288,8 +292,11 @@ def _select_of(
             [layer_of(state).query(hidden, at) for state in states], probes, score=score,
             stages=stages, num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths,
             limits=limits, chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
+            pool=pool,
         )  # fmt: skip
-        return choose(found.scores, n, limits, count=num_chunks, among=found.left, share=share)
+        return choose(
+            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool
+        )
 
     return select
 

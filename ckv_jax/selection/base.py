@@ -6,7 +6,7 @@ Units that may not be chosen carry -inf; of equal scores the earlier unit wins.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,13 @@ _MARGIN = 1e-5
 """What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""
 
 
+Pool = Literal["none", "max", "mean"]
+"""What ranks a chunk: its own score, or the largest or the mean of its own and its neighbours'."""
+
+
+_OWN = 2.0**-10
+
+
 class Share(NamedTuple):
     """As many units as hold a share of a row's score, see `Budget`."""
 
@@ -49,19 +56,24 @@ def choose(
     count: Array | None = None,
     among: Bool[Array, "B M"] | None = None,
     share: Share | None = None,
+    pool: Pool = "none",
 ) -> Selection:
     """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
     these.
 
-    With `share`, only the best of those that together hold it of all scores.
+    With `share`, only the best of those that together hold it of all scores. `pool` decides which
+    are best; what is told of them are their own scores.
     """
     units = scores.shape[1]
     masked = scores
     if count is not None:
         ids = jnp.arange(units, dtype=jnp.int32)
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
-    allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
+    ranked = pooled(masked, pool)
+    allowed = ranked if among is None else jnp.where(among, ranked, -jnp.inf)
     values, best, chosen = _best(allowed, n, limits)
+    if pool != "none":
+        values = jnp.take_along_axis(masked, best, axis=1)
     if share is not None:
         chosen &= _needed(values, masked, share)
     ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
@@ -75,6 +87,29 @@ def choose(
         mass=jnp.sum(attention, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny),
         scores=scores,
     )
+
+
+def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:
+    """What ranks units, by their `scores`; -inf is no unit, and nobody's neighbour.
+
+    Where a name is found, what it says often stands beside it (SnapKV, Li et al. 2024, §4.2).
+    """
+    if pool == "none":
+        return scores
+    real = scores > -jnp.inf
+    value = jnp.where(real, scores, 0.0 if pool == "mean" else -jnp.inf)
+
+    def beside(values: Array, edge: float) -> list[Array]:
+        padded = jnp.pad(values, ((0, 0), (1, 1)), constant_values=edge)
+        return [padded[:, :-2], values, padded[:, 2:]]
+
+    if pool == "max":  # of neighbours that are worth alike, the one that is so by itself
+        found = jnp.max(jnp.stack(beside(value, -jnp.inf)), axis=0) + _OWN * value
+    else:
+        count = sum(beside(real.astype(jnp.float32), 0.0))
+        found = sum(beside(value, 0.0)) / jnp.maximum(count, 1.0)
+    out: Array = jnp.where(real, found, -jnp.inf)
+    return out
 
 
 def _needed(values: Array, scores: Array, share: Share) -> Array:

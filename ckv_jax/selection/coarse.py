@@ -19,9 +19,10 @@ _MOST = 1024
 class Coarse:
     """A coarse pass over all chunks: the last few queries of some of the layers that score.
 
-    It leaves `survivors` chunks for each that may be chosen; all queries of all scoring layers
-    then decide among those alone. Its cost grows with the prefix, that of the rest with the choice:
-    where they would be more than a quarter of the chunks, all are scored as without it.
+    It leaves `survivors` chunks for each that may be chosen, or a quarter of all where that is
+    fewer; all queries of all scoring layers then decide among those alone. Its cost grows with the
+    prefix, that of the rest with the choice: where a quarter are not `fewest` for each, all are
+    scored as without it.
     """
 
     score_layers: int = 1
@@ -31,6 +32,8 @@ class Coarse:
     """The last so many of the queries that score; a token of a text has one of its own."""
     survivors: int = 8
     """Chunks that are left for each that may be chosen."""
+    fewest: int | None = None
+    """As many at least; None: `survivors`."""
     least: int = 1
     """Chunks that are left in any case: where few may be chosen, a few times as many are soon
     scored, and say less for certain what is among them."""
@@ -40,6 +43,8 @@ class Coarse:
         check_whole("queries", self.queries, least=1)
         check_whole("survivors", self.survivors, least=1, most=_MOST)
         check_whole("least", self.least, least=1, most=_MOST)
+        if self.fewest is not None:
+            check_whole("fewest", self.fewest, least=1, most=self.survivors)
 
     def layers(self, scoring: int) -> list[int]:
         """Which of so many scoring layers ask."""
@@ -49,8 +54,11 @@ class Coarse:
     def left(self, limits: Any, chunks: Any) -> Any:
         """How many of `chunks` are left for rows that may choose `limits` int32 [B], numpy's or a
         device's, of them; 0: all are scored."""
-        left = (limits * self.survivors).clip(self.least) * (limits > 0).astype(limits.dtype)
-        return left * (4 * left <= chunks).astype(limits.dtype)
+        quarter = chunks // 4
+        wanted = (limits * self.survivors).clip(self.least)
+        needed = (limits * (self.fewest or self.survivors)).clip(self.least)
+        stands = (limits > 0) & (needed <= quarter)
+        return wanted.clip(None, quarter) * stands.astype(limits.dtype)
 
     def stages(self, limits: np.ndarray, chunks: int) -> Stages | None:
         """What a call for rows with `limits` int32 [B] is compiled for; None: one stage for all."""

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ckv_jax.selection.coarse import Coarse
-from ckv_jax.validate import check_whole
+from ckv_jax.validate import check_number, check_whole
 
 if TYPE_CHECKING:  # its module loads jax
+    from ckv_jax.selection.base import Pool
     from ckv_jax.selection.chunks import ChunkScore
 
 Ahead = Literal["near", "next", "both"]
 """What is read before it is chosen: what the token before nearly chose, what the period before
 says that this one will choose, or both."""
 
+_POOLS = "none", "max", "mean"  # `selection.base.Pool`, whose module loads jax
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every text and period."""
 
@@ -39,8 +41,15 @@ class Select:
     """What a chunk is worth to them; None: the attention that it gets (Equation 1)."""
     coarse: Coarse | None = None
     """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
+    pool: Pool = "none"
+    """What ranks a chunk: its own score, or the "max" or "mean" of its own and its two neighbours',
+    so that what stands beside something important is chosen with it."""
     every: int = 1
     """Tokens of a text between two choices."""
+    drift: float | None = None
+    """A token of a text chooses anew for a period only where its queries have turned away from
+    those of the token that chose last: where their cosine, in one of the layers that score, is
+    less than this (TokenSelect, Wu et al. 2024, which has 0.9). -1: never; None: always."""
     guessed: bool = False
     """What enters a period chooses for the next one, which attends to that and nothing else
     (InfiniGen): reads have a period's time, and the choice is not the layers' own. What earlier
@@ -56,6 +65,12 @@ class Select:
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
         check_whole("every", self.every, least=1)
+        if self.drift is not None:
+            check_number("drift", self.drift)
+            if not -1 <= self.drift <= 1:
+                raise ValueError(f"got drift={self.drift}, expected a cosine in [-1, 1]")
+        if self.pool not in _POOLS:
+            raise ValueError(f"got pool={self.pool!r}, expected one of {', '.join(_POOLS)}")
         if self.ahead not in get_args(Ahead):
             raise ValueError(
                 f"got ahead={self.ahead!r}, expected one of {', '.join(get_args(Ahead))}"
@@ -67,10 +82,10 @@ class Select:
 
     def check_question(self) -> None:
         """Raises `ValueError` for what only the tokens of a text can do."""
-        if self.every != 1 or self.guessed:
+        if self.every != 1 or self.guessed or self.drift is not None:
             raise ValueError(
-                f"got choose={self}, expected every=1, guessed=False: a question chooses once, "
-                "by its own queries"
+                f"got choose={self}, expected every=1, drift=None, guessed=False: a question "
+                "chooses once, by its own queries"
             )
 
     def check_text(self) -> None:

@@ -17,7 +17,7 @@ from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.score.rows import of_chunks
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import Pool, choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
 
@@ -46,12 +46,13 @@ def scored(
     whole: Callable[[Array], Array],
     before: Float32[Array, "B M"] | None = None,
     rough: Sequence[Probe] = (),
+    pool: Pool = "none",
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
     `whole` makes one of sums over each device's heads. `before`: scores that count as well for
     what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores, one
-    probe for each layer that it asks; none: the probes of these layers.
+    probe for each layer that it asks; none: the probes of these layers. `pool`: what ranks chunks.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -92,7 +93,7 @@ def scored(
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate if before is None else estimate + before
-    ids = choose(ranked, stages.room, left, count=num_chunks).ids  # [B, room], -1 at the end
+    ids = choose(ranked, stages.room, left, count=num_chunks, pool=pool).ids  # [B, room], or -1
     real = ids >= 0
 
     def of_row(ids: Array, count: Array, *queries: Array) -> Array:

@@ -81,7 +81,7 @@ def two_stages(
     last = q[:, -coarse.queries :]
     rough = sum(by_chunk(last[i], keys[i], every) for i in asking)
     rough = rough * q.shape[1] * LAYERS / (last.shape[1] * len(asking))
-    count = max(limit * coarse.survivors, coarse.least)
+    count = min(max(limit * coarse.survivors, coarse.least), M // 4)
     left = np.sort(np.argsort(-(rough.sum(0) + before), kind="stable")[:count])
     fine = sum(by_chunk(q[i], keys[i], left) for i in range(LAYERS))
     share = rough[:, left].sum(1) / rough.sum(1)
@@ -98,6 +98,7 @@ def two_stages(
         Coarse(survivors=2, score_layers=2, queries=9),
         Coarse(survivors=4, score_layers=7),
         Coarse(survivors=2, least=5),
+        Coarse(survivors=8, fewest=4),
     ],
 )
 def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: Coarse) -> None:
@@ -144,6 +145,10 @@ def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
             assert (np.asarray(found.scores)[row] == np.asarray(plain.scores)[row]).all()
         else:
             assert found.left is not None and int(found.left[row].sum()) == 4 * limit
+    wider = run(Coarse(survivors=9, fewest=4), limits, lengths, queries=queries)
+    for row, limit in enumerate(limits):
+        left = M if wider.left is None else int(wider.left[row].sum())
+        assert left == (min(9 * limit, M // 4) if 4 * 4 * limit <= M else M)
     for survivors in (64, 1024):  # every chunk survives
         assert run(Coarse(survivors=survivors), limits, lengths, queries=queries).left is None
 
@@ -192,7 +197,8 @@ def test_of_every_probe_the_best_of_what_is_left_are_chosen(
 
 def test_bad_values_are_named() -> None:
     for bad in (
-        {"survivors": 0}, {"survivors": 1025}, {"least": 0}, {"queries": 0}, {"score_layers": 1.5}
+        {"survivors": 0}, {"survivors": 1025}, {"least": 0}, {"queries": 0}, {"score_layers": 1.5},
+        {"fewest": 0}, {"fewest": 9},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             Coarse(**bad)  # type: ignore[arg-type]
