@@ -27,7 +27,7 @@ from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.storage.codec import CODECS, codec_named
-from ckv_jax.systems import with_codec
+from ckv_jax.systems import preset
 
 QUICK = Setting(prefixes=1, repeats=6, budgets=(0.25, 0.5, 1.0), systems=("ckv",))
 FULL = Setting(prefixes=2, repeats=20, budgets=(0.05, 0.25, 0.5, 1.0), systems=("ckv",))
@@ -35,7 +35,7 @@ FULL = Setting(prefixes=2, repeats=20, budgets=(0.05, 0.25, 0.5, 1.0), systems=(
 
 def ttft(lab: Lab, codecs: Sequence[str]) -> tuple[list[Json], Json]:
     """A row for each codec and budget, and the bytes of a token that each stores."""
-    systems = {("ckv", codec): with_codec("ckv", codec) for codec in codecs}
+    systems = {("ckv", codec): preset("ckv", codec=codec) for codec in codecs}
     rows, sizes = [], {}
     for taken in take_turns(lab, systems):
         layout = taken.layout
@@ -59,7 +59,7 @@ def accuracy(codecs: Sequence[str], budgets: Sequence[float], documents: int) ->
         checkpoint = reference_folder()
         with Engine.from_pretrained(checkpoint, store=folder, config=EngineConfig()) as engine:
             for codec in codecs:
-                config = dataclasses.replace(engine.config, system=with_codec("ckv", codec))
+                config = dataclasses.replace(engine.config, system=preset("ckv", codec=codec))
                 with engine.variant(config) as served:
                     for budget in budgets:
                         asked = [ask(served, page, budget) for page in pages]

@@ -36,8 +36,15 @@ def check_budget(budget: float | str) -> float | str:
     return budget
 
 
-def scoring_layers(period: range, score_layers: int) -> list[int]:
-    """The layers of one period that select for it: at most so many, the first among them."""
+Heads = tuple[tuple[int, int], ...]
+"""(layer, KV head) pairs, in order of different layers."""
+
+
+def scoring_layers(period: range, score_layers: int, heads: Heads = ()) -> list[int]:
+    """The layers of one period that select for it: those of `heads`, or without any at most so
+    many, the first among them."""
+    if heads:
+        return [layer for layer, _ in heads if layer in period]
     count = min(score_layers, len(period))
     return [period[i * len(period) // count] for i in range(count)]
 
@@ -71,6 +78,10 @@ class SystemConfig:
     key heads answer for all of their query heads ("kv")."""
     digest: Literal["none", "int8", "int4", "pq", "means", "bounds"] = "none"
     """How that digest holds keys: quantised, or as one landmark per chunk ("means", "bounds")."""
+    heads: Heads = ()
+    """(layer, KV head) that score, of different layers, in place of all heads of `score_layers`:
+    those that find things, as `ckv heads profile` tells them of a model. The digest has no others,
+    so that it is smaller and sooner scored (CompressKV). (): none is left out."""
     prefetch: Prefetch = "inter"
     """Packs are read before they are needed: never, within a period, or across periods too."""
     speculate: Speculate = "previous"
@@ -125,6 +136,7 @@ class SystemConfig:
                 f"got pack_layers={self.pack_layers}, subperiod={self.subperiod}, "
                 f"period={self.period}, expected each to divide the next"
             )
+        self._check_heads()
         if self.probe_heads < 1:
             raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
         _one_of("probe_unit", self.probe_unit, Literal["query", "kv"])
@@ -157,6 +169,19 @@ class SystemConfig:
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
+    def _check_heads(self) -> None:
+        heads = self.heads
+        whole = type(heads) is tuple and all(
+            type(pair) is tuple and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
+            for pair in heads
+        )
+        if not whole or [layer for layer, _ in heads] != sorted({layer for layer, _ in heads}):
+            raise ValueError(
+                f"got heads={heads!r}, expected (layer, KV head) in order of different layers"
+            )
+        if heads and self.probe != "digest":
+            raise ValueError(f"got heads={heads!r} without a resident digest")
+
     @property
     def chunked(self) -> bool:
         """Whether the unit of selection is the unit of reading (ours), not tokens (rivals)."""
@@ -182,7 +207,16 @@ class SystemConfig:
             for first in range(0, num_layers, self.period)
         ]
         counts = {select.score_layers for select in (self.choose, self.decode) if select}
-        scored = sorted({layer for p in periods for n in counts for layer in scoring_layers(p, n)})
+        scored = sorted(
+            {i for p in periods for n in counts for i in scoring_layers(p, n, self.heads)}
+        )
+        silent = [p for p in periods if not scoring_layers(p, 1, self.heads)]
+        strange = [(i, head) for i, head in self.heads if i >= num_layers or head >= num_kv_heads]
+        if silent or strange:
+            raise ValueError(
+                f"got heads={self.heads}, expected some of {num_layers} layers with {num_kv_heads} "
+                f"KV heads, in each period of {self.period} layers"
+            )
         plain = Layout(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
@@ -195,6 +229,7 @@ class SystemConfig:
             probe_width=width,
             digest=self.digest,
             digest_layers=() if self.digest == "none" else tuple(scored),
+            digest_heads=tuple(head for _, head in self.heads),
         )
         if self.coder is None:
             return plain

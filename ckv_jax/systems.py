@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig, WidthsName
+from ckv_jax.config import Heads, KeepName, PolicyName, Selector, SystemConfig, WidthsName
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec
@@ -158,10 +158,11 @@ def system_named(name: str) -> SystemConfig:
     return SYSTEMS[name]
 
 
-def with_codec(name: str, codec: str | Codec) -> SystemConfig:
-    """The preset `name` with packs encoded by a codec, or by the one of a name. Raises as
-    `system_named`, and for a codec there is none of."""
-    return replace(system_named(name), codec=codec)
+def preset(name: str, *, codec: str | Codec = "none", heads: Heads = ()) -> SystemConfig:
+    """The preset `name` with packs encoded by a codec, or by the one of a name, and scored by some
+    heads alone. Raises as `system_named`, and `ValueError` for a codec there is none of, or heads
+    where nothing is scored by them."""
+    return replace(system_named(name), codec=codec, heads=heads)
 
 
 def system_of(system: str | SystemConfig) -> SystemConfig:

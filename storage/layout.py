@@ -26,9 +26,9 @@ TABLE_VERSION = 6
 """Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
 ORDERS_VERSION = 7
 """Of layouts whose segments have an order of their tokens for each layer: likewise."""
-VERSIONS = (
-    VERSION, CODED_VERSION, LANDMARKS_VERSION, PROBE_VERSION, TABLE_VERSION, ORDERS_VERSION,
-)  # fmt: skip
+HEADS_VERSION = 8
+"""Of layouts whose digest has one head of each of its layers: likewise."""
+VERSIONS = tuple(range(VERSION, HEADS_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -72,6 +72,7 @@ class Layout:
         its mean key ("means") or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
+      digest_heads: of each of those layers the one KV head whose keys the digest has; empty: all.
       reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
         mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
       layer_orders: a reordered segment has an order, and a mapping list, for each layer (IMPRESS
@@ -91,6 +92,7 @@ class Layout:
     probe_width: int = PROBE_HEADS
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
+    digest_heads: tuple[int, ...] = ()
     reordered: bool = False
     layer_orders: bool = False
     codec: str = PLAIN
@@ -137,6 +139,13 @@ class Layout:
             )
         if layers and self.digest == "none":
             raise ValueError(f"digest_layers: got {layers!r}, expected none without a digest")
+        heads, known = self.digest_heads, range(self.num_kv_heads)
+        whole = type(heads) is tuple and all(type(h) is int and h in known for h in heads)
+        if not whole or len(heads) not in (0, len(layers)):
+            raise ValueError(
+                f"digest_heads: got {heads!r}, expected a tuple with one of {self.num_kv_heads} "
+                f"KV heads for each of {len(layers)} layers, or none"
+            )
 
     def _check_codec(self) -> None:
         name, size = self.codec, self.codec_bytes
@@ -248,9 +257,19 @@ class Layout:
     # -- digest: one record of bytes per layer of `digest_layers`: params | scale | codes ----------
 
     @property
+    def digest_width(self) -> int:
+        """KV heads of one layer that the digest has."""
+        return 1 if self.digest_heads else self.num_kv_heads
+
+    def digest_part(self, row: int) -> slice:
+        """Which KV heads the digest has of its layer number `row`."""
+        first = self.digest_heads[row] if self.digest_heads else 0
+        return slice(first, first + self.digest_width)
+
+    @property
     def digest_params(self) -> int:
         """float32 values at the head of a layer's record: mean key, or the pq codebooks."""
-        values = self.num_kv_heads * self.head_dim
+        values = self.digest_width * self.head_dim
         return {"int8": values, "int4": values, "pq": values * PQ_CODES}.get(self.digest, 0)
 
     @property
@@ -268,16 +287,20 @@ class Layout:
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""
-        scale = 4 * self.num_kv_heads * tokens if self.digest in ("int8", "int4") else 0
+        scale = 4 * self.digest_width * tokens if self.digest in ("int8", "int4") else 0
         entries = -(-tokens // self.digest_unit)
-        return 4 * self.digest_params, scale, self.digest_codes * self.num_kv_heads * entries
+        return 4 * self.digest_params, scale, self.digest_codes * self.digest_width * entries
 
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the format version. Older versions say nothing of codecs, of the probe's
-        width only the last three do, of orders by layer the last."""
+        width only the last four do, of orders by layer the last two, of the digest's heads the
+        last."""
         values = dataclasses.asdict(self)
+        if self.digest_heads:
+            return {"version": HEADS_VERSION, **values}
+        del values["digest_heads"]
         if self.layer_orders:
             return {"version": ORDERS_VERSION, **values}
         del values["layer_orders"]
@@ -299,17 +322,18 @@ class Layout:
         if not isinstance(value, dict) or value.get("version") not in VERSIONS:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
-        if value["version"] != ORDERS_VERSION:
-            names -= {"layer_orders"}
-        if value["version"] not in (PROBE_VERSION, TABLE_VERSION, ORDERS_VERSION):
-            names -= {"probe_width"}
-        if value["version"] == VERSION:
-            names -= {"codec", "codec_bytes"}
+        for version, since in (
+            (HEADS_VERSION, {"digest_heads"}), (ORDERS_VERSION, {"layer_orders"}),
+            (PROBE_VERSION, {"probe_width"}), (CODED_VERSION, {"codec", "codec_bytes"}),
+        ):  # fmt: skip
+            if value["version"] < version:
+                names -= since
         if set(value) - {"version"} != names:
             raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
         fields = {n: value[n] for n in names}
-        if isinstance(fields["digest_layers"], list):  # JSON has no tuples
-            fields["digest_layers"] = tuple(fields["digest_layers"])
+        for name in ("digest_layers", "digest_heads"):  # JSON has no tuples
+            if isinstance(fields.get(name), list):
+                fields[name] = tuple(fields[name])
         try:
             return cls(**fields)
         except TypeError as error:  # a list or an object where a number or a name belongs

@@ -18,7 +18,7 @@ from ckv_jax.model.weights import random_model, save_pretrained
 from ckv_jax.storage.bits_table import pairs_of, read_table, table
 from ckv_jax.storage.codec import codec_id, decoded, encoded
 from ckv_jax.storage.layout import Layout
-from ckv_jax.systems import with_codec
+from ckv_jax.systems import preset
 from tests.model.small import CONFIG, write_tokenizer
 
 LAYOUT = Layout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", pack_layers=4)
@@ -117,7 +117,7 @@ def test_a_store_gives_back_what_was_measured() -> None:
     """A table of one pair rounds as that pair does everywhere."""
     packs = np.random.default_rng(0).standard_normal((2, *LAYOUT.pack_shape)).astype(np.float32)
     made = []
-    for codec in (table([(8, 4)] * 3), with_codec("ckv", "k8v4").coder):
+    for codec in (table([(8, 4)] * 3), preset("ckv", codec="k8v4").coder):
         assert codec is not None
         size = codec.num_bytes(LAYOUT)
         layout = dataclasses.replace(LAYOUT, codec=codec_id(codec), codec_bytes=size)

@@ -37,7 +37,7 @@ from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout import PLAIN
-from ckv_jax.systems import with_codec
+from ckv_jax.systems import preset
 
 
 def _embed(sizes: Sizes) -> Program:
@@ -195,7 +195,7 @@ def _unpack(codec: str) -> Callable[[Sizes], Program]:
     """A block of packs from what a codec left on the disk."""
 
     def program(sizes: Sizes) -> Program:
-        system = with_codec("ckv", codec)
+        system = preset("ckv", codec=codec)
         layout, coder = layout_of(system, sizes.config, DTYPE), system.coder
         assert coder is not None
         stored = abstract((16, *layout.stored_shape), jnp.uint8)

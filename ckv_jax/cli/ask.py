@@ -131,7 +131,8 @@ def ask(
         )
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
-        from ckv_jax.systems import with_codec
+        from ckv_jax.heads import heads_of
+        from ckv_jax.systems import preset
 
         compilation_cache.enable()
         share = EngineConfig().budget if budget is None else parse_budget(budget)
@@ -143,7 +144,7 @@ def ask(
             raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
         several, size = max_tokens > 1, sum(map(kv_bytes, stored))
         config = EngineConfig(
-            system=with_codec(system, codec_name(stored[0])),
+            system=preset(system, codec=codec_name(stored[0]), heads=heads_of(stored[0].layout)),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

@@ -17,6 +17,7 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
+    HeadsFile,
     IoConcurrency,
     Json,
     MaxBytes,
@@ -26,7 +27,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, check_writable, number_of
-from ckv_jax.cli.store_tools import given_codec, is_store, open_store, store_config
+from ckv_jax.cli.store_tools import given_codec, given_heads, is_store, open_store, store_config
 
 __all__ = ["batch"]
 
@@ -60,6 +61,7 @@ def batch(
         typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
     ] = 8,
     codec: Codec = "none",
+    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
@@ -92,7 +94,7 @@ def batch(
         from ckv_jax.cli.turns import turns
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
-        from ckv_jax.systems import with_codec
+        from ckv_jax.systems import preset
 
         compilation_cache.enable()
         lines = list(read_jobs(requests, prefix=prefix))
@@ -103,7 +105,7 @@ def batch(
                 largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=with_codec(system, given_codec(codec)),
+            system=preset(system, codec=given_codec(codec), heads=given_heads(heads)),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

@@ -17,6 +17,7 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
+    HeadsFile,
     IoConcurrency,
     Json,
     MaxBytes,
@@ -27,7 +28,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size
-from ckv_jax.cli.store_tools import given_codec, parse_seconds, store_config
+from ckv_jax.cli.store_tools import given_codec, given_heads, parse_seconds, store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
 __all__ = ["ingest", "read_text"]
@@ -46,6 +47,7 @@ def ingest(
     store: Store,
     system: System = "ckv",
     codec: Codec = "none",
+    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
@@ -118,11 +120,11 @@ def ingest(
         from ckv_jax.cli.serving import find_prefix
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
-        from ckv_jax.systems import with_codec
+        from ckv_jax.systems import preset
 
         compilation_cache.enable()
         config = EngineConfig(
-            system=with_codec(system, given_codec(codec)),
+            system=preset(system, codec=given_codec(codec), heads=given_heads(heads)),
             dtype=dtype,
             salt=salt,
             tensor_parallel=tensor_parallel,

@@ -49,7 +49,8 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
     layout = segment.layout
     kind = f"{layout['dtype']}, {layout['chunk_tokens']}-token chunks, probe {layout['probe']}"
     if layout["digest"] != "none":
-        kind += f", digest {layout['digest']}"
+        heads = len(layout.get("digest_heads", ()))
+        kind += f", digest {layout['digest']}" + (f" of {heads} heads" if heads else "")
     if "codec" in layout:
         kind += f", codec {layout['codec']}"
     notes = [

@@ -14,6 +14,7 @@ __all__ = [
     "DirectIo",
     "Dtype",
     "Eviction",
+    "HeadsFile",
     "IoConcurrency",
     "Json",
     "MaxBytes",
@@ -95,6 +96,15 @@ Codec = Annotated[
         help="How keys and values lie on disk: none, int8, k8v4 (keys 8 bits, values 4) or "
         "int4-rotated: half, two fifths or a quarter of the bytes; kvtuner-qwen2.5-7b or the file "
         "of a table of bits, which `ckv codec profile` makes.",
+    ),
+]
+HeadsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--heads",
+        metavar="FILE.json",
+        help="The heads that score what is to be read, as `ckv heads profile` finds them; without "
+        "it all of them do.",
     ),
 ]
 Dtype = Annotated[

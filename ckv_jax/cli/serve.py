@@ -14,6 +14,7 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
+    HeadsFile,
     IoConcurrency,
     MaxBytes,
     Store,
@@ -21,7 +22,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal
-from ckv_jax.cli.store_tools import given_codec, parse_size, store_config
+from ckv_jax.cli.store_tools import given_codec, given_heads, parse_size, store_config
 
 __all__ = ["serve"]
 
@@ -63,6 +64,7 @@ def serve(
     ] = "0.25",
     system: System = "ckv",
     codec: Codec = "none",
+    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     max_tokens: Annotated[
@@ -173,14 +175,14 @@ def serve(
             from ckv_jax.engine import Engine
             from ckv_jax.server import log
             from ckv_jax.server.app import create_app
-            from ckv_jax.systems import with_codec
+            from ckv_jax.systems import preset
 
             compilation_cache.enable()
             engine = Engine.from_pretrained(
                 checkpoint,
                 store=store,
                 config=EngineConfig(
-                    system=with_codec(system, given_codec(codec)),
+                    system=preset(system, codec=given_codec(codec), heads=given_heads(heads)),
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,

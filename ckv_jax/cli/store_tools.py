@@ -18,12 +18,14 @@ from ckv_jax.storage.errors import PrefixNotFound, StoreError
 from ckv_jax.storage.place.url import folder_of
 
 if TYPE_CHECKING:
+    from ckv_jax.config import Heads
     from ckv_jax.storage.codec import Codec
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
 
 __all__ = [
     "given_codec",
+    "given_heads",
     "inspect",
     "is_store",
     "open_store",
@@ -276,6 +278,13 @@ def given_codec(text: str) -> str | Codec:
     from ckv_jax.storage.bits_table import read_table
 
     return read_table(text) if text.endswith(".json") else text
+
+
+def given_heads(path: Path | None) -> Heads:
+    """What --heads says."""
+    from ckv_jax.heads import read_heads
+
+    return () if path is None else read_heads(path)
 
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:

@@ -10,13 +10,13 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.reference import attend_upto
-from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
+from ckv_jax.kernels_pallas.score.probe import Landmarks, OneHead, Probe
 from ckv_jax.kernels_pallas.score.together import score_together
 from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import apply_rope
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
-from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages
+from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages, probe_key
 from ckv_jax.selection.base import Pool, Selection, Share, choose
 from ckv_jax.selection.chunks import last_queries
 
@@ -74,7 +74,7 @@ class PartsCalls:
         `probes[i]`: of part i, one for each layer, whose scores are summed. Chunks are numbered
         part after part as the probes are long; `pool`: see `base.pooled`.
         """
-        shapes = tuple((type(p), *p.shape) for part in probes for p in part)
+        shapes = tuple(probe_key(p) for part in probes for p in part)
         key = (len(layers), hidden.shape, shapes, n, window, chunk_tokens, pool)
         found: Selection = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden,
@@ -157,7 +157,8 @@ def _choose_of(
 
 
 def _chunks(probe: Probe, chunk_tokens: int) -> int:
-    return probe.shape[0] // (1 if isinstance(probe, Landmarks) else chunk_tokens)
+    inner = probe.probe if isinstance(probe, OneHead) else probe
+    return probe.shape[0] // (1 if isinstance(inner, Landmarks) else chunk_tokens)
 
 
 def _bring_of(dtype: jnp.dtype, dim: int) -> Callable[..., LayerKv]:

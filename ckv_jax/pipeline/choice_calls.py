@@ -17,7 +17,7 @@ from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
-from ckv_jax.pipeline.layers import Layers, LayerState
+from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.residents import Resident
 from ckv_jax.selection.base import Pool, Selection, choose, pooled
 from ckv_jax.selection.chunks import ChunkScore
@@ -93,9 +93,7 @@ class ChoiceCalls:
         layer, whose scores are summed; `window`: [b, W], W >= n; `before`: scores of earlier
         tokens, which count as well; `stages`, `rough`: see `two_stages`; `pool`: see `base.pooled`.
         """
-        shapes = tuple(
-            (type(p), *p.shape, *map(_dtype, jax.tree.leaves(p))) for p in (*probes, *rough)
-        )
+        shapes = tuple(map(probe_key, (*probes, *rough)))
         slots = window.chunk.shape[1]
         key = (hidden.shape, len(rows), shapes, slots, score, keep, n, stages, pool)
         found: Chosen = self._choose(
@@ -106,10 +104,6 @@ class ChoiceCalls:
             stages=stages, pool=pool,
         )  # fmt: skip
         return found
-
-
-def _dtype(leaf: Array) -> object:
-    return leaf.dtype
 
 
 def _choose_of(

@@ -185,8 +185,7 @@ class Layers:
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe],
         *rest: object,
     ) -> tuple[object, ...]:  # fmt: skip
-        shapes = tuple((type(probe), *probe.shape, _dtypes(probe)) for probe in probes)
-        return (len(layers), hidden, shapes, *rest)
+        return (len(layers), hidden, *map(probe_key, probes), *rest)
 
     def run(
         self,
@@ -244,8 +243,10 @@ class Layers:
         return tuple(self._layers[layer] for layer in layers)
 
 
-def _dtypes(probe: Probe) -> tuple[object, ...]:
-    return tuple(leaf.dtype for leaf in jax.tree.leaves(probe))
+def probe_key(probe: Probe) -> tuple[object, ...]:
+    """What of a probe a program is compiled for."""
+    leaves, kind = jax.tree.flatten(probe)
+    return kind, *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckv_jax.config import SystemConfig, scoring_layers
+from ckv_jax.config import Heads, SystemConfig, scoring_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Plan:
     periods: int
     score_layers: int
     """How many layers of a period a question asks, at most."""
+    heads: Heads = ()
+    """`SystemConfig.heads`."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig) -> Plan:
@@ -49,6 +51,7 @@ class Plan:
             steps=steps,
             periods=-(-num_layers // system.period),
             score_layers=system.choose.score_layers,
+            heads=system.heads,
         )
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
@@ -64,7 +67,7 @@ class Plan:
         most (None: as many as a question asks)."""
         steps = self.period_steps(period)
         layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
-        return scoring_layers(layers, self.score_layers if most is None else most)
+        return scoring_layers(layers, self.score_layers if most is None else most, self.heads)
 
     def groups(self, period: int) -> range:
         """The layer groups of a period, in layer order."""

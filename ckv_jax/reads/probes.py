@@ -11,7 +11,7 @@ from jax import Array
 from ckv_jax.buckets import pad_rows, probe_bucket
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
-from ckv_jax.kernels_pallas.score.probe import Keys, Probe
+from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
 from ckv_jax.model.shardings import PROBE, Shardings
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
@@ -171,8 +171,12 @@ class Probes:
             data = None  # late, or out of reach: a miss like any other
         if data is None:
             self._trace.count("recomputed_probes", self._plan.periods)
-            layers = self._resident.prefix.layout.digest_layers
-            return self._residents.digest_of({layer: self._recomputed(layer) for layer in layers})
+            layout = self._resident.prefix.layout
+            keys: dict[int, TokenProbe | Landmarks] = {
+                layer: self._recomputed(layer, layout.digest_part(row))
+                for row, layer in enumerate(layout.digest_layers)
+            }
+            return self._residents.digest_of(keys, layout)
         self._residents.keep_digest(self._resident, data)
         size = sum(array.nbytes for array in data.arrays.values())
         self._trace.count_bytes("ssd", size, prefix=self._resident.prefix.id)
@@ -180,7 +184,7 @@ class Probes:
         assert self._resident.digest is not None
         return self._resident.digest
 
-    def _recomputed(self, layer: int) -> Keys:
+    def _recomputed(self, layer: int, heads: slice) -> Keys:
         tokens = self._resident.probe_chunks * self._resident.prefix.layout.chunk_tokens
-        padded = pad_rows(np.ascontiguousarray(self._recovered.keys(layer)), tokens)
+        padded = pad_rows(np.ascontiguousarray(self._recovered.keys(layer)[:, heads]), tokens)
         return Keys(self._shardings.put(padded, PROBE))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ckv_jax.buckets import pad_rows, probe_bucket
@@ -17,16 +18,19 @@ from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
     Int8Keys,
+    Landmarks,
     MeanKeys,
+    OneHead,
     PqKeys,
     Probe,
+    TokenProbe,
 )
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
 from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.probe_source import ProbeView
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.layout import LANDMARKS
+from ckv_jax.storage.layout import LANDMARKS, Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.store import ChunkStore
@@ -163,7 +167,8 @@ class Residents:
         layout = resident.prefix.layout
         size = layout.chunk_tokens
         probes = device_digest(data, resident.probe_chunks, size, self._shardings)
-        resident.digest = self.digest_of(dict(zip(layout.digest_layers, probes, strict=True)))
+        rows = dict(zip(layout.digest_layers, probes, strict=True))
+        resident.digest = self.digest_of(rows, layout)
         self._keep_within(resident)
 
     def _keep_within(self, resident: Resident) -> None:
@@ -176,9 +181,17 @@ class Residents:
                 total -= other.digest_bytes
                 other.digest = None
 
-    def digest_of(self, probes: dict[int, Probe]) -> Digest:
-        """A digest of these probes, layer by layer, that nobody else knows of."""
-        return Digest(probes, self._turns)
+    def digest_of(self, probes: dict[int, TokenProbe | Landmarks], layout: Layout) -> Digest:
+        """A digest of these probes, layer by layer, of the heads that a layout's digest has; nobody
+        else knows of it."""
+        if not layout.digest_heads:
+            return Digest({**probes}, self._turns)
+        heads = dict(zip(layout.digest_layers, layout.digest_heads, strict=True))
+        alone: dict[int, Probe] = {
+            layer: OneHead(probe, jnp.asarray(heads[layer], jnp.int32), layout.num_kv_heads)
+            for layer, probe in probes.items()
+        }
+        return Digest(alone, self._turns)
 
     def rough(self, resident: Resident, digest: Digest, layers: Sequence[int]) -> list[Probe]:
         """What a coarse pass of decode scores of some layers; what is made for that counts as part
@@ -328,7 +341,7 @@ class Residents:
 
 def device_digest(
     data: DigestData, chunks: int, chunk_tokens: int, shardings: Shardings = ONE_DEVICE
-) -> list[Probe]:
+) -> list[TokenProbe | Landmarks]:
     """A stored digest as one device probe a row, padded to so many chunks."""
     arrays = data.arrays
     entries = chunks * (1 if data.kind in LANDMARKS else chunk_tokens)

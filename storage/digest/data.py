@@ -19,7 +19,8 @@ from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestData:
-    """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`.
+    """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`,
+    of which they have K heads: all, or one (`Layout.digest_heads`).
 
     Attributes:
       kind: "int8", "int4", "pq", "means" or "bounds".
@@ -67,7 +68,7 @@ def turn(
 
     Loses as much again as the first rounding did. `scale` is empty for "pq".
     """
-    heads, dim = layout.num_kv_heads, layout.head_dim
+    heads, dim = layout.digest_width, layout.head_dim
     if layout.digest == "pq":
         books = [p.reshape(heads, layout.digest_codes, PQ_CODES, PQ_DIM) for p in (old, new)]
         index = np.ix_(range(heads), range(layout.digest_codes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import google_crc32c
 import numpy as np
@@ -57,10 +57,9 @@ class DigestWriter:
         if layout.digest in LANDMARKS:
             self._add_landmarks(first_token, packs, tokens)
             return
-        heads = layout.num_kv_heads
+        heads = layout.digest_width
         fresh = np.empty((len(layout.digest_layers), layout.digest_params), np.float32)
-        for row, layer in enumerate(layout.digest_layers):
-            keys = as_float32(block_keys(packs, layer, layout)[:tokens], layout)
+        for row, keys in self._keys(packs, tokens):
             if self._params is None:
                 fresh[row] = keys.mean(0, dtype=np.float64).reshape(-1)
             mean = (fresh if self._params is None else self._params)[row]
@@ -72,11 +71,17 @@ class DigestWriter:
             self._params = fresh
             self._put_params(fresh)
 
+    def _keys(self, packs: np.ndarray, tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(row, keys float32 [tokens, K, D]) of a block, of the heads that the digest has."""
+        layout = self._layout
+        for row, layer in enumerate(layout.digest_layers):
+            bits = block_keys(packs, layer, layout)[:tokens, layout.digest_part(row)]
+            yield row, as_float32(bits, layout)
+
     def _add_landmarks(self, first_token: int, packs: np.ndarray, tokens: int) -> None:
         layout = self._layout
-        first = first_token // layout.chunk_tokens * layout.num_kv_heads * layout.digest_codes
-        for row, layer in enumerate(layout.digest_layers):
-            keys = as_float32(block_keys(packs, layer, layout)[:tokens], layout)
+        first = first_token // layout.chunk_tokens * layout.digest_width * layout.digest_codes
+        for row, keys in self._keys(packs, tokens):
             self._append(row, 2, first, landmarks.encode(keys, layout))
 
     def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
@@ -93,7 +98,7 @@ class DigestWriter:
         inherited = self._params
         row_of = {layer: row for row, layer in enumerate(layout.digest_layers)}
         fresh = np.empty((len(row_of), layout.digest_params), np.float32)
-        shape = (layout.num_kv_heads, layout.head_dim // 8, 256, 8)
+        shape = (layout.digest_width, layout.head_dim // 8, 256, 8)
         groups = range(0, layout.groups, 1 if layout.kv_together else 2)
         for group in groups:
             layers = layout.group_layers(group)
@@ -107,7 +112,7 @@ class DigestWriter:
                     continue
                 row = row_of[layer]
                 bits = data[:, i, 0].reshape(-1, *data.shape[4:])[: len(draft.tokens)]
-                keys = as_float32(bits, layout)
+                keys = as_float32(bits[:, layout.digest_part(row)], layout)
                 if inherited is None:
                     stride = max(1, len(keys) // pq.SAMPLES)
                     fresh[row] = pq.train(keys[::stride][: pq.SAMPLES]).reshape(-1)

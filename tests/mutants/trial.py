@@ -133,6 +133,7 @@ class Tree:
         seconds = time.monotonic() - begun
         if process.returncode == 0:
             return Trial(None, "survived", seconds, output)
-        if process.returncode in _FAILED or process.returncode < 0:  # or the process died
+        unloadable = "ImportError while loading conftest" in output
+        if process.returncode in _FAILED or process.returncode < 0 or unloadable:  # < 0: it died
             return Trial(None, "killed", seconds, output)
         raise RuntimeError(f"got status {process.returncode} from pytest:\n{output[-2000:]}")

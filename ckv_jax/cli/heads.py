@@ -1,0 +1,112 @@
+"""`ckv heads profile`: which heads of a model find things, so that they alone score chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ckv_jax.cli.ingest import read_text
+from ckv_jax.cli.options import Checkpoint, Dtype, Json, System
+from ckv_jax.cli.output import Terminal, check_writable, json_line
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ckv_jax.config import Heads
+
+__all__ = ["profile"]
+
+
+def profile(
+    checkpoint: Checkpoint,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="A text such as those to be stored, UTF-8; may be given several times. Without "
+            "it: the handbook of `ckv demo`.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--tokens", metavar="N", min=64, help="How many tokens of all texts are looked at."
+        ),
+    ] = 4096,
+    layers: Annotated[
+        int,
+        typer.Option(
+            "--layers",
+            metavar="N",
+            min=1,
+            help="Layers of each period that score, each by one head: those that find most.",
+        ),
+    ] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.json", help="Write the heads here, for --heads."),
+    ] = None,
+    system: System = "ckv",
+    dtype: Dtype = "bfloat16",
+    json: Json = False,
+) -> None:
+    """Find the heads that find things, for --heads: what is scored then is a fraction of the rest.
+
+    Repeats excerpts of the texts at their end, and measures which heads attend to where they stood
+    first.
+    """
+    terminal = Terminal(as_json=json)
+    check_writable(out)
+    read = [read_text(source) for source in text or ()]
+    with terminal.loading():
+        from ckv_jax import compilation_cache
+        from ckv_jax.codec_profile import pieces_of
+        from ckv_jax.config import EngineConfig
+        from ckv_jax.data.handbook import handbook
+        from ckv_jax.head_profile import best, measured
+        from ckv_jax.model.tokenizer import load_tokenizer
+        from ckv_jax.model.weights import load_pretrained
+        from ckv_jax.systems import preset
+
+        EngineConfig(dtype=dtype)  # refuses one that no engine has
+        compilation_cache.enable()
+        period = preset(system).period
+        preset(system, heads=((0, 0),))  # refuses a system that has no digest
+        tokenizer = load_tokenizer(checkpoint)
+        encoded = [tokenizer.encode(one, begins=True) for one in read or [handbook()]]
+        pieces = pieces_of(encoded, tokens)
+        model = load_pretrained(checkpoint, dtype=dtype)
+    with terminal.progress() as bar:
+        found = measured(model, period, pieces, bar("layers"))
+    heads = best(found, period, layers)
+    body = {
+        "heads": [list(pair) for pair in heads],
+        "found": [float(found[pair]) for pair in heads],
+        "model": checkpoint.resolve().name,
+        "system": system,
+    }
+    if out is not None:
+        out.write_text(json_line(body), encoding="utf-8")
+    if json:
+        terminal.json(body)
+        return
+    _show(terminal, heads, found)
+    if out is not None:
+        terminal.say(f"wrote {out}; use it with --heads {out}", wrap=False)
+
+
+def _show(terminal: Terminal, heads: Heads, found: np.ndarray) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("layer", "KV head", "attention to what is repeated", "the layer's others"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer, head in heads:
+        others = [share for at, share in enumerate(found[layer]) if at != head]
+        least = f"{min(others):.0%} to {max(others):.0%}" if others else "none"
+        table.add_row(str(layer), str(head), f"{found[layer, head]:.0%}", least)
+    terminal.out.print(table)
+    terminal.say(f"{len(heads)} of {found.size} heads")
