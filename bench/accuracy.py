@@ -32,6 +32,7 @@ from bench import few_shot
 from bench.common import budget_share, existing_path, finish, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
+from bench.heads import HEADED, headed_system
 from bench.oracle import Answers, Oracle, Rule
 from bench.selection_study import coverage, interval, quick_rules, rules, study, tally, traces
 from bench.tasks.suffixes import lengthened
@@ -77,8 +78,10 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
         every=system.period,
         probe={"none": "keys", "pq": "pq16"}.get(system.digest, system.digest),
         window=system.choose.queries,
-        layers=min(system.choose.score_layers, system.period),
-        survivors=_survivors(coarse, budget),
+        layers=system.period if system.heads else min(system.choose.score_layers, system.period),
+        only=system.heads,
+        pool=system.choose.pool,
+        survivors=0 if system.heads else _survivors(coarse, budget),
         coarse="keys" if system.digest == "none" else system.digest,
         coarse_window=coarse.queries if coarse else 1,
         coarse_layers=coarse.score_layers if coarse else 1,
@@ -249,7 +252,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, HEADED), default=list(SYSTEMS))
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
@@ -257,7 +260,9 @@ def main() -> None:
         parser.error("--plot and --traces are of ledgers, not of a --dataset")
     folder = args.model or reference_folder()
     try:
-        systems = {name: SYSTEMS[name] for name in args.systems}
+        systems = {name: SYSTEMS[name] for name in args.systems if name != HEADED}
+        if HEADED in args.systems:
+            systems[HEADED] = headed_system(folder)
         if args.period_share:
             layers = ModelConfig.from_hf(folder).num_layers
             systems = {n: of_depth(s, args.period_share, layers) for n, s in systems.items()}

@@ -34,6 +34,7 @@ import numpy as np
 from bench.common import SHAPES, Json, budget_share, finish, result_file, table
 from bench.disk import Disk
 from bench.figures import save
+from bench.heads import HEADED, headed
 from bench.long_kv import stored, walking_tokens
 from bench.structured import structured_model
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
@@ -45,7 +46,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
 
-SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv")
+SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv", HEADED)
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 COLUMNS = (
@@ -123,7 +124,8 @@ class Bench:
         config = dataclasses.replace(SHAPES[setting.model], eos_token_ids=())
         self.setting = setting
         self.model = config
-        self.layers = Layers(structured_model(config, seed=setting.seed))
+        self._weights = structured_model(config, seed=setting.seed)
+        self.layers = Layers(self._weights)
         self.fingerprint = Fingerprint(
             {"weights": f"structured, seed {setting.seed}", "config": setting.model}
             | {"dtype": "bfloat16", "tokenizer": "", "rope": ""}
@@ -144,7 +146,7 @@ class Bench:
 
     def rows(self, name: str, place: str, disk: Disk) -> list[Json]:
         """One system's rows, one for each number of sequences."""
-        system = system_named(name)
+        system = headed(self._weights, self.prefixes[:1]) if name == HEADED else system_named(name)
         setting = self.setting
         if system.decode is not None:
             said = {"window": setting.window, "overfetch": setting.overfetch}

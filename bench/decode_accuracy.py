@@ -15,16 +15,17 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from bench.common import Json, budget_share, finish, result_file, table
 from bench.decode_cache import Setting, sequences_of
 from bench.figures import save
+from bench.heads import HEADED, headed_system
 from bench.selection_study import interval
 from bench.tasks.suffixes import Told
-from ckv_jax.config import EngineConfig
+from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
@@ -61,12 +62,14 @@ def right(texts: Sequence[Generation], told: Told) -> np.ndarray:
     return found
 
 
-def measure(engine: Engine, names: Sequence[str], setting: Setting) -> Iterator[Json]:
+def measure(
+    engine: Engine, systems: Mapping[str, SystemConfig], setting: Setting
+) -> Iterator[Json]:
     """A row for every kind of sequence, system and budget."""
     pages = [demo_ledger(seed, setting.tokens, asked=LEARNED) for seed in range(setting.documents)]
     told = [dict(sequences_of(page, setting, seed)) for seed, page in enumerate(pages)]
-    for system in names:
-        with engine.variant(EngineConfig(system=system)) as served:
+    for system, config in systems.items():
+        with engine.variant(EngineConfig(system=config)) as served:
             for budget in setting.budgets:
                 for trace in told[0]:
                     began = time.monotonic()
@@ -138,7 +141,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
     parser.add_argument("--json", type=result_file, help="write the rows here")
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(NAMES))
+    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, HEADED), default=list(NAMES))
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=int, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -149,10 +152,13 @@ def main() -> None:
         tokens=args.tokens,
     )
     folder = reference_folder()
+    systems = {
+        name: headed_system(folder) if name == HEADED else SYSTEMS[name] for name in args.systems
+    }
     with tempfile.TemporaryDirectory() as store:
-        config = EngineConfig(system=args.systems[0])
+        config = EngineConfig(system=systems[args.systems[0]])
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
-            rows = list(measure(engine, args.systems, setting))
+            rows = list(measure(engine, systems, setting))
     print(show(rows))
     lines = [[bar["claim"], f"{bar['budget']:.2%}", f"{bar['value']:.3f}", f"{bar['bar']:.3f}",
               "met" if bar["met"] else "MISSED"] for bar in bars(rows)]  # fmt: skip

@@ -17,9 +17,12 @@ import numpy as np
 
 from bench.digests import compress
 from bench.tasks.dense import Params, head_logits, layer_of, split, stored_kv
+from ckv_jax.config import Heads
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.selection.base import Pool
+from ckv_jax.selection.base import pooled as pooled_ranks
 from ckv_jax.selection.coarse import Coarse
 
 __all__ = ["Answers", "Oracle", "Rule", "best"]
@@ -59,6 +62,10 @@ class Rule:
     """The last so many suffix queries score it."""
     coarse_layers: int = 1
     """So many of the layers that score."""
+    pool: Pool = "none"
+    """What ranks chunks (`ckv_jax.selection.base.pooled`)."""
+    only: Heads = ()
+    """(layer, KV head) that score, of the layers that do; (): all heads of them."""
 
     def count(self, tokens: int) -> int:
         """Chunks the budget buys."""
@@ -107,9 +114,14 @@ class Oracle:
         forced = np.zeros(chunks, np.float32)
         forced[: rule.keep_first] = 1e6
         forced[chunks - rule.keep_last :] = 1e6
-        active = np.ones(self.config.num_heads, np.float32)
+        active = np.ones((layers, self.config.num_heads), np.float32)
         if rule.probe == "heads3":
-            active[3:] = 0
+            active[:, 3:] = 0
+        if rule.only:
+            group = self.config.num_heads // self.config.num_kv_heads
+            active[:] = 0
+            for layer, head in rule.only:
+                active[layer, head * group : (head + 1) * group] = 1
         suffix = self.page.questions.shape[1]
         back = self.page.lengths[:, None] - 1 - np.arange(suffix)[None, :]
 
@@ -128,7 +140,7 @@ class Oracle:
             np.int32(rule.count(tokens)), np.int32(rule.survivors * rule.count(tokens)),
             np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
             each=rule.heads == "each", largest=rule.over == "max", offsets=offsets, first=first,
-            watch=watch, beside=rule.suffix,
+            watch=watch, beside=rule.suffix, pool=rule.pool,
         )  # fmt: skip
         return Answers(
             **dict(zip(("logits", "chosen", "scores", "ahead"), map(np.asarray, out), strict=False))
@@ -158,6 +170,7 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
         "first",
         "watch",
         "beside",
+        "pool",
     ),
 )
 def _ask(
@@ -166,6 +179,7 @@ def _ask(
     coarse_weight: jax.Array, leads: jax.Array, forced: jax.Array, active: jax.Array,
     count: jax.Array, survivors: jax.Array, step: jax.Array, *, chunk_tokens: int, each: bool,
     largest: bool, offsets: tuple[int, ...], first: tuple[int, ...], watch: bool, beside: bool,
+    pool: Pool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     total, tokens, kv_heads, dim = keys.shape
     asked, suffix = questions.shape
@@ -201,7 +215,7 @@ def _ask(
         return (shares.max(0) if largest else shares.sum(0))[None]
 
     def best_of(scores: jax.Array, count: jax.Array) -> jax.Array:
-        scores = scores + forced[None, None, :]
+        scores = jnp.stack([pooled_ranks(part, pool) for part in scores]) + forced[None, None, :]
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         return rank < count
 
@@ -229,7 +243,7 @@ def _ask(
 
         def of(at: jax.Array) -> jax.Array:
             q, k_new = query(at, hidden)
-            return shares(q, probe[at], k_new, active, weight, left)
+            return shares(q, probe[at], k_new, active[at], weight, left)
 
         parts = [of(at) for at in layers]
         return sum(parts[1:], parts[0])
@@ -242,7 +256,7 @@ def _ask(
         mask = jax.lax.cond(lead, lambda: choose(hidden, index), lambda: mask)
         seen: tuple[jax.Array, ...] = ()
         if watch:
-            everyone = jnp.ones_like(active)
+            everyone = jnp.ones_like(active[0])
             true = pooled(shares(q, k, k_new if beside else None, everyone, weight)).sum(0)
             at = jnp.minimum(index + step, total - 1)
             ahead_q, ahead_k = query(at, hidden)

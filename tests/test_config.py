@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckv_jax.config import EngineConfig
+from ckv_jax.storage.config import StoreConfig
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,8 @@ def test_a_bad_value_is_named(changes: dict[str, Any]) -> None:
 def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(TypeError, match="threads"):
         EngineConfig(threads=1)  # type: ignore[call-arg]
+
+
+def test_a_store_waits_as_long_as_an_engine_does() -> None:
+    """Whoever says nothing gets the 10 seconds that the documentation names."""
+    assert StoreConfig().deadline_s == EngineConfig().read_deadline_s == 10

@@ -16,7 +16,7 @@ from bench.oracle import Oracle, Rule
 from bench.selection_study import interval, quick_rules
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import SYSTEMS, preset
 
 
 def test_rules_follow_the_systems() -> None:
@@ -27,6 +27,8 @@ def test_rules_follow_the_systems() -> None:
     assert (ours.probe, ours.layers) == (SYSTEMS["ckv"].digest, chooses.score_layers)
     left = [rule_of(SYSTEMS["ckv"], budget).survivors for budget in (0.1, 0.05, 1 / 64)]
     assert ours.survivors == 0 and left == [0, 5, 8]
+    few = rule_of(preset("ckv", heads=((1, 0), (2, 1))), 0.05)
+    assert (few.only, few.layers, few.survivors) == (((1, 0), (2, 1)), few.every, 0)
     assert rule_of(SYSTEMS["as-h2o-lfu"], 0.1).heads == "pooled"
     assert rule_of(SYSTEMS["impress"], 0.1).probe == "heads3"
     assert rule_of(SYSTEMS["recompute"], 1.0).budget == 1
@@ -39,6 +41,26 @@ def test_a_coarse_pass_that_leaves_everything_changes_nothing() -> None:
     plain, coarse, narrow = (oracle.ask(replace(rule, survivors=n)) for n in (0, 16, 2))
     assert (plain.chosen == coarse.chosen).all() and (plain.chosen != narrow.chosen).any()
     assert (narrow.chosen.sum(-1) == rule.count(512)).all()
+
+
+def test_one_head_chooses_for_all_and_peaks_bring_what_is_beside_them() -> None:
+    page = first(demo_ledger(0, 512, asked=LEARNED), 8)
+    oracle = Oracle(load_pretrained(reference_folder(), dtype="float32"), page)
+    every = Rule(budget=1 / 8, every=4, layers=4)
+    ours = tuple((layer, head) for layer in range(16) for head in range(4))
+    found = {
+        name: oracle.ask(rule).chosen
+        for name, rule in {
+            "all": every,
+            "named": replace(every, only=ours),
+            "one": replace(every, only=tuple((layer, 1) for layer in range(16))),
+            "max": replace(every, pool="max"),
+        }.items()
+    }
+    assert (found["all"] == found["named"]).all()
+    assert (found["all"] != found["one"]).any()
+    beside = [(chosen[..., 1:] & chosen[..., :-1]).sum() for chosen in (found["all"], found["max"])]
+    assert beside[1] > beside[0]
 
 
 def test_a_summary_compares_with_full_kv() -> None:

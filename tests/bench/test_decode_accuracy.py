@@ -13,6 +13,7 @@ from bench.tasks.suffixes import retold
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
+from ckv_jax.systems import SYSTEMS
 
 SETTING = Setting(documents=1, sequences=3, steps=16, tokens=512, budgets=(1 / 16, 1.0))
 
@@ -40,7 +41,7 @@ def test_every_token_is_given_and_the_likeliest_next_one_compared(engine: Engine
 
 
 def test_rows_of_a_run(engine: Engine) -> None:
-    rows = list(measure(engine, ("ckv",), SETTING))
+    rows = list(measure(engine, {"ckv": SYSTEMS["ckv"]}, SETTING))
     assert len(rows) == 2 * 2
     for row in rows:
         assert row["ci95"][0] <= row["accuracy"] <= row["ci95"][1]

@@ -131,6 +131,24 @@ def test_pages_pinned_by_another_request_do_not_move() -> None:
     assert tiers.admit(ids(2), slots).kept.tolist() == [True]
 
 
+def test_a_pinned_page_stays_in_the_host_though_it_is_worth_more() -> None:
+    """Somebody reads its host slot, which is the first one."""
+    tiers = Tiers(1, 1, 2, ATTENTION)
+    tiers.register(8)
+    use(tiers, {0: 0.5})
+    use(tiers, {1: 0.25})
+    assert tiers.lookup(ids(1))[1].tolist() == [0]
+    tiers.pin(ids(1))
+    slots = tiers.take(1)
+    tiers.record(ids(1), np.array([9.0]))
+    moves = tiers.admit(ids(1), slots)
+    assert moves.freed.tolist() == slots.tolist() and not moves.kept.any()
+    assert tiers.lookup(ids(0, 1))[0].tolist() != [-1, -1]
+    tiers.unpin(ids(1))
+    slots = tiers.take(1)
+    assert tiers.admit(ids(1), slots).kept.tolist() == [True]
+
+
 def test_a_second_copy_of_a_cached_page_is_freed() -> None:
     tiers = Tiers(2, 0, 2, ATTENTION)
     tiers.register(4)

@@ -6,6 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from compilations import compilations
 from kernel_targets import CPU
 
 from ckv_jax.memory.device import DevicePool
@@ -116,3 +117,16 @@ def test_the_fullest_device_says_what_is_left() -> None:
     assert device_room([*two, Device()]) is None  # a CPU
     assert device_room([Device(bytes_in_use=3)]) is None
     assert device_room(jax.devices()) is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_after_a_warm_up_nothing_compiles_any_more(most: int) -> None:
+    pool = DevicePool(8, (1, 1, 2, most + 1), np.dtype(np.float32), CPU)
+    pool.warm([5], most)
+    before = compilations()
+    for n in range(1, most + 1):
+        np.asarray(pool.read(np.arange(n)))
+    rows = np.zeros((5, 1, 1, 2, most + 1), np.float32)
+    pool.write(rows, np.arange(5)).block_until_ready()
+    assert compilations() == before

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
+from engine_support import small_engine, tokens
 
+from ckv_jax import Request
+from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.executor import guessed_chunks
+from ckv_jax.reads.probes import Probes
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
@@ -18,3 +25,31 @@ def test_nothing_is_guessed_for_padding_nor_without_overfetch() -> None:
     limits = np.array([16, 3, 0, 0], np.int32)
     np.testing.assert_array_equal(guessed_chunks(limits, 1.25), [17, 4, 0, 0])
     np.testing.assert_array_equal(guessed_chunks(limits, 1.0), limits)
+
+
+def test_the_probe_of_a_period_is_asked_for_while_the_one_before_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, int]] = []
+    ahead, get = Probes.ahead, Probes.get
+
+    def logged_ahead(self: Probes, period: int) -> None:
+        said.append(("ahead", period))
+        ahead(self, period)
+
+    def logged_get(self: Probes, layers: Sequence[int], period: int) -> list[Probe]:
+        said.append(("get", period))
+        return get(self, layers, period)
+
+    monkeypatch.setattr(Probes, "ahead", logged_ahead)
+    monkeypatch.setattr(Probes, "get", logged_get)
+    with small_engine(tmp_path) as engine:
+        prefix = engine.ingest(tokens(100))
+        said.clear()
+        engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
+        periods = len(engine.last_selection(prefix))
+    assert periods > 1
+    first = [said.index(("ahead", period)) for period in range(periods)]
+    used = [said.index(("get", period)) for period in range(periods)]
+    assert all(first[p] < used[p] for p in range(periods))
+    assert all(used[p] < first[p + 1] for p in range(periods - 1))  # not sooner than it is free

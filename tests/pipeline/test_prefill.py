@@ -151,6 +151,12 @@ def test_a_window_leaves_room_for_its_buffers_and_for_a_blocks_arithmetic() -> N
     assert of(block + (blocks + LONGER_BLOCKS) * BLOCK * token) == blocks * BLOCK
     assert of(block + (blocks + LONGER_BLOCKS) * BLOCK * token - 1) == (blocks - 1) * BLOCK
     assert of(0) == BLOCK  # it goes on, a block at a time
+    odd = dataclasses.replace(config, intermediate_size=config.intermediate_size + 1)
+    halves = window_within(2**40, 512, odd, block=BLOCK, itemsize=2, devices=2)
+    room = 4 * 2 * BLOCK * ((widest + 1 - config.hidden_size) // 2 + config.hidden_size)
+    room += (blocks + LONGER_BLOCKS) * BLOCK * (token // 2)
+    narrow = window_within(room, 512, odd, block=BLOCK, itemsize=2, devices=2)
+    assert (halves, narrow) == (512, blocks * BLOCK) and type(narrow) is int
     most = (blocks + LONGER_BLOCKS) * BLOCK
     for total in range(1, blocks * BLOCK + 1):  # rows of a prefill that may not leave the device
         longest = total + (LONGER_BLOCKS - 1) * BLOCK + BLOCK

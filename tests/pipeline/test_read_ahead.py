@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ckv_jax.pipeline.read_ahead import READ, Pace
+import dataclasses
+
+import numpy as np
+
+from ckv_jax.pipeline.read_ahead import READ, Pace, ReadAhead
+from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Span
 
 MS = 10**6
@@ -54,3 +59,14 @@ def test_a_request_without_reads_says_nothing() -> None:
     pace.read([read(0, 2, 1000)])
     pace.read([])
     assert pace.ahead_pays(2100)
+
+
+def test_a_system_may_read_ahead_though_it_does_not_pay() -> None:
+    paper = SYSTEMS["contiguous-kv"]
+    for always in (True, False):
+        ahead = ReadAhead(dataclasses.replace(paper, speculate_always=always))
+        ahead.pace.selected(0.004)
+        ahead.pace.read([read(0, 2, 1000)])
+        chosen = np.array([3, 5])
+        guess = ahead.next_period(chosen, 1, lambda pays: None)
+        assert guess().tolist() == (chosen.tolist() if always else [])
