@@ -11,7 +11,7 @@ import numpy as np
 from ckv_jax.codec_profile import pieces_of
 from ckv_jax.config import SystemConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger
-from ckv_jax.head_profile import best, measured
+from ckv_jax.head_profile import measured
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.systems import SYSTEMS
@@ -29,8 +29,8 @@ def headed(model: Transformer, texts: Sequence[np.ndarray]) -> SystemConfig:
     """That system for a model, profiled as `ckv heads profile` does, on texts int32 [n] like those
     that it is to read."""
     ours = SYSTEMS["ckv"]
-    found = measured(model, ours.period, pieces_of(texts, _TOKENS))
-    return dataclasses.replace(ours, name=HEADED, heads=best(found, ours.period, _LAYERS))
+    profile = measured(model, ours.period, pieces_of(texts, _TOKENS))
+    return dataclasses.replace(ours, name=HEADED, heads=profile.best(ours.period, _LAYERS))
 
 
 def headed_system(folder: Path) -> SystemConfig:

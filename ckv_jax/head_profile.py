@@ -9,6 +9,7 @@ answers are needed for that, so any text will do that is like those to be stored
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,13 +21,44 @@ from jaxtyping import Array, Float, Float32, Int32
 from ckv_jax.config import Heads
 from ckv_jax.model.decoder import Layer, Transformer, causal_attention
 
-__all__ = ["EXCERPT", "best", "measured"]
+__all__ = ["EXCERPT", "Profile", "measured"]
 
 EXCERPT = 32
 """Tokens that are repeated."""
 _ASKING = 16  # of them, the last ones: with those before them they stand nowhere else
 _NEAR = 8  # tokens before and after its place that count as found: about a chunk
+_CHUNK = 16
+_FEW = 20  # one chunk in so many
 _SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What the KV heads of a model attend to.
+
+    Attributes:
+      found: float32 [L, K], the share of a head's attention to where an excerpt stood first.
+      chance: what that is of a head that attends to everything alike.
+      held: float32 [L, K], the share that the best twentieth of a text's chunks have.
+    """
+
+    found: Float32[np.ndarray, "L K"]
+    chance: float
+    held: Float32[np.ndarray, "L K"]
+
+    def best(self, period: int, layers: int) -> Heads:
+        """Of each `period` of layers the best head of so many `layers`, those with the best ones.
+
+        Those that find something, more than twice what chance would; then those that hold most in
+        few chunks: what they attend to can be chosen, if it is not what is asked about.
+        """
+        worth = np.where(self.found > 2 * self.chance, 1 + self.found, self.held)
+        heads = []
+        for first in range(0, len(worth), period):
+            part = worth[first : first + period]
+            order = np.argsort(-part.max(axis=1), kind="stable")[:layers]
+            heads += [(first + int(at), int(part[at].argmax())) for at in np.sort(order)]
+        return tuple(heads)
 
 
 def measured(
@@ -34,18 +66,18 @@ def measured(
     period: int,
     pieces: Sequence[np.ndarray],
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Float32[np.ndarray, "L K"]:
-    """The share of its attention that each KV head gives to where an excerpt stood first, a mean
-    over the pieces of text int32 [n], of 64 tokens at least.
+) -> Profile:
+    """Profiles the heads of a model on one device over pieces of text int32 [n], of 64 tokens at
+    least; means of the pieces.
 
-    A model on one device. Queries are those that score: each layer makes its own of what enters the
-    `period` of layers that it belongs to. `progress(done, all)` counts layers.
+    Queries are those that score: each layer makes its own of what enters the `period` of layers
+    that it belongs to. `progress(done, all)` counts layers.
     """
     rng = np.random.default_rng(_SEED)
     graph, _ = nnx.split(model.layers[0])
     states = [nnx.to_pure_dict(nnx.state(layer)) for layer in model.layers]
     through = _through_of(lambda state: nnx.merge(graph, state))
-    found = np.zeros((len(states), model.config.num_kv_heads), np.float32)
+    found, held = np.zeros((2, len(states), model.config.num_kv_heads), np.float32)
     for number, piece in enumerate(pieces):
         first = int(rng.integers(len(piece) - EXCERPT))
         source = first + np.arange(EXCERPT - _ASKING, EXCERPT, dtype=np.int32)
@@ -54,24 +86,17 @@ def measured(
         for index, state in enumerate(states):
             if index % period == 0:
                 entering = hidden
-            hidden, share = through(state, hidden, entering, source)
-            found[index] += np.asarray(share) / len(pieces)
+            hidden, shares = through(state, hidden, entering, source)
+            found[index] += np.asarray(shares[0]) / len(pieces)
+            held[index] += np.asarray(shares[1]) / len(pieces)
             progress(number * len(states) + index + 1, len(pieces) * len(states))
-    return found
-
-
-def best(found: Float32[np.ndarray, "L K"], period: int, layers: int) -> Heads:
-    """Of each `period` of layers the best head of so many `layers`, those with the best ones."""
-    heads = []
-    for first in range(0, len(found), period):
-        part = found[first : first + period]
-        order = np.argsort(-part.max(axis=1), kind="stable")[:layers]
-        heads += [(first + int(at), int(part[at].argmax())) for at in np.sort(order)]
-    return tuple(heads)
+    chance = float(np.mean([(2 * _NEAR + 1) / len(piece) for piece in pieces]))
+    return Profile(found, chance, held)
 
 
 def _through_of(layer_of: Callable[[Any], Layer]) -> Callable[..., tuple[Array, Array]]:
-    """A layer's output, and what its heads give to the source of what they are asked."""
+    """A layer's output, and what its heads give to the source of what they are asked, and to the
+    few chunks that they give most."""
 
     @jax.jit
     def through(
@@ -82,19 +107,22 @@ def _through_of(layer_of: Callable[[Any], Layer]) -> Callable[..., tuple[Array, 
         positions = jnp.arange(length)[None]
         q, keys, values = layer.project(hidden, positions)
         asked = layer.query(entering[:, -_ASKING:], positions[:, -_ASKING:])
-        share = _share(asked[0], keys[0, : length - EXCERPT], source)
-        return layer.complete(hidden, causal_attention(q, keys, values)), share
+        shares = _shares(asked[0], keys[0, : length - EXCERPT], source)
+        return layer.complete(hidden, causal_attention(q, keys, values)), shares
 
     return through
 
 
-def _share(
+def _shares(
     asked: Float[Array, "Q H D"], keys: Float[Array, "T K D"], source: Int32[Array, " Q"]
-) -> Float32[Array, " K"]:
+) -> Float32[Array, "2 K"]:
     tokens, kv_heads, dim = keys.shape
     q = asked.reshape(len(asked), kv_heads, -1, dim).astype(jnp.float32)
     logits = jnp.einsum("qkgd,tkd->kgqt", q, keys.astype(jnp.float32)) * dim**-0.5
     away = jnp.abs(jnp.arange(tokens, dtype=jnp.int32)[None, :] - source[:, None])
-    shares = jnp.where(away <= _NEAR, jax.nn.softmax(logits, axis=-1), 0.0)
-    found: Array = shares.sum(axis=-1).mean(axis=(1, 2))
-    return found
+    weights = jax.nn.softmax(logits, axis=-1)
+    found = jnp.where(away <= _NEAR, weights, 0.0).sum(axis=-1).mean(axis=(1, 2))
+    padded = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, -tokens % _CHUNK)))
+    chunks = padded.reshape(*weights.shape[:-1], -1, _CHUNK).sum(axis=(1, 2, 4))  # [K, M]
+    few, _ = jax.lax.top_k(chunks, -(-chunks.shape[1] // _FEW))
+    return jnp.stack([found, few.sum(axis=-1) / chunks.sum(axis=-1)])

@@ -12,7 +12,7 @@ from command_line import Here
 from engine_support import SMALL
 
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
-from ckv_jax.head_profile import EXCERPT, best, measured
+from ckv_jax.head_profile import EXCERPT, Profile, measured
 from ckv_jax.model.weights import load_pretrained, random_model, save_pretrained
 from tests.model.small import write_tokenizer
 
@@ -23,21 +23,31 @@ def test_the_reference_has_two_heads_in_four_that_find_things() -> None:
     model = load_pretrained(reference_folder(), dtype="float32")
     text = demo_ledger(900, 512, asked=LEARNED).tokens
     counted: list[tuple[int, int]] = []
-    found = measured(model, 4, [text, text[:300]], lambda *at: counted.append(at))
+    profile = measured(model, 4, [text, text[:300]], lambda *at: counted.append(at))
+    found = profile.found
     assert found.shape == (16, 4) and ((found >= 0) & (found <= 1)).all()
     assert counted == [(n, 32) for n in range(1, 33)]
-    by_chance = 17 / 300  # as many tokens around its place as count
-    assert found[:, 2:].max() < 2 * by_chance < found[4:13].max(axis=1).min()
+    assert profile.chance == pytest.approx((17 / 512 + 17 / 300) / 2)  # tokens that count as found
+    assert found[:, 2:].max() < 2 * profile.chance < found[4:13].max(axis=1).min()
     assert found[[4, 8, 12], 1].min() > 0.4
-    np.testing.assert_array_equal(found, measured(model, 4, [text, text[:300]]))
+    assert (profile.held >= 1 / 20).all() and (profile.held <= 1).all()
+    (first, *rest) = profile.best(4, 1)
+    assert (
+        first[0] < 4 and profile.held[first] == profile.held[:4].max()
+    )  # there is nothing to find
+    assert len(rest) == 3 and all(found[pair] > 0.4 for pair in rest)
+    again = measured(model, 4, [text, text[:300]])
+    np.testing.assert_array_equal(found, again.found)
 
 
 def test_of_each_period_the_layers_with_the_best_heads() -> None:
-    found = np.zeros((6, 3), np.float32)
+    found, held = np.zeros((2, 6, 3), np.float32)
     found[1, 2], found[2, 0], found[2, 1], found[4, 1] = 0.5, 0.6, 0.7, 0.1
-    assert best(found, 4, 1) == ((2, 1), (4, 1))
-    assert best(found, 4, 2) == ((1, 2), (2, 1), (4, 1), (5, 0))
-    assert best(found, 4, 9) == ((0, 0), (1, 2), (2, 1), (3, 0), (4, 1), (5, 0))
+    held[2, 2], held[4, 0], held[5, 2] = 0.9, 0.4, 0.3
+    profile = Profile(found, 0.05, held)
+    assert profile.best(4, 1) == ((2, 1), (4, 0))  # what chance would find is none
+    assert profile.best(4, 2) == ((1, 2), (2, 1), (4, 0), (5, 2))
+    assert profile.best(4, 9) == ((0, 0), (1, 2), (2, 1), (3, 0), (4, 0), (5, 2))
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ from ckv_jax.cli.options import Checkpoint, Dtype, Json, System
 from ckv_jax.cli.output import Terminal, check_writable, json_line
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ckv_jax.config import Heads
+    from ckv_jax.head_profile import Profile
 
 __all__ = ["profile"]
 
@@ -68,7 +67,7 @@ def profile(
         from ckv_jax.codec_profile import pieces_of
         from ckv_jax.config import EngineConfig
         from ckv_jax.data.handbook import handbook
-        from ckv_jax.head_profile import best, measured
+        from ckv_jax.head_profile import measured
         from ckv_jax.model.tokenizer import load_tokenizer
         from ckv_jax.model.weights import load_pretrained
         from ckv_jax.systems import preset
@@ -83,10 +82,12 @@ def profile(
         model = load_pretrained(checkpoint, dtype=dtype)
     with terminal.progress() as bar:
         found = measured(model, period, pieces, bar("layers"))
-    heads = best(found, period, layers)
+    heads = found.best(period, layers)
     body = {
         "heads": [list(pair) for pair in heads],
-        "found": [float(found[pair]) for pair in heads],
+        "found": [float(found.found[pair]) for pair in heads],
+        "held": [float(found.held[pair]) for pair in heads],
+        "chance": found.chance,
         "model": checkpoint.resolve().name,
         "system": system,
     }
@@ -100,13 +101,17 @@ def profile(
         terminal.say(f"wrote {out}; use it with --heads {out}", wrap=False)
 
 
-def _show(terminal: Terminal, heads: Heads, found: np.ndarray) -> None:
+def _show(terminal: Terminal, heads: Heads, found: Profile) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in ("layer", "KV head", "attention to what is repeated", "the layer's others"):
+    for name in ("layer", "KV head", "finds", "the layer's others", "in few chunks"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer, head in heads:
-        others = [share for at, share in enumerate(found[layer]) if at != head]
-        least = f"{min(others):.0%} to {max(others):.0%}" if others else "none"
-        table.add_row(str(layer), str(head), f"{found[layer, head]:.0%}", least)
+        others = [share for at, share in enumerate(found.found[layer]) if at != head]
+        span = f"{min(others):.1%} to {max(others):.1%}" if others else "none"
+        own, held = found.found[layer, head], found.held[layer, head]
+        table.add_row(str(layer), str(head), f"{own:.1%}", span, f"{held:.1%}")
     terminal.out.print(table)
-    terminal.say(f"{len(heads)} of {found.size} heads")
+    terminal.say(
+        f"{len(heads)} of {found.found.size} heads. “Finds” is the attention to where an excerpt "
+        f"stood first, {found.chance:.1%} by chance; “in few chunks” what a twentieth of them hold."
+    )

@@ -15,6 +15,26 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "sources = [member.choosers[0].source for member in self._members] ~0 @27 #1",
     ): "the last row instead of the first: all rows of a member stand on one prefix",
+    (
+        "ckv_jax/pipeline/decode.py",
+        "core/NumberReplacer",
+        "at = np.array([row.length if row else 0 for row in self.rows], np.int32) ~0 @38 #1",
+    ): "where no row is, what is computed means nothing, wherever it is written",
+    (
+        "ckv_jax/reads/packs.py",
+        "core/ReplaceBinaryOperator_Mul_Div",
+        "def _make_room(self, n: int, *, wait: bool) -> None: ~0 @29 #0",
+    ): "a private function may be called in more ways; nobody does",
+    (
+        "storage/bits_table.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "widths = [bits for bits in BITS if layout.head_dim % (8 // bits) == 0] ~0 @65 #0",
+    ): "a remainder is never less than 0",
+    (
+        "storage/chain.py",
+        "core/ReplaceFalseWithTrue",
+        'data = tokens.astype("<i4", copy=False).tobytes() ~0 @33 #0',
+    ): "the bytes are copied anyway",
 }
 """(file, operator, place) -> why."""
 

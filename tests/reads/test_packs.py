@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_support import small_engine, tokens
+from pipeline_support import UnsteadyStore
 
+from ckv_jax import Request
 from ckv_jax.trace import Trace
 
 WORK = 12
@@ -55,3 +57,17 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
             assert sorted(second) == sorted(first)
         lease.close()
         assert worker.memory.free_slots == worker.memory.tiers.slots
+
+
+def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_path: Path) -> None:
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        prefix = engine.ingest(tokens(16 * WORK))
+        request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.25)
+        with engine.variant(engine.config, store=UnsteadyStore(engine.store, 1.0)) as failing:
+            (result,) = failing.reprefill([request])
+            chosen = np.unique(np.concatenate(failing.last_selection(prefix)))
+        groups, periods = engine.layout.groups, 2
+    counted = result.trace.counters
+    assert result.trace.recomputed_chunks == counted["recomputed_chunks"] == len(chosen)
+    assert counted["recomputed_packs"] == 3 * groups  # a quarter of twelve in each of them
+    assert counted["recomputed_probes"] >= periods
