@@ -14,7 +14,7 @@ from ckv_jax.data.reference import LEARNED, demo_ledger
 from ckv_jax.head_profile import measured
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import SYSTEMS, preset
 
 __all__ = ["HEADED", "headed", "headed_system"]
 
@@ -30,7 +30,7 @@ def headed(model: Transformer, texts: Sequence[np.ndarray]) -> SystemConfig:
     that it is to read."""
     ours = SYSTEMS["ckv"]
     profile = measured(model, ours.period, pieces_of(texts, _TOKENS))
-    return dataclasses.replace(ours, name=HEADED, heads=profile.best(ours.period, _LAYERS))
+    return dataclasses.replace(preset("ckv", heads=profile.best(ours.period, _LAYERS)), name=HEADED)
 
 
 def headed_system(folder: Path) -> SystemConfig:

@@ -160,9 +160,18 @@ def system_named(name: str) -> SystemConfig:
 
 def preset(name: str, *, codec: str | Codec = "none", heads: Heads = ()) -> SystemConfig:
     """The preset `name` with packs encoded by a codec, or by the one of a name, and scored by some
-    heads alone. Raises as `system_named`, and `ValueError` for a codec there is none of, or heads
-    where nothing is scored by them."""
-    return replace(system_named(name), codec=codec, heads=heads)
+    heads alone.
+
+    With `heads` the last token of a question chooses alone, and in one stage: of heads that find
+    what is asked about it is the one that knows (`bench/results/NOTEBOOK.md`), and they are few.
+
+    Raises as `system_named`, and `ValueError` for a codec there is none of, or heads where nothing
+    is scored by them.
+    """
+    system = replace(system_named(name), codec=codec, heads=heads)
+    if not heads:
+        return system
+    return replace(system, choose=replace(system.choose, queries=1, coarse=None))
 
 
 def system_of(system: str | SystemConfig) -> SystemConfig:

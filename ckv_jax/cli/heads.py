@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from ckv_jax.cli.ingest import read_text
-from ckv_jax.cli.options import Checkpoint, Dtype, Json, System
+from ckv_jax.cli.options import Checkpoint, Dtype, Json, SampleTexts, SampleTokens, System
 from ckv_jax.cli.output import Terminal, check_writable, json_line
 
 if TYPE_CHECKING:
@@ -22,21 +22,8 @@ __all__ = ["profile"]
 
 def profile(
     checkpoint: Checkpoint,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="A text such as those to be stored, UTF-8; may be given several times. Without "
-            "it: the handbook of `ckv demo`.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            "--tokens", metavar="N", min=64, help="How many tokens of all texts are looked at."
-        ),
-    ] = 4096,
+    text: SampleTexts = None,
+    tokens: SampleTokens = 4096,
     layers: Annotated[
         int,
         typer.Option(

@@ -19,6 +19,8 @@ __all__ = [
     "Json",
     "MaxBytes",
     "Salt",
+    "SampleTexts",
+    "SampleTokens",
     "Store",
     "System",
     "TenantBytes",
@@ -114,6 +116,19 @@ Dtype = Annotated[
         metavar="NAME",
         help="Element type of weights, keys and values: bfloat16, float16 or float32.",
     ),
+]
+SampleTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="A text such as those to be stored, UTF-8; may be given several times. Without "
+        "it: the handbook of `ckv demo`.",
+    ),
+]
+SampleTokens = Annotated[
+    int,
+    typer.Option("--tokens", metavar="N", min=64, help="How many tokens of all texts to look at."),
 ]
 Budget = Annotated[
     str | None,

@@ -199,6 +199,12 @@ def test_what_names_no_heads_is_refused(heads: object, why: str) -> None:
         dataclasses.replace(SYSTEMS["ckv"], heads=heads)  # type: ignore[arg-type]
 
 
+def test_the_last_token_of_a_question_chooses_by_them() -> None:
+    ours = preset("ckv", heads=HEADS)
+    assert (ours.choose.queries, ours.choose.coarse) == (1, None)
+    assert ours.decode == SYSTEMS["ckv"].decode and preset("ckv") == SYSTEMS["ckv"]
+
+
 def test_heads_that_a_model_or_a_system_has_not_are_refused(sharp: Sharp, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without a resident digest"):
         preset("contiguous-kv", heads=HEADS)
