@@ -7,7 +7,7 @@ with a question at the end, or questions with their answers one after the other.
 re-prefilled, every other one is a step of decode; where an answer is due, the likeliest next token
 is compared with it. Budget 1 is everything. Intervals are Wilson's (95%). JSON: `{"rows":
 [{"trace", "system", "budget", "answers", "accuracy", "ci95", "device_hits", "ssd_bytes",
-"attention_mass"}], "bars"}`.
+"choices", "attention_mass"}], "bars"}`; `choices`: periods of layers that chose, for each token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -86,7 +87,7 @@ def measure(
                         "answers": len(answers), "accuracy": float(answers.mean()),
                         "ci95": interval(int(answers.sum()), len(answers)),
                         **{name: float(np.mean([mean[name] for mean in means]))
-                           for name in ("device_hits", "ssd_bytes", "attention_mass")
+                           for name in ("device_hits", "ssd_bytes", "choices", "attention_mass")
                            if all(means)},
                     }  # fmt: skip
                     print(
@@ -145,6 +146,9 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=int, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument(
+        "--drift", type=float, metavar="COSINE", help="of every system that chooses"
+    )
     args = parser.parse_args()
     setting = Setting(
         documents=args.documents or (1 if args.quick else 6),
@@ -155,6 +159,9 @@ def main() -> None:
     systems = {
         name: headed_system(folder) if name == HEADED else SYSTEMS[name] for name in args.systems
     }
+    for name, system in systems.items() if args.drift is not None else ():
+        if system.decode is not None:
+            systems[name] = replace(system, decode=replace(system.decode, drift=args.drift))
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system=systems[args.systems[0]])
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
@@ -166,7 +173,7 @@ def main() -> None:
         print(table(lines, ("claim", "budget", "value", "bar", "")))
     found = {
         "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
-        "sequences": setting.sequences, "steps": setting.steps,
+        "sequences": setting.sequences, "steps": setting.steps, "drift": args.drift,
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", found, args.plot)

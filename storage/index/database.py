@@ -67,7 +67,7 @@ class Database:
         *,
         version: int = 0,
         upgrade: Work = lambda _: None,
-        wait_s: float = 10.0,
+        wait_s: float,
         readonly: bool = False,
     ) -> None:
         self._path = path

@@ -53,7 +53,7 @@ class Index:
     """
 
     def __init__(
-        self, files: Files, counts: Counters, *, wait_s: float = 10.0, readonly: bool = False
+        self, files: Files, counts: Counters, *, wait_s: float, readonly: bool = False
     ) -> None:
         self._files = files
         self._counts = counts

@@ -35,6 +35,21 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceFalseWithTrue",
         'data = tokens.astype("<i4", copy=False).tobytes() ~0 @33 #0',
     ): "the bytes are copied anyway",
+    (
+        "ckv_jax/rivals/importance.py",
+        "core/ReplaceTrueWithFalse",
+        "for wanted, found in zip(best, held, strict=True) ~0 @44 #0",
+    ): "both have a row for each layer",
+    (
+        "storage/digest/writer.py",
+        "core/ReplaceFalseWithTrue",
+        "empty.flags.writeable = False ~0 @24 #0",
+    ): "it has no element that could be written",
+    (
+        "storage/digest/data.py",
+        "core/NumberReplacer",
+        "values = np.nan_to_num(values, nan=0.0, posinf=1e30, neginf=-1e30) ~0 @61 #0",
+    ): "1e30 + 1 is 1e30",
 }
 """(file, operator, place) -> why."""
 

@@ -37,6 +37,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
         "tests/storage/test_probe_spans.py", "tests/storage/test_bounds.py",
         "tests/storage/test_tools.py", "tests/storage/test_faults.py",
+        "tests/storage/test_provenance.py",
     ),
     "ckv_jax/cache": ("tests/cache",),
     "ckv_jax/memory": (

@@ -11,6 +11,7 @@ from engine_support import small_engine, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Request
+from ckv_jax.pipeline.read_ahead import READ
 from ckv_jax.trace import Trace
 
 WORK = 12
@@ -71,3 +72,14 @@ def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_pa
     assert result.trace.recomputed_chunks == counted["recomputed_chunks"] == len(chosen)
     assert counted["recomputed_packs"] == 3 * groups  # a quarter of twelve in each of them
     assert counted["recomputed_probes"] >= periods
+
+
+def test_few_packs_of_a_group_are_one_read(tmp_path: Path) -> None:
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        prefix = engine.ingest(tokens(16 * WORK))
+        request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.25)
+        (result,) = engine.reprefill([request])
+        groups = engine.layout.groups
+    reads = [span.args for span in result.trace.spans if span.name == READ]
+    assert len(reads) <= 2 * groups  # ahead of the choice, and what that missed
+    assert sum(args["packs"] for args in reads) >= 3 * groups

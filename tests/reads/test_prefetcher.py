@@ -201,6 +201,13 @@ def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:
         read(prefetcher, reader, 1)
 
 
+def test_whoever_forgets_to_close_it_can_still_end() -> None:
+    prefetcher = Prefetcher(2)
+    threads = [one for one in threading.enumerate() if one.name.startswith("ckv-read-")]
+    assert len(threads) >= 2 and all(one.daemon for one in threads)
+    prefetcher.close()
+
+
 def test_no_threads_are_refused() -> None:
     with pytest.raises(ValueError, match="got 0 threads"):
         Prefetcher(0)

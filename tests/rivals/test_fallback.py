@@ -85,6 +85,15 @@ def test_one_row_falls_back(engine: Engine, prefix: Prefix) -> None:
     assert 0 < odd.trace.attention_mass < 1 and 0 < other.trace.attention_mass < 1
 
 
+def test_a_row_that_is_padding_disagrees_with_nobody(engine: Engine, prefix: Prefix) -> None:
+    requests = [Request(prefix=prefix, suffix=[5, 9, n], budget=BUDGET) for n in (2, 3, 4)]
+    alone = [engine.reprefill([request])[0] for request in requests]
+    assert all(one.trace.counters["layers_agreed"] == MODEL.num_layers for one in alone)
+    together = engine.reprefill(requests)  # as a batch of four
+    assert together[0].trace.counters["layers_agreed"] == MODEL.num_layers
+    assert "layers_fell_back" not in together[0].trace.counters
+
+
 def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     rng = np.random.default_rng(11)
     chunks, size, heads, dim, n = 3, 8, 2, 4, 5

@@ -164,3 +164,24 @@ def test_a_store_with_one_order_for_all_layers_opens(tmp_path: Path) -> None:
 def test_a_number_of_requests_is_asked_for() -> None:
     with pytest.raises(ValueError, match="reorder_every"):
         dataclasses.replace(SYSTEMS["impress"], reorder_every=-1)
+
+
+def test_a_segment_of_one_token_is_in_order(tmp_path: Path) -> None:
+    layout = Layout(
+        num_layers=3, num_kv_heads=2, head_dim=8, chunk_tokens=16, pack_layers=1,
+        kv_together=False, probe="none",
+    )  # fmt: skip
+    text = np.arange(17, dtype=np.int32)
+    kv = np.random.default_rng(0).normal(size=(3, 2, 17, 2, 8)).astype(layout.numpy_dtype)
+    made, prefix = Fingerprint({"weights": "some"}), None
+    with ChunkStore.open(tmp_path) as store:
+        for start, end in ((0, 16), (16, 17)):
+            with store.writer(
+                fingerprint=made, layout=layout, tokens=text[start:end], parent=prefix
+            ) as writer:
+                writer.write(0, kv[:, :, start:end])
+                prefix = writer.commit()
+    average = AverageImportance(3, 17)
+    average.add([np.arange(17, 0, -1.0)] * 3, None)
+    assert average.settled(np.tile(np.arange(17), (3, 1)), prefix)
+    assert not average.settled(np.tile(np.r_[np.arange(15, -1, -1), 16], (3, 1)), prefix)

@@ -49,6 +49,9 @@ def test_names_that_older_versions_knew_keep_their_layouts() -> None:
     assert layout.to_dict()["version"] == 6 and Layout.from_dict(layout.to_dict()) == layout
     with pytest.raises(ValueError, match="fields"):
         Layout.from_dict(layout.to_dict() | {"version": 3})
+    for letters, version in ((64, 3), (65, 6)):
+        named = dataclasses.replace(PLAIN, codec="a" * letters + ":1", codec_bytes=8)
+        assert named.to_dict()["version"] == version
 
 
 def test_the_published_table() -> None:
