@@ -162,8 +162,9 @@ def preset(name: str, *, codec: str | Codec = "none", heads: Heads = ()) -> Syst
     """The preset `name` with packs encoded by a codec, or by the one of a name, and scored by some
     heads alone.
 
-    With `heads` the last token of a question chooses alone, and in one stage: of heads that find
-    what is asked about it is the one that knows (`bench/results/NOTEBOOK.md`), and they are few.
+    With `heads` the last token of a question chooses alone, in one stage, and so does every token
+    of a text: to heads that find things the newest token says what is asked about, and earlier ones
+    something else (`bench/results/NOTEBOOK.md`).
 
     Raises as `system_named`, and `ValueError` for a codec there is none of, or heads where nothing
     is scored by them.
@@ -171,7 +172,9 @@ def preset(name: str, *, codec: str | Codec = "none", heads: Heads = ()) -> Syst
     system = replace(system_named(name), codec=codec, heads=heads)
     if not heads:
         return system
-    return replace(system, choose=replace(system.choose, queries=1, coarse=None))
+    choose, decode = replace(system.choose, queries=1, coarse=None), system.decode
+    decode = decode and replace(decode, queries=1)
+    return replace(system, choose=choose, decode=decode)
 
 
 def system_of(system: str | SystemConfig) -> SystemConfig:

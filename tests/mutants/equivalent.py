@@ -50,6 +50,21 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "values = np.nan_to_num(values, nan=0.0, posinf=1e30, neginf=-1e30) ~0 @61 #0",
     ): "1e30 + 1 is 1e30",
+    (
+        "ckv_jax/selection/two_stages.py",
+        "core/NumberReplacer",
+        "if rows[0].shape[0] == 1: ~0 @8 #0",
+    ): "all arrays have as many rows",
+    (
+        "ckv_jax/selection/two_stages.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "if rows[0].shape[0] == 1: ~0 @20 #0",
+    ): "there is a row at least",
+    (
+        "storage/index/database.py",
+        "core/ReplaceComparisonOperator_Eq_Is",
+        'if db.execute("PRAGMA user_version").fetchone()[0] == self._version: ~0 @51 #0',
+    ): "whole numbers so small are one object each",
 }
 """(file, operator, place) -> why."""
 

@@ -202,7 +202,7 @@ def test_what_names_no_heads_is_refused(heads: object, why: str) -> None:
 def test_the_last_token_of_a_question_chooses_by_them() -> None:
     ours = preset("ckv", heads=HEADS)
     assert (ours.choose.queries, ours.choose.coarse) == (1, None)
-    assert ours.decode == SYSTEMS["ckv"].decode and preset("ckv") == SYSTEMS["ckv"]
+    assert ours.decode is not None and ours.decode.queries == 1 and preset("ckv") == SYSTEMS["ckv"]
 
 
 def test_heads_that_a_model_or_a_system_has_not_are_refused(sharp: Sharp, tmp_path: Path) -> None:
