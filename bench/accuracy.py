@@ -258,6 +258,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.dataset and (args.plot or args.traces):
         parser.error("--plot and --traces are of ledgers, not of a --dataset")
+    if HEADED in args.systems and (args.model or args.dataset or args.period_share):
+        parser.error(f"{HEADED} is profiled on ledgers for the reference checkpoint, as it is")
     folder = args.model or reference_folder()
     try:
         systems = {name: SYSTEMS[name] for name in args.systems if name != HEADED}

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument(
-        "--drift", type=float, metavar="COSINE", help="of every system that chooses"
+        "--drift", type=float, metavar="COSINE", help="of every system that chooses, with a window"
     )
     args = parser.parse_args()
     setting = Setting(
@@ -160,7 +160,7 @@ def main() -> None:
         name: headed_system(folder) if name == HEADED else SYSTEMS[name] for name in args.systems
     }
     for name, system in systems.items() if args.drift is not None else ():
-        if system.decode is not None:
+        if system.decode is not None and system.window > 0:
             systems[name] = replace(system, decode=replace(system.decode, drift=args.drift))
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system=systems[args.systems[0]])

@@ -214,8 +214,9 @@ def _ask(
             return shares
         return (shares.max(0) if largest else shares.sum(0))[None]
 
-    def best_of(scores: jax.Array, count: jax.Array) -> jax.Array:
+    def best_of(scores: jax.Array, count: jax.Array, among: jax.Array | bool = True) -> jax.Array:
         scores = jnp.stack([pooled_ranks(part, pool) for part in scores]) + forced[None, None, :]
+        scores = jnp.where(among, scores, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         return rank < count
 
@@ -225,8 +226,11 @@ def _ask(
         rough = guess(hidden, index, first, coarse, coarse_weight)
         left = best_of(rough.sum(0)[None], survivors)
         held = jnp.where(left, rough, 0.0).sum(-1, keepdims=True) / rough.sum(-1, keepdims=True)
-        fine = held * guess(hidden, index, offsets, probe, weight, left[0])
-        return best_of(jnp.where(left, pooled(fine), -1.0), count)
+        fine = pooled(held * guess(hidden, index, offsets, probe, weight, left[0]))
+        estimate = rough.sum(0)[None] * (
+            fine.sum() / jnp.where(left, rough.sum(0)[None], 0.0).sum()
+        )
+        return best_of(jnp.where(left, fine, estimate), count, left)
 
     def query(index: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         layer = layer_of(config, jax.tree.map(lambda leaf: leaf[index], params["layers"]))

@@ -37,7 +37,7 @@ def check_budget(budget: float | str) -> float | str:
 
 
 Heads = tuple[tuple[int, int], ...]
-"""(layer, KV head) pairs, in order of different layers."""
+"""(layer, KV head) pairs: at most one a layer, layers ascending."""
 
 
 def scoring_layers(period: range, score_layers: int, heads: Heads = ()) -> list[int]:
@@ -81,7 +81,7 @@ class SystemConfig:
     heads: Heads = ()
     """(layer, KV head) that score, of different layers, in place of all heads of `score_layers`:
     those that find things, as `ckv heads profile` tells them of a model. The digest has no others,
-    so that it is smaller and sooner scored (CompressKV). (): none is left out."""
+    so that it is smaller and sooner scored (CompressKV). (): all heads score."""
     prefetch: Prefetch = "inter"
     """Packs are read before they are needed: never, within a period, or across periods too."""
     speculate: Speculate = "previous"
@@ -153,6 +153,8 @@ class SystemConfig:
             raise ValueError(
                 f"got score_layers={self.choose.score_layers} without a resident digest, expected 1"
             )
+        if self.choose.pool != "none" and not self.chunked:
+            raise ValueError(f"got pool={self.choose.pool!r} of a system that chooses no chunks")
         if self.decode is not None:
             self.decode.check_text()
             if self.probe != "digest":
@@ -177,7 +179,8 @@ class SystemConfig:
         )
         if not whole or [layer for layer, _ in heads] != sorted({layer for layer, _ in heads}):
             raise ValueError(
-                f"got heads={heads!r}, expected (layer, KV head) in order of different layers"
+                f"got heads={heads!r}, expected (layer, KV head) pairs, at most one a layer, "
+                "layers ascending"
             )
         if heads and self.probe != "digest":
             raise ValueError(f"got heads={heads!r} without a resident digest")

@@ -40,7 +40,8 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
 
 
 def check_split(system: SystemConfig, devices: int) -> None:
-    """`ValueError` for a model over several `devices` under a system that some heads decide."""
+    """`ValueError` for a model over several `devices` under a system in which some heads choose
+    for all."""
     for wrong, why in (
         (system.probe == "heads", "its first heads"), (bool(system.heads), f"heads={system.heads}")
     ):  # fmt: skip

@@ -16,6 +16,7 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
 
 BUDGET = 0.2
 LENGTH = 24
@@ -109,6 +110,43 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
         assert stats.pinned_packs == stats.running == 0
 
 
+def test_who_has_not_turned_attends_to_the_same_whatever_is_kept_where(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    """Some rows of a batch choose anew and others do not, with reads that fail and guesses, too."""
+
+    def by(failing: float, config: dict[str, object], **system: object) -> list[np.ndarray]:
+        room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+        values = dataclasses.replace(
+            engine.config,
+            system=changed(engine, **system),
+            **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
+        )
+        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
+            texts = other.generate(
+                asked(prefixes), SamplingParams(max_tokens=LENGTH), keep_kv=True
+            ).results()
+        for text in texts:
+            text.raise_for_error()
+        chose.append([sum(token.choices for token in text.trace.tokens) for text in texts])
+        return [np.asarray(text.completion().kv) for text in texts]
+
+    chose: list[list[int]] = []
+    drift, cold = replace(FOUR, drift=0.5), {"device_cache_bytes": 0, "host_cache_bytes": 0}
+    plain = by(0.0, {}, decode=drift)
+    periods = 2
+    assert all(periods <= count < periods * (LENGTH - 1) for count in chose[0])
+    assert len(set(chose[0])) > 1  # each row by itself
+    for failing, config, system in (
+        (0.3, cold, {"decode": drift}),
+        (0.0, {}, {"decode": drift, "window": 1.0}),
+        (0.2, cold, {"decode": replace(drift, ahead="both"), "overfetch": 2.0}),
+    ):
+        for mine, theirs in zip(plain, by(failing, config, **system), strict=True):
+            assert (mine == theirs).all()
+    assert chose[1:] == 3 * chose[:1]
+
+
 def test_alone_a_text_attends_to_what_it_does_beside_others(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
@@ -171,6 +209,12 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         changed(engine, window=0.5)
     with pytest.raises(ValueError, match="window=0 with every=2"):
         changed(engine, window=0, decode=Select(every=2))
+    with pytest.raises(ValueError, match=r"window=0 with drift=0\.9"):
+        changed(engine, window=0, decode=Select(drift=0.9))
+    with pytest.raises(ValueError, match="a question chooses once"):
+        changed(engine, choose=Select(drift=0.9))
+    with pytest.raises(ValueError, match="pool='max' of a system that chooses no chunks"):
+        replace(SYSTEMS["impress"], choose=Select(queries=None, pool="max"))
     with pytest.raises(ValueError, match="keep='oldest'"):
         changed(engine, keep="oldest")
     with pytest.raises(ValueError, match="ahead='nearly', expected one of near, next, both"):

@@ -84,6 +84,11 @@ def test_heads_are_found_used_and_shown(home: Path, tmp_path: Path, here: Here) 
         "ask", home / "model", "lamp", "--store", store, "--budget", "0.5", "--no-warm-up", "--json"
     )
     assert code == 0 and json.loads(said)["prefix_tokens"] == stored["tokens"], err
+    ask = ("ask", home / "model", "lamp", "--store", store, "--no-warm-up", "--json")
+    code, said, err = here(*ask, "--system", "recompute")
+    assert code == 0 and json.loads(said)["bytes"]["ssd"] == 0, err
+    code, _, err = here(*ask, "--system", "contiguous-kv")
+    assert code == 1 and "stored with --system ckv --heads, asked with" in err
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_heads_are_found_used_and_shown(home: Path, tmp_path: Path, here: Here) 
     [
         ('{"heads": [[0, 0]]}', "some of 10 layers with 2 KV heads, in each period"),
         ('{"heads": [[0, 0], [4, 2], [8, 0]]}', "some of 10 layers with 2 KV heads"),
-        ('{"heads": [[4, 0], [0, 0]]}', "in order of different layers"),
+        ('{"heads": [[4, 0], [0, 0]]}', "at most one a layer, layers ascending"),
         ("no heads", "got no list of heads"),
         (None, "no such file"),
     ],

@@ -186,7 +186,6 @@ class _Asked:
                 [part.num_chunks for part in joined.parts], limit,
                 Share(np.array([mass], np.float32), np.array([least], np.int32)),
                 n=min(choice_bucket(limit), sum(widths)), window=own.system.choose.queries,
-                pool=own.system.choose.pool,
                 chunk_tokens=own.system.chunk_tokens,
             )  # fmt: skip
         with self._trace.span("select", lane="host", period=period):

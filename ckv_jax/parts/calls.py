@@ -17,7 +17,7 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.rope import apply_rope
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE, Shardings
 from ckv_jax.pipeline.layers import LayerKv, Layers, LayerState, Pages, probe_key
-from ckv_jax.selection.base import Pool, Selection, Share, choose
+from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import last_queries
 
 
@@ -30,7 +30,7 @@ class PartsCalls:
         chosen = once(_choose_of, layers.layer_of, layers.shardings)
         self._choose = jit(
             split(chosen, (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME), WHOLE),
-            static=("n", "window", "chunk_tokens", "pool"),
+            static=("n", "window", "chunk_tokens"),
         )
         bring = once(_bring_of, layers.dtype, layers.config.head_dim)
         self._bring = jit(split(bring, (HEADS, PAGES), HEADS), donate=("buffers",))
@@ -67,22 +67,20 @@ class PartsCalls:
         n: int,
         window: int | None,
         chunk_tokens: int,
-        pool: Pool = "none",
     ) -> Selection:
         """The best chunks of all parts for a question of `length` tokens at position `start`.
 
         `probes[i]`: of part i, one for each layer, whose scores are summed. Chunks are numbered
-        part after part as the probes are long; `pool`: see `base.pooled`.
+        part after part as the probes are long.
         """
         shapes = tuple(probe_key(p) for part in probes for p in part)
-        key = (len(layers), hidden.shape, shapes, n, window, chunk_tokens, pool)
+        key = (len(layers), hidden.shape, shapes, n, window, chunk_tokens)
         found: Selection = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden,
             np.array([start], np.int32), np.array([length], np.int32),
             tuple(map(tuple, probes)), offsets.astype(np.int32),
             np.array(num_tokens, np.int32), np.array(num_chunks, np.int32),
             np.array([limit], np.int32), share, n=n, window=window, chunk_tokens=chunk_tokens,
-            pool=pool,
         )  # fmt: skip
         return found
 
@@ -132,7 +130,7 @@ def _choose_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, length: Array,
         probes: tuple[tuple[Probe, ...], ...], offsets: Array, num_tokens: Array,
         num_chunks: Array, limits: Array, share: Share, *, n: int, window: int | None,
-        chunk_tokens: int, pool: Pool,
+        chunk_tokens: int,
     ) -> Selection:  # fmt: skip
         hidden, at, lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), length, window
@@ -151,7 +149,7 @@ def _choose_of(
             units = _chunks(mine[0], chunk_tokens)
             held.append(jnp.arange(units, dtype=jnp.int32) < num_chunks[part])
         scores = jnp.where(jnp.concatenate(held)[None], scores, -jnp.inf)
-        return choose(scores, n, limits, share=share, pool=pool)
+        return choose(scores, n, limits, share=share)
 
     return choose_together
 

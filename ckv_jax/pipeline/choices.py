@@ -149,14 +149,18 @@ class Choices:
         """
         assert self._members is not None
         guesses, self._guesses = self._guesses, None
-        asked = guesses or self._asked(period, hidden, starts, lengths)
+        if self._select.drift is not None:
+            hidden.block_until_ready()
+        ready = time.perf_counter_ns()
+        asked = self._asked(period, hidden, starts, lengths) if guesses is None else guesses
         if self._select.guessed and period + 1 < self._plan.periods:
             self._guesses = self._asked(period + 1, hidden, starts, lengths)
-        hidden.block_until_ready()
-        ready = time.perf_counter_ns()
+        if self._select.drift is None:
+            hidden.block_until_ready()
+            ready = time.perf_counter_ns()
         try:
             with self._peers.local():
-                if not guesses:
+                if guesses is None:
                     self._demand_all(period, asked)
                 selected = time.perf_counter_ns()
                 if self._ahead.asks_after(period):
@@ -207,27 +211,31 @@ class Choices:
         self.rest()
 
     def _asked(
-        self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray
-    ) -> list[_Asked]:
-        """The calls that choose for a period, dispatched, of each prefix with rows that are due."""
+        self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray, *,
+        guess: bool = False,
+    ) -> list[_Asked]:  # fmt: skip
+        """The calls that choose for a period, dispatched, of each prefix with rows that are due; or
+        that only guess what it will choose."""
         asked = []
         for which, member in enumerate(self._members or ()):
-            limits, queries = self._due(member, period, hidden, starts, lengths)
+            limits, queries = self._due(
+                member, period, hidden, starts, lengths, self._select.drift if not guess else None
+            )
             if limits.any():
                 chosen = self._ask(member, period, hidden, starts, lengths, limits)
                 asked.append(_Asked(which, member, chosen, limits, queries, []))
         return asked
 
     def _due(
-        self, member: _Member, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+        self, member: _Member, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray,
+        least: float | None,
+    ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
         """How much each row is to choose, int32 [b], 0 for those that need not; and their queries,
         where these decide that."""
         limits = np.zeros(len(member.rows), np.int32)
         at = lengths[member.rows].tolist()
         for row, chooser in enumerate(member.choosers):
             limits[row] = chooser.limit if chooser.due(at[row]) else 0
-        least = self._select.drift
         if least is None or not limits.any():
             return limits, None
         layers = self._plan.scoring_layers(period, self._select.score_layers)
@@ -239,7 +247,7 @@ class Choices:
 
     def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Asks what a period will probably choose, while packs of the one before it are read."""
-        for one in self._asked(period, hidden, starts, lengths):
+        for one in self._asked(period, hidden, starts, lengths, guess=True):
             self._ahead.next_period(one.which, one.window, partial(_guessed, one.chosen))
 
     def _demand_all(self, period: int, asked: list[_Asked]) -> None:
@@ -293,8 +301,8 @@ class Choices:
         return self._calls.choose(
             layers, hidden, member.rows, starts[member.rows],
             probes.get(layers, period), member.resident, limits,
-            member.near, member.windows[period], self._step, before, score=self._score,
-            keep=self._keep, n=member.n,
+            np.where(limits > 0, member.near, 0), member.windows[period], self._step, before,
+            score=self._score, keep=self._keep, n=member.n,
             stages=stages, rough=probes.rough(asking), pool=self._select.pool,
         )  # fmt: skip
 
@@ -309,6 +317,7 @@ class Choices:
         for row in np.flatnonzero(limits).tolist():
             chooser = member.choosers[row]
             self._look_up(chooser, period, ids[row], misses[row])
+            chooser.forget(period)  # until its window is whole again
             if chooser.window.held:
                 chooser.window.make_way(period, table[row], misses[row])
                 moving.append((chooser, ids[row], table[row], misses[row]))

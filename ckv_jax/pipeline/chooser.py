@@ -28,11 +28,13 @@ class Chooser:
         widths: Widths,
         packs: np.ndarray,
         recorded: Recorded | None = None,
+        always: bool = False,
     ) -> None:
         """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
         was generated; `source`: where the packs of its prefix come from; `widths`: how periods
         share the room for its windows, by the `packs` int [P] of a chunk in each of them;
-        `recorded`: where its choices are written down."""
+        `recorded`: where its choices are written down; `always`: every token chooses, whatever
+        `select` says of that."""
         self.limit = limit
         self.probes = probes
         self.window = window
@@ -49,6 +51,7 @@ class Chooser:
         self._queries_then: dict[int, np.ndarray] = {}
         self._first = first
         self._anew = -1
+        self._always = always
         self._widths = widths
         self._packs = packs
 
@@ -69,13 +72,14 @@ class Chooser:
 
     def due(self, length: int) -> bool:
         """Whether the token that comes at row `length` of the buffers chooses anew."""
-        return length == self._anew or (length - self._first + 1) % self._every == 0
+        late = (length - self._first + 1) % self._every == 0
+        return late or self._always or length == self._anew
 
     def turned(self, period: int, length: int, queries: np.ndarray, least: float) -> bool:
         """Whether the `queries` float32 [n, H, D] of the token at row `length` are not those of the
         token that chose last for a period: their cosine is below `least` in one of n layers."""
         then = self._queries_then.get(period)
-        if then is None or length == self._anew:
+        if then is None or self._always or length == self._anew:
             return True
         flat = [part.reshape(len(part), -1).astype(np.float64) for part in (queries, then)]
         sizes = np.linalg.norm(flat[0], axis=1) * np.linalg.norm(flat[1], axis=1)
@@ -85,6 +89,10 @@ class Chooser:
     def chose(self, period: int, queries: np.ndarray) -> None:
         """These queries chose for a period what its window holds now."""
         self._queries_then[period] = queries
+
+    def forget(self, period: int) -> None:
+        """Nobody's choice is what the window of a period holds: whoever comes next chooses."""
+        self._queries_then.pop(period, None)
 
     def moved(self, tokens: int, length: int, probes: Probes, source: Source) -> None:
         """The first `tokens` of the row's buffers, of which `length` are left, are chunks of its

@@ -37,6 +37,8 @@ Pool = Literal["none", "max", "mean"]
 
 
 _OWN = 2.0**-10
+"""What a unit's own score adds to the largest of its neighbourhood: a peak comes before what stands
+beside it. Peaks that differ by less than that share may change places."""
 
 
 class Share(NamedTuple):
@@ -103,7 +105,7 @@ def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:
         padded = jnp.pad(values, ((0, 0), (1, 1)), constant_values=edge)
         return [padded[:, :-2], values, padded[:, 2:]]
 
-    if pool == "max":  # of neighbours that are worth alike, the one that is so by itself
+    if pool == "max":
         found = jnp.max(jnp.stack(beside(value, -jnp.inf)), axis=0) + _OWN * value
     else:
         count = sum(beside(real.astype(jnp.float32), 0.0))

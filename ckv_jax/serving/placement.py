@@ -10,6 +10,7 @@ import numpy as np
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import ContextOverflow
+from ckv_jax.heads import heads_for
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.rotation import check_rotates
@@ -141,6 +142,11 @@ class Placement:
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
                 "ckv and contiguous-kv do"
             )
+        if self._system.choose.pool != "none":
+            raise ValueError(
+                f"got parts with pool={self._system.choose.pool!r}, expected 'none': chunks of "
+                "several texts are ranked by themselves"
+            )
         check_rotates(self._model)
         sequence.place(nothing, suffix, budget, tuple(found))
 
@@ -191,11 +197,11 @@ class Placement:
     def _stored_by(self, layout: Layout) -> str:
         """The systems that lay a prefix out so, whatever its codec; "" if none does."""
         plain = replace(layout, codec=PLAIN, codec_bytes=0)
-        return " or ".join(
+        found = " or ".join(
             system.name
             for system in SYSTEMS.values()
             if plain
-            == system.layout(
+            == replace(system, heads=heads_for(system, layout)).layout(
                 num_layers=layout.num_layers,
                 num_heads=self._model.num_heads,
                 num_kv_heads=layout.num_kv_heads,
@@ -203,6 +209,7 @@ class Placement:
                 dtype=layout.dtype,
             )
         )
+        return f"{found} --heads" if found and layout.digest_heads else found
 
     def check_context(self, prefix: int, suffix: int, new_tokens: int = 0) -> None:
         """Raises `ContextOverflow` unless so many tokens fit the model's context together."""

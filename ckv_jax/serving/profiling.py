@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 from ckv_jax.cache.profile import Recorded, widths_of
@@ -25,9 +27,10 @@ class Profile:
         self._system = system
         self._fingerprint = fingerprint
         self._texts: list[Recorded] | None = None
+        heads = hashlib.sha256(repr(system.heads).encode()).hexdigest()[:8] if system.heads else ""
+        self._name = plain_name(f"{system.name}-{heads}" if heads else system.name)
         if kept and system.decode is not None and system.widths == "profiled":
-            name = plain_name(system.name)
-            found = load_widths(fingerprint, name, groups=plan.periods, rows=1)
+            found = load_widths(fingerprint, self._name, groups=plan.periods, rows=1)
             self.widths = found or self.widths
 
     def begin(self) -> None:
@@ -58,5 +61,5 @@ class Profile:
         """
         system = self._system
         widths = widths_of(texts, self.packs, system.window, KEEP[system.keep])
-        save_widths(widths, self._fingerprint, plain_name(system.name))
+        save_widths(widths, self._fingerprint, self._name)
         return widths

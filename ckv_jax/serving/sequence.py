@@ -40,6 +40,9 @@ class Sequence:
     With `sampling` it ends in a `Generation`, without in a `Result`.
     """
 
+    made_up = False
+    """Nobody asks it: it goes through whatever others may need."""
+
     def __init__(
         self,
         request: Request,

@@ -14,7 +14,7 @@ from engine_support import TIGHT, scale_error, tokens
 from numpy_qwen import softmax
 from pipeline_support import UnsteadyStore
 
-from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax import Blend, Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.fitting import check_split
 from ckv_jax.heads import heads_of, read_heads
@@ -22,15 +22,19 @@ from ckv_jax.kernels_pallas.score.api import score
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
+    Int8Keys,
     Keys,
     Landmarks,
     MeanKeys,
     OneHead,
     PqKeys,
     TokenProbe,
+    TurnedKeys,
 )
 from ckv_jax.kernels_pallas.score.together import score_together
+from ckv_jax.kernels_pallas.score.turned import turn
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.reads.digest import Digest
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
@@ -49,7 +53,9 @@ def _probes() -> list[TokenProbe | Landmarks]:
     pq = rng.integers(0, 256, (T, K, 1), dtype=np.uint8)
     books = rng.normal(size=(K, 1, 256, D)).astype(np.float32)
     means, high = (rng.normal(size=(T // C, K, D)).astype(np.float32) for _ in range(2))
+    int8 = rng.integers(-127, 128, (T, K, D), dtype=np.int8)
     return [
+        Int8Keys(jnp.asarray(int8), jnp.asarray(scale / 16)),
         Keys(jnp.asarray(rng.normal(size=(T, K, D)).astype(np.float32))),
         Int4Keys(jnp.asarray(codes), jnp.asarray(scale)),
         PqKeys(jnp.asarray(pq), jnp.asarray(books)),
@@ -87,6 +93,23 @@ def test_one_head_gives_its_part_of_what_all_give(probe: TokenProbe | Landmarks,
             q_length=jnp.int32(3), chunk_tokens=C,
         )  # fmt: skip
         np.testing.assert_allclose(one, every[:1, head], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_turned_keys_of_one_head_are_its_part_of_those_of_all(head: int) -> None:
+    probe = next(one for one in _probes() if isinstance(one, Int4Keys))
+    alone = _alone(probe, head)
+    assert isinstance(alone.probe, Int4Keys)
+    q = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, K * G, D)).astype(np.float32))
+    how = {
+        "num_tokens": jnp.int32(T), "q_lengths": jnp.array([2], jnp.int32), "chunk_tokens": C,
+        "target": CPU,
+    }  # fmt: skip
+    every = score(q, turn(probe, dims=5), heads="each", **how)
+    digest = Digest({3: alone}, turns=True)
+    (rough,) = digest.rough([3])
+    assert isinstance(rough, OneHead) and isinstance(rough.probe, TurnedKeys)
+    np.testing.assert_allclose(score(q, rough, **how)[:, 0], every[:, head], rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +189,23 @@ def test_rows_and_stages_and_texts_choose_by_them(engine: Engine, prefix: Prefix
     assert again == plain
 
 
+def test_texts_put_together_choose_by_them(engine: Engine, prefix: Prefix) -> None:
+    other = engine.ingest(tokens(100, 5))
+    parts = Request(parts=[prefix, other], suffix=tokens(7, 9).tolist(), budget=0.3)
+    (few,) = engine.reprefill([parts])
+    assert 0.2 < few.trace.attention_mass < 1
+    exact = dataclasses.replace(parts, budget=1.0, blend=Blend(recompute=1.0))
+    (together,) = engine.reprefill([exact])
+    whole = engine.ingest(np.concatenate([tokens(250), tokens(100, 5)]))
+    (one,) = engine.reprefill([Request(prefix=whole, suffix=parts.suffix, budget=1.0)])
+    assert scale_error(together.logits, one.logits) < TIGHT
+    choose = dataclasses.replace(engine.system.choose, pool="max")
+    with changed(engine, choose=choose) as pooled:
+        (refused,) = pooled.reprefill([parts])
+    with pytest.raises(ValueError, match="parts with pool='max', expected 'none'"):
+        refused.raise_for_error()
+
+
 def test_a_digest_that_cannot_be_read_is_computed_again(engine: Engine, prefix: Prefix) -> None:
     class Lost(UnsteadyStore):
         def reader(self, prefix: Prefix, *, deadline_s: float) -> object:
@@ -187,11 +227,11 @@ def test_a_digest_that_cannot_be_read_is_computed_again(engine: Engine, prefix: 
 @pytest.mark.parametrize(
     ("heads", "why"),
     [
-        (((4, 0), (1, 1)), "in order of different layers"),
-        (((1, 0), (1, 1)), "in order of different layers"),
-        (((1, -1),), "expected .layer, KV head."),
-        ([(1, 0)], "expected .layer, KV head."),
-        (((1, 0, 0),), "expected .layer, KV head."),
+        (((4, 0), (1, 1)), "at most one a layer"),
+        (((1, 0), (1, 1)), "at most one a layer"),
+        (((1, -1),), "expected .layer, KV head. pairs"),
+        ([(1, 0)], "expected .layer, KV head. pairs"),
+        (((1, 0, 0),), "expected .layer, KV head. pairs"),
     ],
 )
 def test_what_names_no_heads_is_refused(heads: object, why: str) -> None:
@@ -221,8 +261,12 @@ def test_heads_that_a_model_or_a_system_has_not_are_refused(sharp: Sharp, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"heads": 3}', '{"heads": [[1]]}', "no json", "\xff"]
-)
+    "text",
+    [
+        "[]", "{}", '{"heads": 3}', '{"heads": [[1]]}', "no json", "\xff", '{"heads": []}',
+        '{"heads": [[1, 0.5]]}', '{"heads": [[Infinity, 0]]}',
+    ],
+)  # fmt: skip
 def test_a_file_of_something_else_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "heads.json"
     path.write_bytes(text.encode("latin-1"))

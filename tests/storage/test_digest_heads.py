@@ -101,6 +101,7 @@ def test_others_read_its_bytes(folder: Path) -> None:
         prefix = write(store, layout)
         scale = read(store, prefix).arrays["scale"]
     array = zarr.open_array(segment_folder(folder, prefix), path="digest", mode="r")
+    assert array.attrs["heads"] == list(HEADS)
     params, sizes, codes = array.attrs["record"]
     assert (params, sizes, codes) == (4 * 32, 4 * ENDS[0], 16 * ENDS[0])
     first = np.asarray(array[1])[params : params + sizes].view(np.float32)
