@@ -6,7 +6,9 @@ Cold requests at a budget of 25%, one thing changed at a time. `attention_mass` 
 probe's attention that the selection covers: what a larger chunk gives away. Accuracy by period
 and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS. With the number
 of chosen chunks held (`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix:
-digests are scored in one stage and in two, over keys and values written without a prefill.
+digests are scored in one stage and in two, and by two heads of each period alone, over keys and
+values written without a prefill. `--shares` has the same lengths with a share of each chosen
+(`prefix_tokens_share`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 
 import jax
 
-from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
+from bench.common import OURS, Json, Setting, budget_share, finish, parser, setting_of, table
 from bench.figures import save
 from bench.lab import Lab
 from bench.long_kv import stored
@@ -25,7 +27,7 @@ from bench.turns import take_turns
 from ckv_jax.budget import Budget
 from ckv_jax.config import SystemConfig
 from ckv_jax.selection.coarse import Coarse
-from ckv_jax.systems import SYSTEMS, system_named
+from ckv_jax.systems import SYSTEMS, preset, system_named
 
 QUICK = Setting(
     prefixes=1, prefix_tokens=2000, repeats=4, budgets=(0.25,), systems=("contiguous-kv",)
@@ -90,27 +92,34 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
     return rows
 
 
-def stages(system: SystemConfig) -> dict[tuple[str, str], SystemConfig]:
-    """A system that scores a digest in one stage and in two, by name; others as they are."""
+def stages(system: SystemConfig, layers: int) -> dict[tuple[str, str], SystemConfig]:
+    """A system that scores a digest in one stage and in two, and by two heads of each period of so
+    many layers, by name; others as they are. Which heads does not matter to time."""
     if system.probe != "digest":
         return {(system.name, ""): system}
     found = {}
-    for coarse, words in ((None, "in one stage"), (Coarse(), "in two stages")):
-        name = f"{system.name} {words}"
+    for coarse, words in ((None, "in one stage"), (Coarse(fewest=4), "in two stages")):
         choose = dataclasses.replace(system.choose, coarse=coarse)
-        found[name, ""] = dataclasses.replace(system, name=name, choose=choose)
-    return found
+        found[f"{system.name} {words}"] = dataclasses.replace(system, choose=choose)
+    first = [layer for layer in range(layers) if layer % system.period < 2]
+    heads = tuple((layer, 0) for layer in first)
+    found[f"{system.name} by two heads"] = preset(system.name, heads=heads)
+    return {(name, ""): dataclasses.replace(one, name=name) for name, one in found.items()}
 
 
-def fixed_chunks(lab: Lab, lengths: Sequence[int]) -> list[Json]:
-    """Prefix lengths with 16 chunks chosen of each, by turns."""
+def by_length(lab: Lab, lengths: Sequence[int], share: float | None = None) -> list[Json]:
+    """Prefix lengths with 16 chunks, or a share, chosen of each, by turns."""
     rows = []
+    kind = "prefix_tokens_share" if share else "prefix_tokens_fixed_chunks"
     for length in lengths:
-        budget = FIXED_CHUNKS / -(-length // 16)
-        assert Budget.of(budget).chunks(-(-length // 16)) == FIXED_CHUNKS
+        budget = share or FIXED_CHUNKS / -(-length // 16)
+        assert share or Budget.of(budget).chunks(-(-length // 16)) == FIXED_CHUNKS
         setting = dataclasses.replace(lab.setting, prefix_tokens=length, budgets=(budget,))
         _forget_programs()
-        systems = {k: v for name in setting.systems for k, v in stages(SYSTEMS[name]).items()}
+        layers = lab.config.num_layers
+        systems = {
+            k: v for name in setting.systems for k, v in stages(SYSTEMS[name], layers).items()
+        }
         with Lab(setting, like=lab) as other:
             for system in systems.values():
                 with other.engine(system) as engine:
@@ -118,7 +127,7 @@ def fixed_chunks(lab: Lab, lengths: Sequence[int]) -> list[Json]:
                         other.put(index, stored(engine, other.work.prefix(index)))
             for taken in take_turns(other, systems):
                 row = taken.row()
-                found = {"parameter": "prefix_tokens_fixed_chunks", "value": length}
+                found = {"parameter": kind, "value": length}
                 keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
                 rows.append(found | {name: row[name] for name in (*keep, "attention_mass")})
     return rows
@@ -138,6 +147,9 @@ def main() -> None:
     p.add_argument(
         "--fixed-lengths", type=int, nargs="*", help="those of 16 chosen chunks; none: left out"
     )
+    p.add_argument(
+        "--shares", type=budget_share, nargs="*", default=[], help="chosen of the same lengths"
+    )
     p.add_argument("--lengths-only", action="store_true", help="no chunks, periods, subperiods")
     args = p.parse_args()
     setting = setting_of(args)
@@ -151,7 +163,9 @@ def main() -> None:
         lengths = QUICK_LENGTHS if args.quick else LENGTHS
         rows += prefix_lengths(lab, lengths if args.lengths is None else args.lengths)
         fixed = QUICK_LENGTHS[1:] if args.quick else FIXED_LENGTHS
-        rows += fixed_chunks(lab, fixed if args.fixed_lengths is None else args.fixed_lengths)
+        fixed = fixed if args.fixed_lengths is None else args.fixed_lengths
+        for share in (None, *args.shares):
+            rows += by_length(lab, fixed, share)
     cells = [
         [row["parameter"], row["value"], row["system"], row["budget"], row["ttft_ms"]["mean"],
          row["ttft_ms"]["p95"], row["ssd_bytes"] / 1e6, row.get("attention_mass", "")]

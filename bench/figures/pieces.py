@@ -103,12 +103,14 @@ def conclude_ablation(result: dict[str, Any]) -> str:
 
 
 FIXED_CHUNKS = "prefix_tokens_fixed_chunks"
+BY_STAGES = (FIXED_CHUNKS, "prefix_tokens_share")
+"""Rows that compare ways of scoring, by prefix length."""
 
 
 def draw_sensitivity(figure: Any, result: dict[str, Any]) -> None:
     """A column for each size, a row for each budget; without those of as many chunks of any prefix,
     each of which has a budget of its own."""
-    rows = [row for row in result["rows"] if row["parameter"] != FIXED_CHUNKS]
+    rows = [row for row in result["rows"] if row["parameter"] not in BY_STAGES]
     names = list(dict.fromkeys(row["parameter"] for row in rows))
     budgets = sorted({row["budget"] for row in rows})
     axes = figure.subplots(len(budgets), len(names), squeeze=False, sharex="col")
