@@ -69,6 +69,12 @@ class Plan:
         layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
         return scoring_layers(layers, self.score_layers if most is None else most, self.heads)
 
+    def guessing_layers(self, period: int) -> list[int]:
+        """The layers that guess what this period will choose, before its own hidden state is there:
+        the first that scores, or where each has a head alone all of them."""
+        layers = self.scoring_layers(period)
+        return layers if self.heads else layers[:1]
+
     def groups(self, period: int) -> range:
         """The layer groups of a period, in layer order."""
         steps = self.period_steps(period)
