@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ckv_jax.codec_profile import pieces_of
 from ckv_jax.config import SystemConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger
 from ckv_jax.head_profile import measured
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
+from ckv_jax.sample_texts import pieces_of
 from ckv_jax.systems import SYSTEMS, preset
 
 __all__ = ["HEADED", "headed", "headed_system"]

@@ -21,9 +21,9 @@ from ckv_jax.config import Heads
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.selection.base import Pool
 from ckv_jax.selection.base import pooled as pooled_ranks
 from ckv_jax.selection.coarse import Coarse
+from ckv_jax.selection.select import Pool
 
 __all__ = ["Answers", "Oracle", "Rule", "best"]
 

@@ -130,14 +130,20 @@ def ask(engine: Engine, traffic: Traffic) -> list[Json]:
 
 
 def levelled(rows: Sequence[Json]) -> Json:
-    """For programs and mappings: the most before the last quarter and in it, and the growth."""
+    """For programs and mappings: the most before the last quarter and in it, and how much higher
+    that is. `added`: the share of the last value that the last quarter added, which says at what
+    point of its rise and fall a run ended."""
     three = 0.75 * rows[-1]["requests"]
     found = {}
     for name in ("programs", "mappings"):
-        before = max(row[name] for row in rows if row is rows[0] or row["requests"] <= three)
+        ends = [row[name] for row in rows if row is rows[0] or row["requests"] <= three]
+        before = max(ends)
         last = max(row[name] for row in rows if row is rows[-1] or row["requests"] > three)
         grown = round(last / before - 1, 4)
-        found[name] = {"before": before, "last": last, "grown": grown, "met": grown <= GROWTH}
+        added = (rows[-1][name] - ends[-1]) / rows[-1][name]
+        found[name] = {
+            "before": before, "last": last, "grown": grown, "met": grown <= GROWTH, "added": added
+        }  # fmt: skip
     return found
 
 
@@ -217,10 +223,18 @@ def main() -> None:
             one["last"],
             f"{one['grown']:+.1%}",
             "met" if one["met"] else "missed",
+            f"{one['added']:+.1%}",
         ]
         for name, one in level.items()
     ]
-    heads = ["most", "before the last quarter", "in it", "higher by", f"bar {GROWTH:.0%}"]
+    heads = [
+        "most",
+        "before the last quarter",
+        "in it",
+        "higher by",
+        f"bar {GROWTH:.0%}",
+        "end to end",
+    ]
     print(table(cells, heads))
     first, second, ready = again["starts"]
     print(

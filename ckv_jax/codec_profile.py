@@ -27,11 +27,8 @@ from ckv_jax.storage.codec import codec_id, decoded, encoded
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.quantised import ALIGN, Quantised
 
-__all__ = ["PIECE", "Choice", "Profile", "measured", "pieces_of"]
+__all__ = ["Choice", "Profile", "measured"]
 
-PIECE = 1024
-"""Tokens that are attended to together."""
-_LEAST = 64
 _QUERIES = 4  # one in so many, the last ones
 
 
@@ -105,21 +102,6 @@ class Profile:
         return Choice(
             codec, [math.sqrt(x) for x in squares], math.sqrt(total / layout.num_layers), size
         )
-
-
-def pieces_of(texts: Sequence[np.ndarray], tokens: int) -> list[np.ndarray]:
-    """About so many tokens of all texts int32 [n] together, in pieces of at most `PIECE`, as many
-    of each text as of any other. Raises ValueError for texts that are too short."""
-    each = max(_LEAST, tokens // len(texts))
-    found = []
-    for text in texts:
-        text = text[:each]
-        size = min(PIECE, len(text))
-        found += [text[first : first + size] for first in range(0, len(text) - size + 1, size)]
-    if not found or min(map(len, found)) < _LEAST:
-        short = min(map(len, texts))
-        raise ValueError(f"got a text of {short} tokens, expected at least {_LEAST}")
-    return found
 
 
 def measured(

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from command_line import Here
 
-from ckv_jax.codec_profile import Profile, measured, pieces_of
+from ckv_jax.codec_profile import Profile, measured
 from ckv_jax.model.convert import convert
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import random_model, save_pretrained
+from ckv_jax.sample_texts import pieces_of
 from ckv_jax.storage.bits_table import pairs_of, read_table, table
 from ckv_jax.storage.codec import codec_id, decoded, encoded
 from ckv_jax.storage.layout import Layout

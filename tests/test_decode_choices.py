@@ -14,6 +14,7 @@ from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
+from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
@@ -349,3 +350,28 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     for mine, again, own in zip(*told_by, plain, strict=True):
         assert (mine == again).all()
         assert (mine != own).any()
+
+
+def test_whoever_stands_on_half_a_window_chooses_whatever_it_asks(engine: Engine) -> None:
+    """And so does every token of a text that only compiles."""
+
+    def chooser(always: bool) -> Chooser:
+        made: Chooser = engine._worker._chooser(3, None, None, None, first=7, always=always)
+        return made
+
+    select = replace(FOUR, drift=0.0, every=3)
+    with engine.variant(
+        dataclasses.replace(engine.config, system=changed(engine, decode=select))
+    ) as other:
+        engine = other
+        mine, compiling = chooser(False), chooser(True)
+    same = np.ones((1, 2, 4), np.float32)
+    assert [mine.due(at) for at in (7, 8, 9, 10)] == [False, False, True, False]
+    assert all(compiling.due(at) for at in (7, 8, 9, 10))
+    for one in (mine, compiling):
+        assert one.turned(0, 9, same, 0.5)  # nobody chose
+        one.chose(0, same)
+    assert not mine.turned(0, 9, same, 0.5) and compiling.turned(0, 9, same, 0.5)
+    assert mine.turned(0, 9, -same, 0.5) and mine.turned(1, 9, same, 0.5)
+    mine.forget(0)
+    assert mine.turned(0, 9, same, 0.5)

@@ -62,13 +62,14 @@ def profile(
     read = [read_text(source) for source in text or ()]
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.codec_profile import measured, pieces_of
+        from ckv_jax.codec_profile import measured
         from ckv_jax.config import EngineConfig
         from ckv_jax.data.handbook import handbook
         from ckv_jax.fitting import layout_of
         from ckv_jax.model.config import ModelConfig
         from ckv_jax.model.tokenizer import load_tokenizer
         from ckv_jax.model.weights import load_pretrained
+        from ckv_jax.sample_texts import pieces_of
         from ckv_jax.storage.codec import CODECS
         from ckv_jax.systems import system_named
 

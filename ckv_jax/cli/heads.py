@@ -51,12 +51,12 @@ def profile(
     read = [read_text(source) for source in text or ()]
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.codec_profile import pieces_of
         from ckv_jax.config import EngineConfig
         from ckv_jax.data.handbook import handbook
         from ckv_jax.head_profile import measured
         from ckv_jax.model.tokenizer import load_tokenizer
         from ckv_jax.model.weights import load_pretrained
+        from ckv_jax.sample_texts import pieces_of
         from ckv_jax.systems import preset
 
         EngineConfig(dtype=dtype)  # refuses one that no engine has

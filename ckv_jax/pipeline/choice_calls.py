@@ -19,9 +19,10 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.residents import Resident
-from ckv_jax.selection.base import Pool, Selection, choose, pooled
+from ckv_jax.selection.base import Selection, choose, pooled
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.select import Pool
 from ckv_jax.selection.two_stages import scored
 
 
@@ -35,6 +36,21 @@ class Chosen(NamedTuple):
     window: WindowArrays
     own: Float32[Array, "b M"]
     """What the tokens themselves give every chunk."""
+
+    def near_misses(self) -> np.ndarray:
+        """What the rows nearly chose and none of them did, int64 [n]; waits for it."""
+        return np.setdiff1d(chunks_of(np.asarray(self.near)), np.asarray(self.selection.ids))
+
+    def guess(self) -> np.ndarray:
+        """What the rows chose or nearly chose, int64 [n]; waits for it."""
+        return chunks_of([np.asarray(self.selection.ids).ravel(), np.asarray(self.near).ravel()])
+
+
+def chunks_of(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """All chunk ids of some rows, each once, ascending, int64 [n]; -1 is none."""
+    ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
+    kept: np.ndarray = ids[ids >= 0]
+    return kept
 
 
 class ChoiceCalls:

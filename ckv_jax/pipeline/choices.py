@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.ahead import Guesses
-from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
+from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen, chunks_of
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.window import Window
@@ -175,7 +174,7 @@ class Choices:
             self._fail()
             raise
         for one in asked if self._ahead.near else ():
-            self._ahead.nearly(one.which, one.window, _near_misses(one.chosen))
+            self._ahead.nearly(one.which, one.window, one.chosen.near_misses())
         self._tell(ready, selected, time.perf_counter_ns())
         return bool(asked)
 
@@ -248,7 +247,7 @@ class Choices:
     def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Asks what a period will probably choose, while packs of the one before it are read."""
         for one in self._asked(period, hidden, starts, lengths, guess=True):
-            self._ahead.next_period(one.which, one.window, partial(_guessed, one.chosen))
+            self._ahead.next_period(one.which, one.window, one.chosen.guess)
 
     def _demand_all(self, period: int, asked: list[_Asked]) -> None:
         """Starts reading what windows lack, as soon as each prefix has chosen."""
@@ -323,14 +322,14 @@ class Choices:
                 moving.append((chooser, ids[row], table[row], misses[row]))
             else:
                 chooser.window.rechoose(period, ids[row][ids[row] >= 0])
-        missing = _union([misses for _, _, _, misses in moving])
+        missing = chunks_of([misses for _, _, _, misses in moving])
         if len(missing):
             for group in self._plan.groups(period):
                 self._opened().demand(which, group, missing)
         return moving
 
     def _collect(self, one: _Asked, period: int) -> None:
-        missing = _union([misses for _, _, _, misses in one.moving])
+        missing = chunks_of([misses for _, _, _, misses in one.moving])
         if len(missing):
             for group in self._plan.groups(period):
                 self._opened().collect(one.which, group, missing)
@@ -382,21 +381,4 @@ class Choices:
                 chooser.recorded.add(period, ids[ids >= 0], scores)
         selection = jax.tree.map(lambda part: part[chose], selection)
         self._residents.record(member.resident, self._plan.groups(period), selection)
-        member.resident.last_selection[period] = _union(np.asarray(selection.ids))
-
-
-def _near_misses(chosen: Chosen) -> np.ndarray:
-    """What the rows of a prefix nearly chose and none of them did, int64 [n]."""
-    return np.setdiff1d(_union(np.asarray(chosen.near)), np.asarray(chosen.selection.ids))
-
-
-def _guessed(chosen: Chosen) -> np.ndarray:
-    """What the rows of a prefix chose or nearly chose, int64 [n]."""
-    return _union([np.asarray(chosen.selection.ids).ravel(), np.asarray(chosen.near).ravel()])
-
-
-def _union(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """All chunk ids of some rows, each once, ascending; -1 is none."""
-    ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
-    kept: np.ndarray = ids[ids >= 0]
-    return kept
+        member.resident.last_selection[period] = chunks_of(np.asarray(selection.ids))

@@ -27,9 +27,10 @@ from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Pool, Selection, Share, choose
+from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.select import Pool
 from ckv_jax.selection.two_stages import scored
 
 LayerState = Any  # a pure pytree of one layer's arrays

@@ -6,13 +6,15 @@ Units that may not be chosen carry -inf; of equal scores the earlier unit wins.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
+
+from ckv_jax.selection.select import Pool
 
 
 class Selection(NamedTuple):
@@ -30,10 +32,6 @@ class Selection(NamedTuple):
 
 _MARGIN = 1e-5
 """What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""
-
-
-Pool = Literal["none", "max", "mean"]
-"""What ranks a chunk: its own score, or the largest or the mean of its own and its neighbours'."""
 
 
 _OWN = 2.0**-10
@@ -94,7 +92,7 @@ def choose(
 def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:
     """What ranks units, by their `scores`; -inf is no unit, and nobody's neighbour.
 
-    Where a name is found, what it says often stands beside it (SnapKV, Li et al. 2024, §4.2).
+    Where a name is found, what it says often stands beside it (SnapKV, Li et al. 2024).
     """
     if pool == "none":
         return scores

@@ -9,14 +9,15 @@ from ckv_jax.selection.coarse import Coarse
 from ckv_jax.validate import check_number, check_whole
 
 if TYPE_CHECKING:  # its module loads jax
-    from ckv_jax.selection.base import Pool
     from ckv_jax.selection.chunks import ChunkScore
 
 Ahead = Literal["near", "next", "both"]
 """What is read before it is chosen: what the token before nearly chose, what the period before
 says that this one will choose, or both."""
 
-_POOLS = "none", "max", "mean"  # `selection.base.Pool`, whose module loads jax
+Pool = Literal["none", "max", "mean"]
+"""What ranks a chunk: its own score, or the largest or the mean of its own and its neighbours'."""
+
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every text and period."""
 
@@ -69,8 +70,8 @@ class Select:
             check_number("drift", self.drift)
             if not -1 <= self.drift <= 1:
                 raise ValueError(f"got drift={self.drift}, expected a cosine in [-1, 1]")
-        if self.pool not in _POOLS:
-            raise ValueError(f"got pool={self.pool!r}, expected one of {', '.join(_POOLS)}")
+        if self.pool not in get_args(Pool):
+            raise ValueError(f"got pool={self.pool!r}, expected one of {', '.join(get_args(Pool))}")
         if self.ahead not in get_args(Ahead):
             raise ValueError(
                 f"got ahead={self.ahead!r}, expected one of {', '.join(get_args(Ahead))}"

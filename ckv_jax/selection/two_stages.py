@@ -17,9 +17,10 @@ from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.score.rows import of_chunks
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.selection.base import Pool, choose
+from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.select import Pool
 
 
 class Scored(NamedTuple):

@@ -40,7 +40,7 @@ def test_levelling_off_is_of_the_last_quarter() -> None:
     ]
     found = levelled(rows)
     assert found["programs"] == {
-        "before": 60, "last": 66, "grown": pytest.approx(0.1), "met": True
+        "before": 60, "last": 66, "grown": pytest.approx(0.1), "met": True, "added": 0.2
     }  # fmt: skip
     assert found["mappings"]["grown"] == pytest.approx(0.2) and not found["mappings"]["met"]
 
