@@ -252,19 +252,21 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
-    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, HEADED), default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(SYSTEMS))
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
     if args.dataset and (args.plot or args.traces):
         parser.error("--plot and --traces are of ledgers, not of a --dataset")
-    if HEADED in args.systems and (args.model or args.dataset or args.period_share):
-        parser.error(f"{HEADED} is profiled on ledgers for the reference checkpoint, as it is")
+    headed = [name for name in args.systems if name in HEADED]
+    if headed and (args.model or args.dataset or args.period_share):
+        parser.error(f"{headed[0]} is profiled on ledgers for the reference checkpoint, as it is")
     folder = args.model or reference_folder()
     try:
-        systems = {name: SYSTEMS[name] for name in args.systems if name != HEADED}
-        if HEADED in args.systems:
-            systems[HEADED] = headed_system(folder)
+        systems = {
+            name: headed_system(name, folder) if name in HEADED else SYSTEMS[name]
+            for name in args.systems
+        }
         if args.period_share:
             layers = ModelConfig.from_hf(folder).num_layers
             systems = {n: of_depth(s, args.period_share, layers) for n, s in systems.items()}

@@ -46,7 +46,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
 
-SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv", HEADED)
+SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv", *HEADED)
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 COLUMNS = (
@@ -146,7 +146,10 @@ class Bench:
 
     def rows(self, name: str, place: str, disk: Disk) -> list[Json]:
         """One system's rows, one for each number of sequences."""
-        system = headed(self._weights, self.prefixes[:1]) if name == HEADED else system_named(name)
+        if name in HEADED:
+            system = headed(name, self._weights, self.prefixes[:1])
+        else:
+            system = system_named(name)
         setting = self.setting
         if system.decode is not None:
             said = {"window": setting.window, "overfetch": setting.overfetch}

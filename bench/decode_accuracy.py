@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
     parser.add_argument("--json", type=result_file, help="write the rows here")
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
-    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, HEADED), default=list(NAMES))
+    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(NAMES))
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=int, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -157,7 +157,8 @@ def main() -> None:
     )
     folder = reference_folder()
     systems = {
-        name: headed_system(folder) if name == HEADED else SYSTEMS[name] for name in args.systems
+        name: headed_system(name, folder) if name in HEADED else SYSTEMS[name]
+        for name in args.systems
     }
     for name, system in systems.items() if args.drift is not None else ():
         if system.decode is not None and system.window > 0:

@@ -1,4 +1,4 @@
-"""`ckv-heads`: `ckv`, scored by two heads of each period alone, those that find things."""
+"""`ckv`, scored by two heads of each period alone or by one: those that find things."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from ckv_jax.systems import SYSTEMS, preset
 
 __all__ = ["HEADED", "headed", "headed_system"]
 
-HEADED = "ckv-heads"
+HEADED = {"ckv-heads": 2, "ckv-one-head": 1}
+"""Layers of each period that score, one head of each; `ckv heads profile` takes two by itself."""
 SEEDS = (900, 901)
 """Of the ledgers that heads of the reference checkpoint are profiled on; others are asked about."""
-_LAYERS = 2  # of each period, with one head each: the default of `ckv heads profile`
 _TOKENS = 4096
 
 
-def headed(model: Transformer, texts: Sequence[np.ndarray]) -> SystemConfig:
-    """That system for a model, profiled as `ckv heads profile` does, on texts int32 [n] like those
+def headed(name: str, model: Transformer, texts: Sequence[np.ndarray]) -> SystemConfig:
+    """One of them for a model, profiled as `ckv heads profile` does, on texts int32 [n] like those
     that it is to read."""
     ours = SYSTEMS["ckv"]
     profile = measured(model, ours.period, pieces_of(texts, _TOKENS))
-    return dataclasses.replace(preset("ckv", heads=profile.best(ours.period, _LAYERS)), name=HEADED)
+    heads = profile.best(ours.period, HEADED[name])
+    return dataclasses.replace(preset("ckv", heads=heads), name=name)
 
 
-def headed_system(folder: Path) -> SystemConfig:
-    """That system for a checkpoint that has learnt to read ledgers."""
+def headed_system(name: str, folder: Path) -> SystemConfig:
+    """One of them for a checkpoint that has learnt to read ledgers."""
     pages = [demo_ledger(seed, _TOKENS // 2, asked=LEARNED) for seed in SEEDS]
     model = load_pretrained(folder, dtype="float32")
-    return headed(model, [page.tokens for page in pages])
+    return headed(name, model, [page.tokens for page in pages])

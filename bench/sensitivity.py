@@ -6,8 +6,8 @@ Cold requests at a budget of 25%, one thing changed at a time. `attention_mass` 
 probe's attention that the selection covers: what a larger chunk gives away. Accuracy by period
 and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS. With the number
 of chosen chunks held (`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix:
-digests are scored in one stage and in two, and by two heads of each period alone, over keys and
-values written without a prefill. `--shares` has the same lengths with a share of each chosen
+digests are scored in one stage and in two, and by two heads of each period alone or one, over keys
+and values written without a prefill. `--shares` has the same lengths with a share of each chosen
 (`prefix_tokens_share`).
 """
 
@@ -93,17 +93,18 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
 
 
 def stages(system: SystemConfig, layers: int) -> dict[tuple[str, str], SystemConfig]:
-    """A system that scores a digest in one stage and in two, and by two heads of each period of so
-    many layers, by name; others as they are. Which heads does not matter to time."""
+    """A system that scores a digest in one stage and in two, and by two heads and one of each
+    period of a model with so many layers, by name; others as they are. Which heads does not matter
+    to time."""
     if system.probe != "digest":
         return {(system.name, ""): system}
     found = {}
     for coarse, words in ((None, "in one stage"), (Coarse(fewest=4), "in two stages")):
         choose = dataclasses.replace(system.choose, coarse=coarse)
         found[f"{system.name} {words}"] = dataclasses.replace(system, choose=choose)
-    first = [layer for layer in range(layers) if layer % system.period < 2]
-    heads = tuple((layer, 0) for layer in first)
-    found[f"{system.name} by two heads"] = preset(system.name, heads=heads)
+    for count, words in ((2, "by two heads"), (1, "by one head")):
+        heads = tuple((layer, 0) for layer in range(layers) if layer % system.period < count)
+        found[f"{system.name} {words}"] = preset(system.name, heads=heads)
     return {(name, ""): dataclasses.replace(one, name=name) for name, one in found.items()}
 
 
