@@ -143,7 +143,8 @@ class KernelQueues:
         )
 
     def events(self, queue: int, least: int, out: np.ndarray, seconds: float) -> int:
-        """Wait for `least` events or until time is up; how many of `out` were filled."""
+        """Wait for `least` events or until time is up, which it may be already; how many of `out`
+        were filled."""
         end = time.monotonic() + seconds
         while True:
             left = max(0.0, end - time.monotonic())
@@ -237,6 +238,7 @@ class KernelRead:
 
     def landed(self, timeout: float) -> np.ndarray | None:
         """Wait for a quarter of the reads: int64, those that landed in full since the last call.
+        A `timeout` that is not positive takes what is there.
 
         Returns None when all have, or never will. Raises TimeoutError when nothing landed in time,
         and what is in flight may still write into the buffer.
@@ -259,7 +261,7 @@ class KernelRead:
           OSError: some of it could not be read in full; nothing is in flight.
         """
         end = time.monotonic() + timeout
-        while self.landed(max(0.0, end - time.monotonic())) is not None:
+        while self.landed(end - time.monotonic()) is not None:
             pass
         if self._error is not None:
             raise self._error

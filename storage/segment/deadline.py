@@ -146,7 +146,7 @@ class Deadline:
         Raises ReadTimeout when time is up, as `wait` does.
         """
         try:
-            return read.landed(timeout=max(0.0, self._end - time.monotonic()))
+            return read.landed(timeout=self._end - time.monotonic())
         except TimeoutError:
             raise self._late(what) from None
 

@@ -17,7 +17,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"tests/storage/test_{name}.py"
         for name in (
             "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue",
-            "unknown", "objects", "waits", "room", "faults",
+            "unknown", "objects", "mending", "waits", "room", "faults",
         )
     ),
     "storage/segment": tuple(

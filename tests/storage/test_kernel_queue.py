@@ -16,7 +16,7 @@ import pytest
 from slow_reads import slow_reads
 
 from bench.fault_kinds import corruption
-from bench.truth import FINGERPRINT, ingest, read_all, some_tokens
+from bench.truth import FINGERPRINT, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -26,11 +26,14 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
+from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""
+APART = Layout(num_layers=3, num_kv_heads=4, head_dim=32, pack_layers=1, kv_together=False)
+"""Packs of keys and packs of values."""
 
 
 @pytest.fixture
@@ -91,18 +94,27 @@ def test_what_cannot_be_read_in_full(queues: KernelQueues, file: Path, offsets: 
     queues.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
 
 
+def test_the_trial_at_open_tells_what_the_disk_cannot_read(
+    queues: KernelQueues, file: Path
+) -> None:
+    """Reads that go past the page cache are of whole blocks; the trial is such a read."""
+    assert queues._reads(file, FILE_ALIGN) and not queues._reads(file, 8)
+    assert not kernel_queue._IN_FLIGHT
+
+
 def test_a_file_that_is_not_open(queues: KernelQueues) -> None:
     fd = os.open("/", os.O_RDONLY)
     with pytest.raises(OSError):
         queues.read(fd, np.zeros(2, np.int64), rows(2), slice(None)).result(timeout=5)
 
 
-def test_a_late_read_settles(queues: KernelQueues, file: Path) -> None:
+@pytest.mark.parametrize("timeout", [0.0, -5.0])
+def test_a_late_read_settles(queues: KernelQueues, file: Path, timeout: float) -> None:
     """Given up at once: it may land later, keeps its buffer until then, and its queue returns."""
     for _ in range(50):
         read = queues.read(opened(file), np.arange(300) * FILE_ALIGN, rows(300), slice(None))
         with contextlib.suppress(TimeoutError):
-            read.result(timeout=0.0)
+            read.result(timeout=timeout)
         while not read.done():
             pass
     assert not kernel_queue._IN_FLIGHT and len(queues._idle) == 1
@@ -166,7 +178,7 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "layout",
     [
         PAGES,
-        Layout(num_layers=3, num_kv_heads=4, head_dim=32, pack_layers=1, kv_together=False),
+        APART,
         Layout(num_layers=7, num_kv_heads=2, head_dim=32, pack_layers=4, dtype="float32"),
         Layout(num_layers=4, num_kv_heads=2, head_dim=64, pack_layers=1, reordered=False),
         Layout(num_layers=4, num_kv_heads=2, head_dim=10, pack_layers=2),  # no whole pages
@@ -230,17 +242,74 @@ def damage(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_memory_that_does_not_fit_goes_through_tensorstore(
+def test_the_packs_of_one_call_are_asked_for_together(
     folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Up to 8 MiB of them: then the next ones are under way while these are checked."""
+    most = (8 << 20) // PAGES.pack_bytes
     with ChunkStore.open(folder) as store:
-        prefix = ingest(store, some_tokens(64), layout=PAGES)
+        prefix = ingest(store, some_tokens(16 * (most + 1)), layout=PAGES)
+        memory = aligned((most + 1) * PAGES.pack_bytes).view(PAGES.numpy_dtype)
+        out = memory.reshape(most + 1, *PAGES.pack_shape)
         counts = direct_reads(monkeypatch)
-        memory = aligned(4 * PAGES.pack_bytes + 16)[16:]
-        out = memory.view(PAGES.numpy_dtype).reshape(4, *PAGES.pack_shape)
         with store.reader(prefix) as reader:
-            assert reader.read_packs(0, np.arange(4), out).all()
-    assert not counts
+            for count in (64, most, most + 1):
+                assert reader.read_packs(0, np.arange(count), out[:count]).all()
+    assert counts == [64, most, most, 1]
+
+
+@pytest.mark.parametrize("layout", [PAGES, APART], ids=["together", "apart"])
+def test_memory_that_does_not_fit_goes_through_tensorstore(
+    folder: Path, queues: KernelQueues, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one batch: none of it has to be looked at again by itself."""
+    tokens, again = some_tokens(64), []
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=layout)
+        counts = direct_reads(monkeypatch)
+        reread = Segment.reread
+        monkeypatch.setattr(Segment, "reread", lambda *a: again.append(a) or reread(*a))
+        memory = aligned(4 * layout.pack_bytes + 16)[16:]
+        out = memory.view(layout.numpy_dtype).reshape(4, *layout.pack_shape)
+        with store.reader(prefix) as reader:
+            for group in range(layout.groups):
+                assert reader.read_packs(group, np.arange(4), out).all()
+                truth = packs_of(layout, tokens, group, np.arange(64))
+                assert np.array_equal(out.view(np.uint8), truth.view(np.uint8))
+    assert not counts and not again
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_same_pages_of_probes(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Directly, and then nothing is read twice; or where there are no direct reads."""
+    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2)
+    if not direct:
+        monkeypatch.setattr(kernel_queue, "_CALLS", {})
+    tokens, through = some_tokens(16 * 41 + 5), []
+    keys = np.ascontiguousarray(kv_of(layout, tokens)[:, 0]).view(np.uint8)
+    begin_probe = Segment.begin_probe
+    monkeypatch.setattr(Segment, "begin_probe", lambda *a: through.append(a) or begin_probe(*a))
+    with ChunkStore.open(folder) as store:
+        ingest(store, tokens[: 16 * 30], layout=layout)
+        prefix = ingest(store, tokens, layout=layout)
+        pages = ProbePages(prefix)
+        assert len(prefix.spans) == 2 and len(pages) > 10
+        ids = np.random.default_rng(0).permutation(len(pages))
+        counts = direct_reads(monkeypatch)
+        out = aligned(len(ids) * layout.pack_bytes).reshape(len(ids), layout.pack_bytes)
+        with store.reader(prefix) as reader:
+            for layer in layout.probe_layers:
+                out[:] = 1
+                assert reader.read_probe_pages(layer, pages, ids, out).all()
+                for row, page in enumerate(ids):
+                    start, count = pages.start[page], pages.tokens[page]
+                    right = keys[layer, start : start + count].reshape(-1)
+                    assert np.array_equal(out[row, : right.size], right)
+                    assert not out[row, right.size :].any()
+    wanted = len(pages) * len(layout.probe_layers)
+    assert (sum(counts), len(through)) == ((wanted, 0) if direct else (0, wanted))
 
 
 def test_queues_that_are_used_up(

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import tensorstore as ts
+from segment_support import find
 
-from bench.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
+    Prefix,
     StoreConfig,
     StoreError,
     pin_prefix,
@@ -60,6 +62,12 @@ def bucket() -> Iterator[str]:
         server.wait(20)
 
 
+def a_shard(store: ChunkStore, prefix: Prefix) -> str:
+    """The name of the object with the packs of the first group of layers."""
+    id_ = prefix.spans[0].segment_id
+    return f"segments/{id_[:2]}/{id_}/packs/c.0.0.0.0.0.0"
+
+
 def test_s3_keeps_prefixes(bucket: str) -> None:
     layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, digest="int8")
     tokens = some_tokens(150)
@@ -96,9 +104,8 @@ def test_s3_faults_are_misses(bucket: str) -> None:
     tokens = some_tokens(100)
     with ChunkStore.open(f"{bucket}/faults") as store:
         prefix = ingest(store, tokens)
-        id_ = prefix.spans[0].segment_id
+        id_, name = prefix.spans[0].segment_id, a_shard(store, prefix)
         objects = store.files._store  # type: ignore[attr-defined]
-        name = f"segments/{id_[:2]}/{id_}/packs/c.0.0.0.0.0.0"
         data = bytearray(objects.read(name).result().value)
         data[SMALL.pack_bytes + 7] ^= 1
         objects.write(name, bytes(data)).result()
@@ -117,6 +124,43 @@ def test_s3_faults_are_misses(bucket: str) -> None:
         assert read_all(store, ingest(store, tokens)).right == SMALL.groups * 7
         report = verify_store(store)
         assert report.ok and not report.unfinished
+
+
+@pytest.mark.parametrize("left", [SMALL.pack_bytes, 0])
+def test_what_ends_too_early_is_damage_and_no_failed_request(bucket: str, left: int) -> None:
+    for url in (f"{bucket}/short{left}", "memory://"):
+        with ChunkStore.open(url) as store:
+            tokens = some_tokens(100)
+            prefix = ingest(store, tokens)
+            shard = a_shard(store, prefix)
+            objects = store.files._store  # type: ignore[attr-defined]
+            objects.write(shard, objects.read(shard).result().value[:left]).result()
+            outcome = read_all(store, prefix)
+            assert (outcome.refused, outcome.wrong) == (7, 0)
+            assert store.stats()["bad_packs"] == 7 and store.stats()["unread"] == 0
+            assert find(store, tokens, SMALL).num_tokens == 0
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "gone"])
+def test_packs_are_mended_in_an_object_store(damage: str) -> None:
+    tokens = some_tokens(100)
+    with ChunkStore.open("memory://") as store:
+        prefix = ingest(store, tokens)
+        shard = a_shard(store, prefix)
+        objects = store.files._store  # type: ignore[attr-defined]
+        whole = bytes(objects.read(shard).result().value)
+        data = bytearray(whole)
+        data[2 * SMALL.pack_bytes + 7] ^= 1
+        left = {"bit": bytes(data), "short": whole[: 3 * SMALL.pack_bytes], "gone": None}
+        objects.write(shard, left[damage]).result()
+        outcome = read_all(store, prefix)
+        assert outcome.refused == (1 if damage == "bit" else 7) and not outcome.wrong
+        marked = find(store, tokens, SMALL, marked=True)
+        mended = store.replace_packs(marked, 0, kv_of(SMALL, tokens))
+        assert mended == {"bit": 1, "short": 7, "gone": 7}[damage]
+        assert objects.read(shard).result().value == whole
+        assert read_all(store, find(store, tokens, SMALL)).right == SMALL.groups * 7
+        assert verify_store(store).ok
 
 
 class BeforeTheManifest:

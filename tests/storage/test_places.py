@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +12,17 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 from command_line import Here
+from segment_support import find, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, StoreError, inspect_store, prune_store, verify_store
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import (
+    ChunkStore,
+    StoreError,
+    inspect_store,
+    pin_prefix,
+    prune_store,
+    verify_store,
+)
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.local import LocalFiles
 
@@ -92,6 +101,27 @@ def test_looking_beside_one_who_writes(folder: Path) -> None:
         with ChunkStore.open(folder, readonly=True) as store:
             assert len(store.prefixes()) == 1
         assert set(os.listdir(folder)) == names
+
+
+def test_what_is_written_over_stays_private(folder: Path) -> None:
+    """Pins and manifests, whatever the process lets others see of its files."""
+    tokens = some_tokens(64)
+    before = os.umask(0)
+    try:
+        with ChunkStore.open(folder) as store:
+            prefix = ingest(store, tokens)
+            pin_prefix(store, prefix.id)
+            shard = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
+            hurt(shard, 5)
+            changed = kv_of(SMALL, tokens[:16]).copy()  # computed again, it differs in a bit
+            changed.view(SMALL.disk_dtype)[0, 0, 0, 0, 0] ^= 1
+            assert store.replace_packs(prefix, 0, changed) == 1
+            assert find(store, tokens, SMALL) != prefix  # its manifest is another
+    finally:
+        os.umask(before)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"manifest.json", prefix.id} <= {path.name for path in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
 @pytest.mark.parametrize("data", [b"", marker.DATA[:9], bytes(30)])

@@ -294,18 +294,20 @@ def _tiny(folder: Path) -> None:
 
 
 @contextmanager
-def hidden(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[None]:
-    """One name cannot be looked at, nor renamed."""
+def hidden(monkeypatch: pytest.MonkeyPatch, path: Path, moved: int = errno.EIO) -> Iterator[None]:
+    """One name cannot be looked at, nor renamed, which is said by the error `moved`."""
     lstat, rename = os.lstat, os.rename
 
-    def refuse(real: Callable[..., object], at: object, *args: object, **named: object) -> object:
+    def refuse(
+        code: int, real: Callable[..., object], at: object, *args: object, **named: object
+    ) -> object:
         if os.fspath(at) == str(path):  # type: ignore[call-overload]
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(code, os.strerror(code))
         return real(at, *args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "lstat", lambda at, *a, **n: refuse(lstat, at, *a, **n))
-        patch.setattr(os, "rename", lambda at, *a, **n: refuse(rename, at, *a, **n))
+        patch.setattr(os, "lstat", lambda at, *a, **n: refuse(errno.EIO, lstat, at, *a, **n))
+        patch.setattr(os, "rename", lambda at, *a, **n: refuse(moved, rename, at, *a, **n))
         yield
 
 
@@ -324,13 +326,15 @@ def test_a_living_writers_room_stays_its_own_when_it_cannot_be_looked_at(
         assert other.usage() == 0
 
 
+@pytest.mark.parametrize("moved", [errno.EIO, errno.ENOENT])
 def test_what_could_neither_be_removed_nor_looked_at_is_not_gone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
+    """Even where moving it aside says that a name is missing: that may be the other name."""
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))
         id_ = prefix.spans[0].segment_id
-        with hidden(monkeypatch, folder / "segments" / id_[:2] / id_):
+        with hidden(monkeypatch, folder / "segments" / id_[:2] / id_, moved):
             with pytest.raises(StoreUnavailable):
                 store.bounds.remove(id_, "test")
             with pytest.raises(StoreUnavailable):
