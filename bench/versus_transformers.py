@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,24 @@ class Transformers:
             )
             self._cache.crop(-len(suffix))
             return answer
+
+    def further(self, suffix: np.ndarray, text: np.ndarray) -> float:
+        """ms of each token of `text` int32 [N] after the first, behind a suffix; mean of N - 1."""
+        torch, end = self._torch, self._prefix.shape[1]
+        tokens = torch.from_numpy(np.concatenate([suffix, text])).long()[None]
+        times = []
+        with torch.inference_mode():
+            for first, stop in pairwise([0, *range(len(suffix), tokens.shape[1])]):
+                likeliest = self._model(
+                    tokens[:, first:stop],
+                    position_ids=torch.arange(end + first, end + stop)[None],
+                    past_key_values=self._cache,
+                    logits_to_keep=1,
+                ).logits.argmax()
+                int(likeliest)  # as if it were the next one
+                times.append(time.perf_counter())
+            self._cache.crop(-(tokens.shape[1] - 1))
+        return (times[-1] - times[0]) * 1e3 / (len(times) - 1)
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, int]:

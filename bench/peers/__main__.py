@@ -1,10 +1,11 @@
-"""First tokens and right answers beside other programs, in one run and by turns.
+"""First tokens, further tokens and right answers beside other programs, in one run and by turns.
 
     python -m bench.peers --quick --json OUT
     python -m bench.peers --peers llama.cpp,kvpress --json OUT
 
-`speed`: a random checkpoint of a published shape. `answers`: the shipped checkpoint, asked about
-generated documents whose answers are known. In both, every peer is asked every question in turn:
+`speed`: a random checkpoint of a published shape; a text of `--text-tokens` goes on from each
+question where the KV for it is kept. `answers`: the shipped checkpoint, asked about generated
+documents whose answers are known. In both, every peer is asked every question in turn:
 
 - `ckv`, which reads a share of the stored KV from the SSD for each question, with no cache of KV
   between them (direct I/O where the file system has it);
@@ -15,7 +16,8 @@ generated documents whose answers are known. In both, every peer is asked every 
 A peer that is not installed, or fails, has a row that says why, and the others go on. Everything
 except `ckv` and transformers is installed by whoever wants it: kvpress takes an older transformers,
 so an environment of its own is best. Rows: {case, peer, what, tokens, suffix_tokens, kept,
-ttft_ms, parts_ms, right, questions, why_skipped}; times are wall clock around a whole answer.
+ttft_ms, token_ms, parts_ms, right, questions, why_skipped}; times are wall clock around a whole
+first token, and of each token after it (`token_ms`).
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ from ckv_jax.systems import SYSTEMS
 
 QUICK = {
     "prefix_tokens": 2000, "repeats": 7, "recomputes": 1, "documents": 1, "document_tokens": 2048,
+    "text_tokens": 17,
 }  # fmt: skip
 FULL = {
     "prefix_tokens": 5000, "repeats": 15, "recomputes": 3, "documents": 8, "document_tokens": 4096,
+    "text_tokens": 65,
 }  # fmt: skip
 PACKAGES = ("torch", "transformers", "llama-cpp-python", "kvpress")
 
@@ -66,7 +70,8 @@ def speed_case(folder: Path, args: argparse.Namespace) -> Case:
     tokens = rng.integers(0, config.vocab_size, args.prefix_tokens).astype(np.int32)
     shape = (args.repeats, args.suffix_tokens)
     suffixes = rng.integers(0, config.vocab_size, shape).astype(np.int32)
-    page = Page(tokens=tokens, suffixes=tuple(suffixes))
+    text = rng.integers(0, 100, args.text_tokens).astype(np.int32)  # none that ends a text
+    page = Page(tokens=tokens, suffixes=tuple(suffixes), text=text if len(text) else None)
     return Case(name="speed", folder=folder, pages=(page,), recomputes=args.recomputes)
 
 
@@ -95,12 +100,24 @@ def show(rows: Sequence[Json]) -> str:
         [
             row["case"], row["peer"], row["what"], row["tokens"], f"{row['kept']:.0%}",
             row["ttft_ms"]["p50"], row["ttft_ms"]["p95"], row["ttft_ms"]["n"],
+            "" if row["token_ms"] is None else 1e3 / row["token_ms"]["p50"],
             "" if row["right"] is None else f"{row['right']} of {row['questions']}",
         ]
         for row in rows
         if row["why_skipped"] is None
     ]  # fmt: skip
-    header = ["case", "peer", "what", "tokens", "kept", "p50 ms", "p95 ms", "asked", "right"]
+    header = [
+        "case",
+        "peer",
+        "what",
+        "tokens",
+        "kept",
+        "p50 ms",
+        "p95 ms",
+        "asked",
+        "tokens/s",
+        "right",
+    ]
     skipped = [
         f"{row['case']}: {' '.join(filter(None, (row['peer'], row['what'])))} skipped: "
         f"{row['why_skipped']}"
@@ -127,6 +144,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--suffix-tokens", type=int, default=32, help="of the speed case")
     p.add_argument("--repeats", type=int, help="suffixes of the speed case")
     p.add_argument("--recomputes", type=int, help="of the questions, for a recompute")
+    p.add_argument("--text-tokens", type=int, help="of the speed case; 0: first tokens alone")
     p.add_argument("--documents", type=int, help="of the answers case; 0 leaves it out")
     p.add_argument("--document-tokens", type=int)
     p.add_argument("--seed", type=int, default=0)
@@ -135,6 +153,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.text_tokens == 1:
+        p.error("got --text-tokens 1, expected none or two at least: the first is not counted")
     return args
 
 

@@ -21,6 +21,9 @@ class Page:
     """int32 [S] each."""
     answers: np.ndarray | None = None
     """int32 [Q]: the token that is right after each; None for a model that knows nothing."""
+    text: np.ndarray | None = None
+    """int32 [N], N >= 2: what every answer goes on with, whatever the model makes of it; None:
+    first tokens alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,11 @@ class Case:
         """Tokens of the longest suffix."""
         return max(len(suffix) for page in self.pages for suffix in page.suffixes)
 
+    @property
+    def text(self) -> int:
+        """Tokens of the longest text that answers go on with."""
+        return max(len(page.text) if page.text is not None else 0 for page in self.pages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -49,6 +57,8 @@ class Answer:
     """Wall clock, from the question to the token."""
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     """What of it went where, if the peer can tell."""
+    token_ms: float | None = None
+    """Wall clock of each of the N - 1 tokens after the first of a page's `text`, mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +74,8 @@ class Way:
 
 Held = Mapping[str, Way | str]
 """Ways by what they do; in place of one that does not work, why."""
-Holder = Callable[[np.ndarray], Held]
-"""Takes a prefix int32 [T] and lets go of the one before."""
+Holder = Callable[[Page], Held]
+"""Takes a page's prefix and lets go of the one before."""
 
 
 class Peer(Protocol):

@@ -19,6 +19,7 @@ class _Taken:
 
     kept: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    further: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
     right: list[bool] = field(default_factory=list)
     failed: str | None = None
@@ -71,7 +72,7 @@ def _held(
     ways: dict[tuple[str, str], Way] = {}
     for name in list(holders):
         try:
-            offered = holders[name](page.tokens)
+            offered = holders[name](page)
         except Exception as error:
             del holders[name]
             before = [one for (other, _), one in taken.items() if other == name]
@@ -112,6 +113,8 @@ def _answered(page: Page, number: int, way: Way, to: _Taken, failed: _Taken) -> 
         failed.failed = _reason(error)
         return
     to.times.append(answer.ms)
+    if answer.token_ms is not None:
+        to.further.append(answer.token_ms)
     for part, ms in answer.parts_ms.items():
         to.parts.setdefault(part, []).append(ms)
     if page.answers is not None:
@@ -136,6 +139,7 @@ def _row(case: Case, name: str, what: str, one: _Taken) -> Json:
     return row | {
         "kept": statistics.fmean(one.kept),
         "ttft_ms": summary(one.times),
+        "token_ms": summary(one.further) if one.further else None,
         "parts_ms": {part: statistics.median(times) for part, times in one.parts.items()},
         "right": sum(one.right) if one.right else None,
         "questions": len(one.right) if one.right else None,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from bench.peers.base import Answer, Case, Held, Holder, Way
+from bench.peers.base import Answer, Case, Held, Holder, Page, Way
 from bench.versus_transformers import DTYPES, Transformers
 
 
@@ -23,12 +24,15 @@ class HuggingFace:
         """The checkpoint once for each dtype."""
         models = {dtype: Transformers(case.folder, dtype=dtype) for dtype in DTYPES}
 
-        def hold(tokens: np.ndarray) -> Held:
+        def hold(page: Page) -> Held:
             ways: dict[str, Way | str] = {}
             for dtype, model in models.items():
-                model.hold(tokens)
+                model.hold(page.tokens)
                 ways[f"recompute, {dtype}"] = Way(ask=asked(model.recompute), most=case.recomputes)
-                ways[f"suffix over KV in memory, {dtype}"] = Way(ask=asked(model.suffix))
+                ask = asked(model.suffix)
+                if page.text is not None:
+                    ask = going_on(ask, model, page.text)
+                ways[f"suffix over KV in memory, {dtype}"] = Way(ask=ask)
             return ways
 
         yield hold
@@ -42,3 +46,14 @@ def asked(timed: Callable[[np.ndarray], tuple[float, int]]) -> Callable[[np.ndar
         return Answer(token=token, ms=ms)
 
     return ask
+
+
+def going_on(
+    ask: Callable[[np.ndarray], Answer], model: Transformers, text: np.ndarray
+) -> Callable[[np.ndarray], Answer]:
+    """With the time of each token of `text` int32 [N] after its first one."""
+
+    def further(suffix: np.ndarray) -> Answer:
+        return dataclasses.replace(ask(suffix), token_ms=model.further(suffix, text))
+
+    return further

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peers.base import Answer, Case, Held, Holder, Way
+from bench.peers.base import Answer, Case, Held, Holder, Page, Way
 from bench.versus_transformers import our_engine
-from ckv_jax import Engine, Request
+from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.storage.prefix import Prefix
 
 
@@ -29,24 +29,42 @@ class Ours:
         """An engine without any cache of KV, over a store in `work`."""
         with our_engine(case.folder, work / f"store-{case.name}", self._system) as engine:
 
-            def hold(tokens: np.ndarray) -> Held:
-                prefix = engine.ingest(tokens)
-                engine.warmup(prefix, max_suffix=case.longest, budgets=self._budgets)
+            def hold(page: Page) -> Held:
+                prefix = engine.ingest(page.tokens)
+                engine.warmup(
+                    prefix, max_suffix=case.longest, budgets=self._budgets, max_tokens=case.text
+                )
                 return {
-                    f"{budget:.0%} of the KV from the SSD": _way(engine, prefix, budget)
+                    f"{budget:.0%} of the KV from the SSD": _way(engine, prefix, budget, page.text)
                     for budget in self._budgets
                 }
 
             yield hold
 
 
-def _way(engine: Engine, prefix: Prefix, budget: float) -> Way:
+def _way(engine: Engine, prefix: Prefix, budget: float, text: np.ndarray | None) -> Way:
     def ask(suffix: np.ndarray) -> Answer:
         request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
         start = time.perf_counter()
         [result] = engine.reprefill([request])
         ms = (time.perf_counter() - start) * 1e3
         result.raise_for_error()
-        return Answer(token=result.token_id, ms=ms)
+        further = None if text is None else token_ms(engine, request, text)
+        return Answer(token=result.token_id, ms=ms, token_ms=further)
 
     return Way(ask=ask, kept=budget)
+
+
+def token_ms(engine: Engine, request: Request, text: np.ndarray) -> float:
+    """From the first to the last token of `text` int32 [N], mean of the N - 1 after the first."""
+    forced = SamplingParams(max_tokens=len(text), forced_ids=tuple(text.tolist()))
+    times = []
+    stream = engine.generate(request, forced)
+    for event in stream:
+        if event.token_id is not None:
+            times.append(time.perf_counter())
+    [generation] = stream.results()
+    generation.raise_for_error()
+    if len(times) != len(text):
+        raise RuntimeError(f"got {len(times)} tokens, expected {len(text)}")
+    return (times[-1] - times[0]) * 1e3 / (len(times) - 1)

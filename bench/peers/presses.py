@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.peers.base import Case, Held, Holder, NotForThis, Way
+from bench.peers.base import Case, Held, Holder, NotForThis, Page, Way
 from bench.peers.hugging_face import asked
 from bench.versus_transformers import Transformers
 
@@ -48,12 +46,12 @@ class Presses:
         }
         models = {name: Transformers(case.folder, dtype="bfloat16") for name in makers}
 
-        def hold(tokens: np.ndarray) -> Held:
+        def hold(page: Page) -> Held:
             ways: dict[str, Way | str] = {}
             for name, make in makers.items():
                 what = f"{name}, {KEPT:.0%} kept in memory, bfloat16"
                 try:
-                    models[name].hold(tokens, press=make())
+                    models[name].hold(page.tokens, press=make())
                 except Exception as error:  # of one method; the others do not depend on it
                     ways[what] = f"{type(error).__name__}: {error}"
                 else:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers.base import Answer, Case, Held, Holder, Way
+from bench.peers.base import Answer, Case, Held, Holder, Page, Way
 from bench.peers.gguf_file import write_gguf
 
 SEQUENCE = 0
@@ -34,18 +34,18 @@ class SavedSlots:
         """The checkpoint as a GGUF file in `work`, and one context over it."""
         model, slot = work / f"{case.name}.gguf", work / f"{case.name}.slot"
         write_gguf(case.folder, model)
-        longest = max(len(page.tokens) for page in case.pages) + case.longest
+        longest = max(len(page.tokens) for page in case.pages) + case.longest + case.text
         with _context(model, longest) as session:
 
-            def hold(tokens: np.ndarray) -> Held:
-                session.save(tokens, slot)
+            def hold(page: Page) -> Held:
+                session.save(page.tokens, slot)
 
                 def cold(suffix: np.ndarray) -> Answer:
                     _forget(slot)
-                    return session.restored(suffix, slot)
+                    return session.restored(suffix, slot, page.text)
 
                 def warm(suffix: np.ndarray) -> Answer:
-                    return session.restored(suffix, slot)
+                    return session.restored(suffix, slot, page.text)
 
                 return {
                     "slot from the SSD, then the suffix": Way(ask=cold),
@@ -76,8 +76,8 @@ class _Session:
         if not written:
             raise OSError(f"llama.cpp did not save its slot to {path}")
 
-    def restored(self, suffix: np.ndarray, path: Path) -> Answer:
-        """The token after what `path` holds and `suffix`."""
+    def restored(self, suffix: np.ndarray, path: Path, text: np.ndarray | None) -> Answer:
+        """The token after what `path` holds and `suffix`, and how fast `text` goes on."""
         start = time.perf_counter()
         self._forget()
         count = ctypes.c_size_t()
@@ -89,14 +89,24 @@ class _Session:
             raise OSError(f"llama.cpp did not restore its slot from {path}")
         middle = time.perf_counter()
         self._decode(suffix)
-        logits = self._api.llama_get_logits_ith(self._context, -1)
-        token = int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+        token = self._likeliest()
         end = time.perf_counter()
+        further = None
+        if text is not None:
+            for i in range(len(text) - 1):
+                self._decode(text[i : i + 1])
+                self._likeliest()
+            further = (time.perf_counter() - end) * 1e3 / (len(text) - 1)
         return Answer(
             token=token,
             ms=(end - start) * 1e3,
             parts_ms={"restore": (middle - start) * 1e3, "suffix": (end - middle) * 1e3},
+            token_ms=further,
         )
+
+    def _likeliest(self) -> int:
+        logits = self._api.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
 
     def _decode(self, tokens: np.ndarray) -> None:
         ids = (self._api.llama_token * len(tokens))(*tokens.tolist())

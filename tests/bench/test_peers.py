@@ -91,6 +91,8 @@ def test_transformers_computes_all_of_it_or_the_suffix_over_what_is_kept(
     full = [expected(model, suffix, everything) for suffix in SUFFIXES]
     assert [theirs.suffix(suffix)[1] for suffix in SUFFIXES] == full
     assert [theirs.recompute(suffix)[1] for suffix in SUFFIXES[:2]] == full[:2]
+    assert theirs.further(SUFFIXES[0], SUFFIXES[1]) > 0
+    assert theirs.suffix(SUFFIXES[0])[1] == full[0]  # it has left nothing in the cache
     assert theirs.kept == 1
     theirs.hold(TOKENS, press=keeping(some))
     pruned = [expected(model, suffix, some) for suffix in SUFFIXES]
@@ -111,7 +113,7 @@ class Fake:
 
     @contextlib.contextmanager
     def open(self, case: Case, work: Path) -> Iterator[Holder]:
-        def hold(tokens: np.ndarray) -> Held:
+        def hold(page: Page) -> Held:
             self._pages += 1
             if self._fails == "second page" and self._pages == 2:
                 raise self._error
@@ -120,7 +122,7 @@ class Fake:
         def ask(suffix: np.ndarray) -> Answer:
             if self._fails == "question":
                 raise self._error
-            return Answer(token=int(suffix[0]), ms=2.0, parts_ms={"part": 0.5})
+            return Answer(token=int(suffix[0]), ms=2.0, parts_ms={"part": 0.5}, token_ms=0.25)
 
         if self._fails == "open":
             raise self._error
@@ -157,6 +159,7 @@ def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     }
     good = rows[0]
     assert (good["right"], good["questions"], good["ttft_ms"]["n"]) == (4, 6, 6)  # 3 of each page
+    assert (good["token_ms"]["mean"], good["token_ms"]["n"]) == (0.25, 6)
     assert (good["kept"], good["parts_ms"], good["tokens"]) == (0.25, {"part": 0.5}, len(TOKENS))
     assert all("ttft_ms" not in row for row in rows if row["why_skipped"])
 
@@ -175,10 +178,12 @@ def test_without_any_peer_installed_ours_is_measured_and_the_rest_is_told(
     monkeypatch.setattr(importlib, "import_module", without)
     out = tmp_path / "peers.json"
     command = "--model tiny --prefix-tokens 64 --suffix-tokens 8 --repeats 2 --documents 0"
+    command += " --text-tokens 4"
     main([*command.split(), "--budgets", "1", "--folder", str(tmp_path), "--json", str(out)])
     found = json.loads(out.read_text())
     ours, *rest = found["rows"]
     assert ours["peer"] == "ckv" and ours["ttft_ms"]["p50"] > 0 and ours["ttft_ms"]["n"] == 2
+    assert ours["token_ms"]["p50"] > 0 and ours["token_ms"]["n"] == 2
     assert {row["peer"] for row in rest} == set(PEERS)
     printed = capsys.readouterr().out
     for row in rest:
