@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from engine_support import SMALL, scale_error, small_engine, tokens
 from slow_reads import slow_reads
 
 from ckv_jax import ContextOverflow, Request
-from ckv_jax.storage.errors import StoreError
+from ckv_jax.storage.errors import StoreError, StoreUnavailable
 
 SYSTEMS = ["contiguous-kv", "ckv"]
 
@@ -147,6 +148,24 @@ def test_bad_input_is_refused_with_what_was_expected(tmp_path: Path) -> None:
             engine.reprefill([Request(prefix=prefix.id[:-2] + "00", suffix=[1])])[
                 0
             ].raise_for_error()
+
+
+def test_a_prefix_that_is_stored_but_cannot_be_opened_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking it up finds the same again: trying again would go on for as long as that."""
+    with small_engine(tmp_path) as engine:
+        store, reader = engine.store, engine.store.reader
+
+        def busy(*_: object, **__: object) -> NoReturn:
+            monkeypatch.setattr(store, "reader", reader)  # who tried again would be answered
+            raise StoreUnavailable("no descriptors")
+
+        request = Request(prefix=engine.ingest(tokens(300)), suffix=tokens(5, 1), budget=1.0)
+        monkeypatch.setattr(store, "reader", busy)
+        (result,) = engine.reprefill([request])
+        assert isinstance(result.error, StoreUnavailable)
+        engine.reprefill([request])[0].raise_for_error()
 
 
 @pytest.mark.parametrize("system", ["contiguous-kv", "as-lru"])

@@ -227,6 +227,15 @@ def test_a_long_question_and_rounded_packs(engine: Engine, parts: list[Prefix]) 
     assert near.codec == "int8:1" and 0 < scale_error(near.logits, dense.logits) < 0.01
 
 
+def test_the_first_to_ask_is_told_how_many_programs_were_made_for_it(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, nothing_compiled=True) as fresh:
+        mine = [fresh.ingest(TEXTS[1])] * 2
+        before = fresh.layers.programs.made
+        first = ask(fresh, mine)
+        assert first.trace.compiled == fresh.layers.programs.made - before > 0
+        assert ask(fresh, mine).trace.compiled == 0
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 
 

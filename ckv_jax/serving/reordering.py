@@ -15,15 +15,15 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 
-def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, int]:
+def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, None]:
     """In every layer group as many packs of `new` come to memory as were there of `old`, those that
-    are worth most by what was known of their tokens; how many came. A group a `yield`.
+    are worth most by what was known of their tokens. A group a `yield`.
 
     Their bytes come from the store, as a chunk's tokens were in many chunks before. It ends early,
     and well, where running requests leave no room or the store cannot give something; what is not
     carried over is read when it is asked for.
     """
-    tiers, trace, brought = worker.memory.tiers, Trace(), 0
+    tiers, trace = worker.memory.tiers, Trace()
     with ExitStack() as stack:
         try:
             before = worker.leases.open(old)
@@ -46,7 +46,6 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, i
                     with worker.packs([after.source], trace) as packs:
                         packs.demand(0, group, best)
                         packs.collect(0, group, best)
-                brought += held
             for row in range(rows):
                 yield
                 held = tiers.let_go(before.resident.probe_pages(row))
@@ -55,4 +54,3 @@ def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, i
         except (PoolExhausted, RecoveryNeeded, StoreError):
             pass
     worker.residents.drop(old)
-    return brought

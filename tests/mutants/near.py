@@ -60,7 +60,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
-        "tests/test_generate.py", "tests/test_engine.py",
+        "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
+        "tests/test_budget.py",
     ),
 }  # fmt: skip
 """Folder -> test files and folders. Those that are not there are left out."""

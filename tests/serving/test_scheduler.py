@@ -300,6 +300,27 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert isinstance(desk.error("a2"), DeadlineExceeded)
 
 
+def test_who_gave_up_waiting_for_room_is_told_while_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckv_jax.serving.scheduler.SWEEP_S", 0.0)  # the queue, in every round
+    desk = Desk(room=1)
+    desk.notes.steps = {"a1": 3}
+    desk.ask("a1 b1 c1")
+    told: list[bool] = []
+    step = desk.notes.step
+
+    def steps() -> list[Job]:
+        told.append(desk.sequences["b1"].done())
+        return step()
+
+    desk.notes.step = steps  # type: ignore[method-assign]
+    desk.sequences["b1"].cancel()
+    assert desk.run() == ["a1", "a1+", "a1+", "a1+", "c1"]
+    assert told == [True] * 3
+    assert isinstance(desk.error("b1"), Cancelled)
+
+
 def test_close_fails_what_waits_and_stops_the_thread() -> None:
     before = threading.active_count()
     desk = Desk()

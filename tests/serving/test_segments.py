@@ -148,6 +148,25 @@ def test_a_text_that_is_given_up_leaves_nothing_behind(engine: Engine, document:
     wait_until(lambda: engine.store.usage() == used)
 
 
+def test_a_text_that_ends_gives_each_of_its_segments_up_once(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    add = Leftovers.add
+
+    def noted(self: Leftovers, line: list[str]) -> None:
+        given.extend(line)
+        add(self, line)
+
+    monkeypatch.setattr(Leftovers, "add", noted)
+    sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
+    [text] = engine.generate(asked(document, 0.2), sampling).results()
+    engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of it
+    assert text.trace.segments == SEGMENTS
+    assert len(given) == len(set(given)) == SEGMENTS
+    settled(engine, document)
+
+
 def test_nothing_that_was_generated_is_found_by_others(engine: Engine, document: Prefix) -> None:
     found = []
     with engine.generate(asked(document, 0.2), SamplingParams(max_tokens=ENDLESS)) as stream:

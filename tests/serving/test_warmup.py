@@ -24,7 +24,11 @@ def test_what_cannot_be_read_is_recomputed(tmp_path: Path, system: str, failing:
             engine.warmup(prefix, max_suffix=4, budgets=[1.0], max_tokens=4)
             warm = compilations()
             (result,) = engine.reprefill([asked])
-            (text,) = engine.generate(asked, SamplingParams(max_tokens=4)).results()
+            sampling = SamplingParams(max_tokens=4)
+            (text,) = engine.generate(asked, sampling).results()
+            (kept,) = engine.generate(asked, sampling, keep_kv=True).results()
             assert compilations() == warm
         assert scale_error(result.logits, expected.logits) < TIGHT
         assert text.completion().token_ids[0] == expected.logits.argmax()
+        kv = kept.completion().kv
+        assert kv is not None and kv.shape[2] == len(asked.suffix) + 4  # the last token's, too
