@@ -239,8 +239,6 @@ class Database:
         if self._path is None:
             return False
         with contextlib.suppress(sqlite3.Error, OSError):
-            if _identity(self._path) == _ABSENT:
-                return False
             # Without a log, nobody has the file open, and SQLite need not make files beside it.
             log = Path(f"{self._path}-wal")
             how = "mode=ro" if log.exists() and log.stat().st_size else "mode=ro&immutable=1"

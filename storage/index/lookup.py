@@ -113,9 +113,9 @@ def longest(
             turns.update((loaded.manifest.first_chunk,) if (loaded := load(id_)) else ())
         for turn in sorted(turns, reverse=True)[:_MOST_TURNS]:
             if turn < len(links):
-                onward = chain.links(branches[turn], whole[turn * size :], size)
+                onward = list(chain.links(branches[turn], whole[turn * size :], size))
                 way = _Way([*links[:turn], branches[turn], *onward], turn, provenance)
-                more = pieces(way.links[turn + 1 :], way)
+                more = pieces(onward, way)
                 cover = _cover(tokens, [exact, way], size, [*stored, *more], pieces)
                 best = max(best, cover, key=lambda c: c.end)  # the exact one where both are as long
     at, way = best.end, best.way

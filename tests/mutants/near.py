@@ -35,9 +35,10 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "storage/index": (
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
-        "tests/storage/test_probe_spans.py", "tests/storage/test_bounds.py",
-        "tests/storage/test_tools.py", "tests/storage/test_faults.py",
-        "tests/storage/test_provenance.py",
+        "tests/storage/test_probe_spans.py", "tests/storage/test_places.py",
+        "tests/storage/test_bounds.py", "tests/storage/test_tools.py",
+        "tests/storage/test_faults.py", "tests/storage/test_provenance.py",
+        "tests/storage/test_room.py", "tests/storage/test_waits.py",
     ),
     "ckv_jax/cache": ("tests/cache",),
     "ckv_jax/memory": (

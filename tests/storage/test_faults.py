@@ -220,6 +220,35 @@ def test_a_prefix_is_served_up_to_the_last_good_chunk(folder: Path) -> None:
         assert read_all(store, healed).right == SMALL.groups * 8
 
 
+def test_a_bad_chunk_of_what_cannot_be_looked_at_is_a_miss_and_marked_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the segment was removed meanwhile is unknown then."""
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        shard = next((folder / "segments").glob("*/*/packs/c.1.*"))
+        os.truncate(shard, 100)
+        real = os.lstat
+
+        def lstat(path: str | os.PathLike[str], **named: Any) -> os.stat_result:
+            if Path(path) == shard.parents[1] / "manifest.json":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path, **named)
+
+        out = np.ones((4, *SMALL.pack_shape), SMALL.numpy_dtype)
+        with store.reader(prefix) as reader:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "lstat", lstat)
+                assert not reader.read_packs(1, np.arange(4), out).any()
+            counts = store.stats()
+            assert counts["bad_packs"] > 0
+            assert counts["quarantined"] == counts["gone"] == 0
+            assert not store.index.catalog.quarantined(*_name(prefix))
+            assert not reader.read_packs(1, np.arange(4), out).any()
+        assert store.stats()["quarantined"] > 0
+        assert store.index.catalog.quarantined(*_name(prefix))
+
+
 def test_a_segment_bad_from_its_start_is_replaced(folder: Path) -> None:
     tokens = some_tokens(64)
     with ChunkStore.open(folder) as store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def test_a_pin_holds_every_segment_that_its_prefix_needs(folder: Path) -> None:
         assert read_all(store, middle).right == SMALL.groups * middle.num_chunks
         assert store.files.segment_ids() == {span.segment_id for span in middle.spans}
         assert leaf.spans[:2] == middle.spans
+
+
+def test_a_pin_on_what_is_gone_keeps_nothing_else(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        gone, other = ingest(store, TOKENS[:64]), ingest(store, some_tokens(64, 1))
+        pin_prefix(store, gone.id)
+    (id_,) = (span.segment_id for span in gone.spans)
+    shutil.rmtree(folder / "segments" / id_[:2] / id_)
+    with ChunkStore.open(folder) as store:
+        assert [prefix.id for prefix in store.prefixes()] == [other.id]
+        assert prune_store(store, 0).removed == 1 and store.usage() == 0
+        assert store.wishes()[gone.id].pinned  # it holds again once the prefix is stored again
 
 
 def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:

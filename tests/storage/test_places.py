@@ -94,6 +94,19 @@ def test_looking_changes_nothing(folder: Path) -> None:
     assert picture(folder) == before
 
 
+def test_looking_changes_nothing_however_long_it_lasts(folder: Path) -> None:
+    """Others whose index is in memory go back to the file after a while."""
+    with ChunkStore.open(folder) as store:
+        ingest(store, some_tokens(100))
+    (folder / "catalog.sqlite").unlink()
+    before = picture(folder)
+    with ChunkStore.open(folder, readonly=True) as store:
+        store.index.catalog._db._retry_at = 0.0  # rather than wait for it
+        assert len(store.prefixes()) == 1
+        assert picture(folder) == before
+    assert picture(folder) == before
+
+
 def test_looking_beside_one_who_writes(folder: Path) -> None:
     with ChunkStore.open(folder) as writer:
         ingest(writer, some_tokens(100))

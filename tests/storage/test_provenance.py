@@ -69,6 +69,19 @@ def test_turn_after_turn_of_a_chat_under_a_budget(store: ChunkStore) -> None:
     assert store.prefix(prefix.id).provenance == BUDGET
 
 
+def test_kv_of_a_budget_is_found_though_more_exact_kv_came_to_the_store_since(
+    store: ChunkStore,
+) -> None:
+    """Where it turns off lies within the exact KV then, and not at its end."""
+    tokens = some_tokens(200)
+    made = write(store, tokens[48:], ingest(store, tokens[:48]), BUDGET)
+    exact = ingest(store, tokens[:128])
+    assert find(store, tokens) == exact
+    found = find(store, tokens, BUDGET)
+    assert found == made and (found.num_tokens, found.exact_chunks) == (200, 3)
+    assert read_all(store, found).right == SMALL.groups * found.num_chunks
+
+
 def test_exact_ids_are_what_they_were(store: ChunkStore) -> None:
     """Stores from before provenance existed stay readable: ids and manifests of exact KV."""
     prefix = ingest(store, some_tokens(40))

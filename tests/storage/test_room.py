@@ -210,6 +210,25 @@ def test_use_refreshes_what_is_retained(folder: Path, monkeypatch: pytest.Monkey
         assert prune_store(store, expired=True).removed == 1
 
 
+@pytest.mark.parametrize(("hours", "expired"), [(-3, True), (-1, False), (3, False)])
+def test_without_the_index_a_prefix_was_last_used_when_it_was_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, hours: int, expired: bool
+) -> None:
+    """Or, if the clock ran ahead when it was written, when the index was made anew."""
+    now = time.time()
+    with monkeypatch.context() as patch, ChunkStore.open(folder) as store:
+        patch.setattr(time, "time", lambda: now + 3600 * hours)
+        prefix = ingest(store, some_tokens(64))
+        store.set_wish(prefix.id, Wish(retain_s=2 * 3600))
+    for file in folder.glob("catalog.sqlite*"):
+        file.unlink()
+    monkeypatch.setattr(time, "time", lambda: now)
+    with ChunkStore.open(folder) as store:
+        assert prune_store(store, expired=True).removed == expired
+        now += 2.5 * 3600
+        assert prune_store(store, expired=True).removed == (not expired)
+
+
 def test_priority_comes_before_score(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefixes = [ingest(store, some_tokens(64, seed)) for seed in range(3)]
@@ -255,7 +274,16 @@ def test_a_damaged_note_of_an_eviction_is_none(folder: Path, column: str, value:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"retain_s": -1}, {"retain_s": "7d"}, {"priority": 1001}, {"priority": 0.5}]
+    "bad",
+    [
+        {"retain_s": -1},
+        {"retain_s": "7d"},
+        {"priority": 1001},
+        {"priority": 0.5},
+        {"name": 7},
+        {"source": "x" * 201},
+        {"begins": "two\nlines"},
+    ],
 )
 def test_wishes_are_validated(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
