@@ -70,6 +70,11 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "spent_ms = (time.perf_counter_ns() - began) / 1e6 ~0 @46 #1",
     ): "a millionth of a measured time",
+    (
+        "ckv_jax/selection/base.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        'value = jnp.where(real, scores, 0.0 if pool == "mean" else -jnp.inf) ~0 @44 #0',
+    ): "of the names that come here only mean is no less than mean",
 }
 """(file, operator, place) -> why."""
 

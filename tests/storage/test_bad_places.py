@@ -121,19 +121,23 @@ def test_a_folder_that_cannot_be_written_is_named_and_read(
         assert found.exit_code and isinstance(found.exception, StoreUnavailable)
 
 
-def test_what_cannot_be_used_is_told_by_inspect(folder: Path) -> None:
+@pytest.mark.parametrize("version", [1, 9], ids=["older", "newer"])
+def test_what_cannot_be_used_is_told_by_inspect(folder: Path, version: int) -> None:
     with ChunkStore.open(folder) as store:
         old, bad = ingest(store, TOKENS), ingest(store, some_tokens(64, 1))
     path = segment_folder(folder, old) / "manifest.json"
     body = json.loads(path.read_bytes())["body"]
-    body["layout"]["version"] = 1
+    body["layout"]["version"] = version
     data = json.dumps(body, separators=(",", ":")).encode()
     path.write_bytes(b'{"sha256":"%s","body":%s}\n' % (sha256(data).hexdigest().encode(), data))
     (segment_folder(folder, bad) / "manifest.json").write_text("{}")
     with ChunkStore.open(folder, readonly=True) as store:
         unusable = inspect_store(store).unusable
-    assert "version 1" in unusable[old.spans[0].segment_id]
+    assert f"version {version}" in unusable[old.spans[0].segment_id]
     assert "ingest its text again" in unusable[old.spans[0].segment_id]
     assert "bad manifest" in unusable[bad.spans[0].segment_id]
     shown = CliRunner().invoke(app, ["inspect", str(folder)])
     assert shown.exit_code == 0 and "ingest its text again" in shown.stderr
+    with ChunkStore.open(folder) as store:
+        report = verify_store(store, repair=True)
+    assert report.foreign == [old.spans[0].segment_id] and path.exists()  # another may read it

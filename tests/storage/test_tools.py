@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zarr
+from matplotlib.figure import Figure
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
@@ -103,6 +106,17 @@ def test_digests_survive_numbers_that_are_none(store: ChunkStore) -> None:
     assert [s.infinite for s in info.layers] == [0, 64, 0]
 
 
+def test_what_has_no_finite_number_has_no_magnitude(store: ChunkStore) -> None:
+    layout = Layout(**WIDE)
+    kv = real_keys(layout, 32)
+    kv[1, 1] = np.nan
+    info = inspect_store(store, write(store, layout, some_tokens(32), kv).id).prefix
+    assert info is not None
+    lost = info.layers[1]
+    assert (lost.value_min, lost.value_max, lost.value_mean_abs) == (0, 0, 0)
+    assert lost.nan == kv[1, 1].size and lost.key_mean_abs > 0
+
+
 def test_inspect_tells_what_is_there(store: ChunkStore, folder: Path) -> None:
     tokens = some_tokens(150)
     root = ingest(store, tokens[:96])
@@ -152,6 +166,42 @@ def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     info = inspect_store(store, prefix.id).prefix
     assert info is not None and info.importance == [0.5] * 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (SMALL, "group of 2 layers"),
+        (dataclasses.replace(SMALL, pack_layers=1), "layer"),
+        (
+            dataclasses.replace(SMALL, pack_layers=1, kv_together=False),
+            "keys and values of each layer",
+        ),
+    ],
+    ids=["packs of 2", "packs of 1", "apart"],
+)
+@pytest.mark.parametrize("least", [0.001, 0.5], ids=["some draw more", "all draw the same"])
+def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
+    store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    layout: Layout, rows: str, least: float,
+) -> None:  # fmt: skip
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def kept(figure: Figure, *args: Any, **named: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **named)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    prefix = ingest(store, some_tokens(64), layout=layout)
+    scores = np.full((layout.groups, prefix.num_chunks), 0.5)
+    scores[0, 0] = least
+    store.save_scores(prefix.spans[0].segment_id, scores, np.ones(scores.shape))
+    plot_importance(store, prefix.id, tmp_path / "map.png")
+    axes = drawn[0].axes[0]
+    assert axes.get_ylabel() == rows
+    lowest = least if least < 0.5 else 0.05  # one colour: a scale needs two ends all the same
+    assert axes.images[0].get_clim() == pytest.approx((lowest, 0.5), rel=1e-6)
 
 
 def test_verify_finds_and_repairs(folder: Path) -> None:

@@ -388,6 +388,8 @@ def test_a_manifest_that_cannot_be_read_stays_and_others_are_evicted(
         kept = {pinned.spans[0].segment_id, lost.segment_id}
         assert there(folder) >= {*kept, new.segment_id}
         with ChunkStore.open(folder) as store:
+            (unread,) = verify_store(store).unread
+            assert (unread.segment_id, unread.chunk) == (lost.segment_id, 0)  # nothing of it
             assert prune_store(store, 0).removed
         assert there(folder) == kept
     with ChunkStore.open(folder) as store:
