@@ -25,7 +25,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         for name in (
             "round_trip", "landmarks", "quantised", "codec", "provenance", "limits", "mending",
             "remaking", "tensorstore", "kernel_queue", "writer_memory", "promises", "durability",
-            "faults", "unknown",
+            "faults", "unknown", "tenants",
         )
     ),
     "storage/tools": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import weakref
@@ -16,7 +17,7 @@ import pytest
 from slow_reads import slow_reads
 
 from bench.fault_kinds import corruption
-from bench.truth import FINGERPRINT, ingest, kv_of, packs_of, read_all, some_tokens
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -26,6 +27,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.place import kernel_queue
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues, KernelRead
+from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
@@ -174,6 +176,14 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+def reads_through(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
+    """Notes the reads through TensorStore, by a method of segments, from now on."""
+    through: list[object] = []
+    real = getattr(Segment, name)
+    monkeypatch.setattr(Segment, name, lambda *a: through.append(a) or real(*a))
+    return through
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -190,7 +200,7 @@ def test_the_same_packs(
 ) -> None:
     if layout.pack_bytes % FILE_ALIGN and queues.align == FILE_ALIGN:
         pytest.skip("the disk reads whole pages alone")
-    counts = direct_reads(monkeypatch)
+    counts, through = direct_reads(monkeypatch), reads_through(monkeypatch, "begin_packs")
     tokens = some_tokens(16 * 90 + 5)
     with ChunkStore.open(folder) as store:
         ingest(store, tokens[: 16 * 80], layout=layout)
@@ -198,6 +208,7 @@ def test_the_same_packs(
         assert len(prefix.spans) == 2
         assert read_all(store, prefix).right == layout.groups * 91
         assert sum(counts[1:]) == layout.groups * 91  # the first one is the trial at open
+        assert not through  # each was read from its own place, and none had to be read again
         with store.reader(prefix) as reader:  # in no order, over both segments
             ids = np.random.default_rng(0).permutation(91)
             out = aligned(91 * layout.pack_bytes).view(layout.numpy_dtype)
@@ -218,16 +229,16 @@ def test_the_same_probes(
     layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2, probe=probe)
     tokens = some_tokens(16 * chunks)
     with ChunkStore.open(folder) as store:
-        counts = direct_reads(monkeypatch)
+        counts, through = direct_reads(monkeypatch), reads_through(monkeypatch, "begin_probe")
         prefix = ingest(store, tokens, layout=layout)
         rows = len(tokens), layout.probe_heads, layout.head_dim
         out = aligned(np.prod(rows) * 2).view(layout.numpy_dtype).reshape(rows)
         unfit = np.empty(out.size + 8, layout.numpy_dtype)[8:].reshape(rows)
         with store.reader(prefix) as reader:
             for layer in layout.probe_layers:
-                before = len(counts)
+                before, so_far = len(counts), len(through)
                 assert reader.read_probe(layer, out) == len(tokens)
-                assert len(counts) > before
+                assert len(counts) > before and len(through) == so_far  # read once
                 assert reader.read_probe(layer, unfit) == len(tokens)
                 assert np.array_equal(out.view(np.uint8), unfit.view(np.uint8))
             (shard,) = (folder / "segments").glob("*/*/probe/c.*")
@@ -287,10 +298,9 @@ def test_the_same_pages_of_probes(
     layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2)
     if not direct:
         monkeypatch.setattr(kernel_queue, "_CALLS", {})
-    tokens, through = some_tokens(16 * 41 + 5), []
+    tokens = some_tokens(16 * 41 + 5)
     keys = np.ascontiguousarray(kv_of(layout, tokens)[:, 0]).view(np.uint8)
-    begin_probe = Segment.begin_probe
-    monkeypatch.setattr(Segment, "begin_probe", lambda *a: through.append(a) or begin_probe(*a))
+    through = reads_through(monkeypatch, "begin_probe")
     with ChunkStore.open(folder) as store:
         ingest(store, tokens[: 16 * 30], layout=layout)
         prefix = ingest(store, tokens, layout=layout)
@@ -310,6 +320,50 @@ def test_the_same_pages_of_probes(
                     assert not out[row, right.size :].any()
     wanted = len(pages) * len(layout.probe_layers)
     assert (sum(counts), len(through)) == ((wanted, 0) if direct else (0, wanted))
+
+
+def test_a_probe_that_fails_as_it_is_read_directly_is_read_through_tensorstore(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes the read, and says only later that there is nothing to be read."""
+    layout = Layout(num_layers=2, num_kv_heads=4, head_dim=128, pack_layers=2)
+    tokens = some_tokens(16 * 3)
+    keys = np.ascontiguousarray(kv_of(layout, tokens)[:, 0]).view(np.uint8)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=layout)
+        out = aligned(48 * 4 * 128 * 2).view(layout.numpy_dtype).reshape(48, 4, 128)
+        monkeypatch.setattr(LocalFiles, "open_direct", lambda *_: os.open("/", os.O_RDONLY))
+        counts = direct_reads(monkeypatch)
+        with store.reader(prefix) as reader:
+            for count, layer in enumerate(layout.probe_layers, 1):
+                out[:] = 1
+                assert reader.read_probe(layer, out) == 48
+                assert len(counts) == count
+                assert np.array_equal(out.view(np.uint8), keys[layer])
+        assert store.stats()["unread"] == 0
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole pages", "parts of pages"])
+def test_packs_of_whole_pages_are_written_past_the_page_cache(
+    folder: Path, queues: KernelQueues, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """And packs of no whole pages never: the disk would not take them all."""
+    layout = PAGES if whole else SMALL
+    past: list[int] = []
+    real = os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        done = real(fd, data, offset)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            past.append(done)
+        return done
+
+    with ChunkStore.open(folder) as store:
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        prefix = ingest(store, some_tokens(64), layout=layout)
+        assert read_all(store, prefix).right == layout.groups * 4
+    packs = layout.groups * 4 * layout.pack_bytes
+    assert packs <= sum(past) if whole else not past
 
 
 def test_queues_that_are_used_up(

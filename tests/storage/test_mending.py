@@ -62,6 +62,22 @@ def test_one_bad_chunk_is_replaced_where_it_lies(folder: Path, layout: Layout) -
         assert find(store, tokens, layout).num_tokens == len(tokens)
 
 
+def test_a_bad_pack_is_replaced_where_it_lies_in_a_file_of_two_layers(folder: Path) -> None:
+    layout = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=1)
+    tokens = some_tokens(16 * 41)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens, layout=layout)
+        shard = sorted(segment_folder(folder, prefix).glob("packs/c.1.*"))[0]
+        written = shard.read_bytes()
+        hurt(shard, (41 + 9) * layout.pack_bytes + 5)  # chunk 9 of the last layer
+        assert read_all(store, prefix).refused == 1
+        marked = find(store, tokens, layout, marked=True)
+        assert store.marked_chunks(marked).tolist() == [9]
+        assert store.replace_packs(marked, 9, kv_of(layout, tokens)[:, :, 9 * 16 : 10 * 16]) == 1
+        assert shard.read_bytes() == written
+        assert verify_store(store).ok and find(store, tokens, layout).num_tokens == len(tokens)
+
+
 def test_what_was_good_keeps_its_bits(folder: Path) -> None:
     tokens = some_tokens(128)
     with ChunkStore.open(folder) as store:

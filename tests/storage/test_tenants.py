@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from segment_support import segment_folder
 
 from bench.fault_kinds import disk
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Fingerprint, FingerprintMismatch, PrefixNotFound, tenant
+from ckv_jax.storage.segment import manifest as manifests
 
 SECRET = "correct horse battery staple"
 
@@ -72,6 +75,17 @@ def test_no_salt_lies_in_clear_on_the_disk(folder: Path) -> None:
         ingest(store, some_tokens(100), salt=SECRET)
     for path in folder.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_manifest_that_is_shown_tells_neither_the_text_nor_whose_it_is(folder: Path) -> None:
+    """In a log or a traceback: it looks the same whatever the tokens are."""
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64), salt=SECRET)
+    data = (segment_folder(folder, prefix) / manifests.FILE).read_bytes()
+    manifest, _ = manifests.Manifest.decode(data, prefix.spans[0].segment_id)
+    assert manifest.tenant == tenant.mark(SECRET)
+    other = replace(manifest, tokens=some_tokens(64, 1), tenant=tenant.mark("another"))
+    assert repr(other) == repr(manifest)
 
 
 def test_salts_that_older_code_wrote_are_understood(folder: Path) -> None:
