@@ -68,8 +68,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
     """Programs that tests share are let go before they take the process's memory mappings, with
-    which engines would begin to compile again what they have just compiled, and its memory: an
-    eighth of the mappings is some 3 GB, of which each of pytest's workers has its own."""
+    which engines would begin to compile again what they have just compiled."""
     yield
     from engine_support import compiled_layers
 
