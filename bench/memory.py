@@ -80,17 +80,17 @@ def ingest(tokens: int, store: Path, seed: int) -> Json:
 
 def rows_of(lengths: Lengths, folder: Path) -> list[Json]:
     """Two rows for each length, each from a process of its own."""
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+    everything = {
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     rows = []
     for programs in PROGRAMS:
-        for tokens in lengths.tokens:
+        for tokens in lengths.tokens:  # none finds in the cache what another length compiled
+            kept = everything | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache" / str(tokens))}
             command = [
                 sys.executable, "-m", "bench.memory", "--seed", str(lengths.seed),
-                "--ingest", str(tokens), str(folder / programs / str(tokens)),
+                "--ingest", str(tokens), str(folder / "stores" / programs / str(tokens)),
             ]  # fmt: skip
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, env=os.environ | kept

@@ -153,8 +153,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.text_tokens == 1:
-        p.error("got --text-tokens 1, expected none or two at least: the first is not counted")
+    if args.text_tokens < 0 or args.text_tokens == 1:
+        p.error(
+            f"got --text-tokens {args.text_tokens}, expected 0, or 2 at least: the first is not "
+            "counted"
+        )
     return args
 
 

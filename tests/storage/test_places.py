@@ -31,9 +31,9 @@ def picture(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     """Every name below a folder, with its mode, time of change and content."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        stat = path.lstat()
+        about = path.lstat()
         data = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        found[str(path.relative_to(folder))] = (stat.st_mode, stat.st_mtime_ns, data)
+        found[str(path.relative_to(folder))] = (about.st_mode, about.st_mtime_ns, data)
     return found
 
 
