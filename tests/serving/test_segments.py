@@ -151,6 +151,7 @@ def test_a_text_that_is_given_up_leaves_nothing_behind(engine: Engine, document:
 def test_a_text_that_ends_gives_each_of_its_segments_up_once(
     engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settled(engine, document)  # what is given up from here on is this text's
     given: list[str] = []
     add = Leftovers.add
 
