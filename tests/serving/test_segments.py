@@ -53,9 +53,13 @@ def wait_until(true: Callable[[], bool]) -> None:
 def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     """Nothing of any text is left."""
     kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
+    segments = engine._worker._segments
+    assert segments is not None
     wait_until(lambda: not engine.stats().running)
+    engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of what ran
+    segments._thread.submit(lambda: None).result()  # and what was being written is given up
     wait_until(lambda: engine.store.files.segment_ids() == kept)
-    wait_until(lambda: not engine._worker._segments._leftovers._left)
+    wait_until(lambda: not segments._leftovers._left)
     stats, tiers = engine.stats(), engine._worker.memory.tiers
     assert stats.running == stats.pinned_packs == tiers.pinned_slots == 0
     known = [resident.prefix for resident in engine._worker.residents._known.values()]
@@ -162,7 +166,7 @@ def test_a_text_that_ends_gives_each_of_its_segments_up_once(
     monkeypatch.setattr(Leftovers, "add", noted)
     sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
     [text] = engine.generate(asked(document, 0.2), sampling).results()
-    engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of it
+    engine._scheduler.call(lambda: None)
     assert text.trace.segments == SEGMENTS
     assert len(given) == len(set(given)) == SEGMENTS
     settled(engine, document)
