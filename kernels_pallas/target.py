@@ -13,6 +13,7 @@ __all__ = ["Target"]
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
 _ALSO_GPU = ("cuda", "rocm")
+_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,8 @@ class Target:
       capability: a GPU's compute capability; None: not known, or no GPU.
       cores: what a grid has to fill: a GPU's multiprocessors, the tensor cores that one TPU device
         runs a kernel on.
-      widens: a CPU that has no matrix unit for bfloat16: products of many rows are faster in
-        float32, to which their 16-bit factors are widened first. The sums are float32's anyway.
+      widens: a CPU that has no instructions for products of bfloat16: those of many rows are faster
+        in float32, to which their 16-bit factors are widened first. The sums are float32's anyway.
     """
 
     platform: str
@@ -68,13 +69,13 @@ class Target:
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this machine's cores have a matrix unit for bfloat16; where Linux does not say, they
-    are taken to have one. XLA makes no use of AVX-512's bfloat16 products."""
+    """Whether this machine's cores have instructions for products of bfloat16, a matrix unit's or
+    AVX-512's; where Linux does not say, they are taken to have some."""
     try:
         known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return True
-    return "amx_bf16" in known or "flags" not in known
+    return any(found in known for found in _BFLOAT16) or "flags" not in known
 
 
 def _cores(device: Any, platform: str) -> int:

@@ -14,7 +14,7 @@ from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Sizes, abstract, ints
 from ckv_jax.buckets import choice_bucket
 from ckv_jax.cache.window import KEEP, Window
 from ckv_jax.model.sampling import SamplingArrays, sample
-from ckv_jax.pipeline.choice_calls import ChoiceCalls
+from ckv_jax.pipeline.choice_calls import ChoiceCalls, OfPrefix
 from ckv_jax.pipeline.executor import latest
 from ckv_jax.reads.residents import Resident
 from ckv_jax.selection.chunks import attention_mass
@@ -34,8 +34,11 @@ class _Resident:
     num_chunks = -(-PREFIX // CHUNK)
 
 
-def _anew(system: str, kind: str, coarse: Coarse | None = None) -> Callable[[Sizes], Program]:
-    """What one token chooses as `system` does, and what of it a window lacks."""
+def _anew(
+    system: str, kind: str, coarse: Coarse | None = None, *, prefixes: int = 1
+) -> Callable[[Sizes], Program]:
+    """What one token of each of some prefixes chooses as `system` does, and what of it a window
+    lacks."""
     stages = None if coarse is None else Stages(coarse, 64, some_whole=False)
 
     def program(sizes: Sizes) -> Program:
@@ -45,19 +48,22 @@ def _anew(system: str, kind: str, coarse: Coarse | None = None) -> Callable[[Siz
         tokens = sizes.chunks * CHUNK
         n = choice_bucket(sizes.chosen)
         slots = max(n, choice_bucket(round(sizes.chosen * max(1.0, preset.window))))
-        window = Window(*(ints(1, slots) for _ in Window._fields))
+        window = Window(*(ints(prefixes, slots) for _ in Window._fields))
+        probes = [sizes.probe(kind, tokens) for _ in layers]
+        each = ints(prefixes)
+        before = cast(Any, abstract((prefixes, sizes.chunks), jnp.float32))
+        calls = len(layers) + (stages is not None)
         return of(
             sizes,
             lambda: ChoiceCalls(sizes.layers).choose(
-                layers, sizes.hidden(1, 1), cast(np.ndarray, np.zeros(1, np.int32)), ints(1),
-                [sizes.probe(kind, tokens) for _ in layers], cast(Resident, _Resident), ints(1),
-                ints(1), window, 0, cast(Any, abstract((1, sizes.chunks), jnp.float32)),
-                score=attention_mass, keep=KEEP[preset.keep], n=n, stages=stages,
+                layers, sizes.hidden(prefixes, 1), cast(np.ndarray, np.zeros(prefixes, np.int32)),
+                each, [OfPrefix(cast(Resident, _Resident), probes)] * prefixes, each, each, window,
+                0, before, score=attention_mass, keep=KEEP[preset.keep], n=n, stages=stages,
             ),
-            kernels=0 if kind in ("means", "bounds") else len(layers) + (stages is not None),
-            sums=1 + (stages is not None),
-            tokens=1,
-            room=16 * tokens * sizes.config.num_heads,
+            kernels=0 if kind in ("means", "bounds") else prefixes * calls,
+            sums=prefixes * (1 + (stages is not None)),
+            tokens=prefixes,
+            room=16 * prefixes * tokens * sizes.config.num_heads,
         )  # fmt: skip
 
     return program
@@ -94,6 +100,7 @@ CHOOSING: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
         "latest": _rows,
         "choose": _anew("ckv", "int4"),
+        "choose-b8": _anew("ckv", "int4", prefixes=8),
         "choose-coarse": _anew("ckv", "int4", Coarse()),
         "choose-means": _anew("kvdrive", "means"),
         "choose-pq": _anew("pqcache", "pq"),

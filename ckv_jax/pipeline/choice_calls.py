@@ -23,34 +23,35 @@ from ckv_jax.selection.base import Selection, choose, pooled
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.select import Pool
-from ckv_jax.selection.two_stages import scored
+from ckv_jax.selection.two_stages import Scored, scored
+
+
+class OfPrefix(NamedTuple):
+    """A prefix, and what it is scored by."""
+
+    resident: Resident
+    probes: Sequence[Probe]
+    """One for each layer that scores, of which the scores are summed."""
+    rough: Sequence[Probe] = ()
+    """See `two_stages`."""
+
+    @property
+    def shapes(self) -> tuple[object, ...]:
+        """What a program is compiled for: prefixes of equal shapes may be asked in one call."""
+        return tuple(map(probe_key, (*self.probes, *self.rough)))
 
 
 class Chosen(NamedTuple):
-    """What one call chose for the rows of one prefix, on the device."""
+    """What the R rows of one call chose, on the device."""
 
     selection: Selection
     near: Array
-    """int32 [b, <= n]: what nearly was chosen, best first, -1 elsewhere."""
+    """int32 [R, <= n]: what nearly was chosen, best first, -1 elsewhere."""
     moves: Moves
-    window: WindowArrays
-    own: Float32[Array, "b M"]
+    own: Float32[Array, "R M"]
     """What the tokens themselves give every chunk."""
-
-    def near_misses(self) -> np.ndarray:
-        """What the rows nearly chose and none of them did, int64 [n]; waits for it."""
-        return np.setdiff1d(chunks_of(np.asarray(self.near)), np.asarray(self.selection.ids))
-
-    def guess(self) -> np.ndarray:
-        """What the rows chose or nearly chose, int64 [n]; waits for it."""
-        return chunks_of([np.asarray(self.selection.ids).ravel(), np.asarray(self.near).ravel()])
-
-
-def chunks_of(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """All chunk ids of some rows, each once, ascending, int64 [n]; -1 is none."""
-    ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
-    kept: np.ndarray = ids[ids >= 0]
-    return kept
+    window: WindowArrays
+    """The windows [B, W] of all rows of the batch, after this choice."""
 
 
 class ChoiceCalls:
@@ -69,57 +70,58 @@ class ChoiceCalls:
         self._queries = layers.programs.jit(layers.split(asking, (BY_NAME,), HEADS))
 
     def queries(
-        self,
-        layers: Sequence[int],
-        hidden: Array,
-        rows: Int32[np.ndarray, " b"],
-        start: Int32[np.ndarray, " b"],
-    ) -> Float32[np.ndarray, "b n H D"]:
-        """What each of n layers would ask for `rows` of hidden [B, 1, E], at positions `start`."""
+        self, layers: Sequence[int], hidden: Array, start: Int32[np.ndarray, " B"]
+    ) -> Float32[np.ndarray, "B n H D"]:
+        """What each of n layers would ask for hidden [B, 1, E], at positions `start`; waits for
+        it."""
         states = tuple(self._layers.state(layer) for layer in layers)
-        key = (len(layers), hidden.shape, len(rows))
-        found = self._queries(key, states, hidden, rows, start)
+        found = self._queries((len(layers), hidden.shape), states, hidden, start)
         return np.asarray(self._layers.shardings.gathered(found))
 
     def choose(
         self,
         layers: Sequence[int],
         hidden: Array,
-        rows: Int32[np.ndarray, " b"],
-        start: Int32[np.ndarray, " b"],
-        probes: Sequence[Probe],
-        resident: Resident,
-        limits: Int32[np.ndarray, " b"],
-        near: Int32[np.ndarray, " b"],
+        rows: Int32[np.ndarray, " R"],
+        start: Int32[np.ndarray, " R"],
+        of: Sequence[OfPrefix],
+        limits: Int32[np.ndarray, " R"],
+        near: Int32[np.ndarray, " R"],
         window: WindowArrays,
         step: int,
-        before: Float32[np.ndarray, "b M"],
+        before: Float32[np.ndarray, "R M"],
         *,
         score: ChunkScore,
         keep: Keep,
         n: int,
         stages: Stages | None = None,
-        rough: Sequence[Probe] = (),
         pool: Pool = "none",
     ) -> Chosen:
-        """The `limits[i]` <= n best chunks of one prefix for each of `rows` of hidden [B, 1, E].
+        """The `limits[i]` <= n best chunks for each of `rows` of hidden [B, 1, E].
 
-        `start`: positions of their tokens; a row whose limit is 0 chooses nothing, and its window
-        stays. `near[i]` <= n: how many of the best are chosen or near misses. `probes`: one a
-        layer, whose scores are summed; `window`: [b, W], W >= n; `before`: scores of earlier
-        tokens, which count as well; `stages`, `rough`: see `two_stages`; `pool`: see `base.pooled`.
+        As many of the rows, one after the other, stand on each of the prefixes `of`, which are of
+        equal shapes. `start`: positions of the rows' tokens; a row whose limit is 0 chooses
+        nothing, and its window stays. `near[i]` <= n: how many of the best are chosen or near
+        misses. `window`: [B, W], W >= n; `before`: scores of earlier tokens, which count as well;
+        `stages`: see `two_stages`; `pool`: see `base.pooled`.
         """
-        shapes = tuple(map(probe_key, (*probes, *rough)))
-        slots = window.chunk.shape[1]
-        key = (hidden.shape, len(rows), shapes, slots, score, keep, n, stages, pool)
+        slots = window.chunk.shape
+        shapes = of[0].shapes
+        key = (hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool)
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
-            (tuple(probes), tuple(rough)), np.int32(resident.prefix.num_tokens),
-            np.int32(resident.num_chunks), limits, near, window, np.int32(step), before,
-            score=score, keep=keep, n=n, chunk_tokens=resident.prefix.layout.chunk_tokens,
-            stages=stages, pool=pool,
+            tuple((tuple(one.probes), tuple(one.rough)) for one in of),
+            np.array([one.resident.prefix.num_tokens for one in of], np.int32),
+            np.array([one.resident.num_chunks for one in of], np.int32),
+            limits, near, window, np.int32(step), before,
+            score=score, keep=keep, n=n,
+            chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, pool=pool,
         )  # fmt: skip
         return found
+
+
+_Probes = tuple[tuple[Probe, ...], tuple[Probe, ...]]
+"""What a prefix is scored by, and what its coarse pass scores."""
 
 
 def _choose_of(
@@ -127,33 +129,59 @@ def _choose_of(
 ) -> Callable[..., Chosen]:
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
-        probes: tuple[tuple[Probe, ...], tuple[Probe, ...]], num_tokens: Array, num_chunks: Array,
+        probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
         limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
         score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None, pool: Pool,
     ) -> Chosen:  # fmt: skip
-        one = jnp.ones(rows.shape, jnp.int32)
-        own, left = scored(
-            [layer_of(state).query(hidden[rows], start[:, None]) for state in states], probes[0],
-            score=score, stages=stages, num_tokens=num_tokens, num_chunks=num_chunks,
-            q_lengths=one, limits=limits, chunk_tokens=chunk_tokens, target=target,
-            whole=shardings.sum, before=before, rough=probes[1], pool=pool,
-        )  # fmt: skip
+        queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
+        size = len(rows) // len(probes)  # of each prefix
+
+        def scorer(prefix: int) -> Callable[[], Scored]:
+            mine = slice(prefix * size, (prefix + 1) * size)
+            return lambda: scored(
+                [q[mine] for q in queries], probes[prefix][0], score=score, stages=stages,
+                num_tokens=num_tokens[prefix], num_chunks=num_chunks[prefix],
+                q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine],
+                chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
+                before=before[mine], rough=probes[prefix][1], pool=pool,
+            )  # fmt: skip
+
+        own, left = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
         scores = own + before
-        selection = choose(scores, n, limits, count=num_chunks, among=left, pool=pool)
-        after, moves = advance(window, Choice(selection.ids, scores), step, keep)
+        count = jnp.repeat(num_chunks, size)[:, None]  # [R, 1]
         chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
-        ranked = pooled(jnp.where(chunks < num_chunks, scores, -jnp.inf), pool)
+        allowed = jnp.where(chunks < count, scores, -jnp.inf)
+        selection = choose(allowed, n, limits, among=left, pool=pool)._replace(scores=scores)
+        mine = WindowArrays(*(part[rows] for part in window))
+        after, moves = advance(mine, Choice(selection.ids, scores), step, keep)
+        chose = jnp.where(limits > 0, rows, hidden.shape[0])  # the others' stay
+        window = WindowArrays(
+            *(part.at[chose].set(new, mode="drop") for part, new in zip(window, after, strict=True))
+        )
+        ranked = pooled(allowed, pool)
         ranked = ranked if left is None else jnp.where(left, ranked, -jnp.inf)
-        missed = _near_misses(ranked, n, limits, near)
-        return Chosen(selection, missed, moves, after, own)
+        return Chosen(selection, _near_misses(ranked, n, limits, near), moves, own, window)
 
     return choose_anew
 
 
+def _each_prefix(scorers: Sequence[Callable[[], Scored]], target: Target) -> Scored:
+    """What each prefix's rows say of its chunks, one prefix's after the other's."""
+    if len(scorers) == 1:
+        return scorers[0]()
+    if target.in_host_memory:
+        # In a loop, what one needs is let go before the next, and a CPU takes less than half the
+        # time. A GPU would ask the host at every turn of it which prefix is next.
+        places = jnp.arange(len(scorers), dtype=jnp.int32)
+        found = jax.lax.map(lambda place: jax.lax.switch(place, scorers), places)
+        return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)  # type: ignore[no-any-return]
+    parts = [scorer() for scorer in scorers]
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)  # type: ignore[no-any-return]
+
+
 def _queries_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
-    def queries(states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array) -> Array:
-        mine = hidden[rows]
-        asked = [layer_of(state).query(mine, start[:, None]) for state in states]
+    def queries(states: tuple[LayerState, ...], hidden: Array, start: Array) -> Array:
+        asked = [layer_of(state).query(hidden, start[:, None]) for state in states]
         found: Array = jnp.concatenate(asked, axis=1).astype(jnp.float32)
         return found
 

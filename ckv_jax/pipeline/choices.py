@@ -1,18 +1,16 @@
 """What the rows of a decode batch attend to, chosen anew token by token (KVDrive §5, §6.1).
 
-Before each period the newest tokens' queries score every row's prefix, one call a prefix, which
-also finds what of the choice its window lacks and what makes room for it. While later calls still
-score, the packs that the earlier ones lack are read; the period's layers then run once for the
-whole batch. Windows and the order of all this change when bytes arrive, never what is attended.
+Before each period the newest tokens' queries score every row's prefix, in one call for all that fit
+into one (`asking.py`), which also finds what of a choice its row's window lacks and what makes room
+for it. While later calls still score, the packs that the earlier ones lack are read; the period's
+layers then run once for the whole batch. Windows and the order of all this change when bytes
+arrive, never what is attended.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,53 +23,18 @@ from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.ahead import Guesses
-from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen, chunks_of
+from ckv_jax.pipeline.asking import Asking, Call, in_calls
+from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.pipeline.outcome import chunks_of
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.window import Window
+from ckv_jax.pipeline.prefix_rows import PrefixRows, by_prefix
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
-from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.token_trace import TokenTrace
 from ckv_jax.trace import Trace
-
-
-@dataclass(slots=True)
-class _Member:
-    """One prefix of a batch and the rows that stand on it."""
-
-    resident: Resident
-    choosers: list[Chooser]
-    rows: np.ndarray
-    """int32 [b], a bucket: rows of the batch, those past the choosers' are padding."""
-    near: np.ndarray
-    """int32 [b]: chunks of each row that are chosen or near misses."""
-    n: int
-    windows: dict[int, WindowArrays]
-    """Period -> on the device."""
-
-
-_Moving = tuple[Chooser, np.ndarray, np.ndarray, np.ndarray]
-"""A row that chose: its ids, the window's slots of them, and those of them that it lacks."""
-
-
-class _Asked(NamedTuple):
-    """One prefix's choice for a period."""
-
-    which: int
-    member: _Member
-    chosen: Chosen
-    limits: np.ndarray
-    queries: np.ndarray | None
-    """float32 [b, n, H, D], where it matters how far they have turned (`Select.drift`)."""
-    moving: list[_Moving]
-
-    @property
-    def window(self) -> Window:
-        """Of one of its rows."""
-        return self.member.choosers[0].window
 
 
 class Choices:
@@ -104,9 +67,12 @@ class Choices:
         self._memory = memory
         self._open_packs = open_packs
         self._rows: dict[int, Chooser] = {}
-        self._members: list[_Member] | None = None
+        self._prefixes: list[PrefixRows] | None = None
+        self._windows: dict[int, WindowArrays] = {}
+        """Period -> those of all rows [B, W], on the device."""
+        self._n = 0
         self._packs: Packs | None = None
-        self._guesses: list[_Asked] | None = None
+        self._guesses: list[Asking] | None = None
         self._trace = Trace()
         self._step = 0
 
@@ -114,7 +80,7 @@ class Choices:
         """The batch's rows by their places; their windows may have been resized."""
         self.rest()
         self._rows = rows
-        self._members = None
+        self._prefixes = None
 
     def rest(self) -> None:
         """Ends all reads, so that the batch holds nothing but its windows."""
@@ -130,12 +96,8 @@ class Choices:
             self._packs.tell(self._trace)
         for chooser in self._rows.values() if not self._keeps else ():
             chooser.window.forget()
-        if self._members is None:
-            self._members = self._grouped()
-        for member in self._members:
-            size = member.resident.prefix.layout.pack_bytes
-            for chooser in member.choosers:
-                chooser.told = TokenTrace(pack_bytes=size)
+        for chooser in self._rows.values():
+            chooser.told = TokenTrace(pack_bytes=chooser.window.resident.prefix.layout.pack_bytes)
 
     def choose(
         self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
@@ -146,7 +108,8 @@ class Choices:
 
         `starts`: positions of the tokens; `lengths`: tokens in each row's buffers before them.
         """
-        assert self._members is not None
+        if self._prefixes is None:
+            self._begin_rows(len(starts))
         guesses, self._guesses = self._guesses, None
         if self._select.drift is not None:
             hidden.block_until_ready()
@@ -164,17 +127,14 @@ class Choices:
                 selected = time.perf_counter_ns()
                 if self._ahead.asks_after(period):
                     self._guess(period + 1, hidden, starts, lengths)
-                for one in asked:  # while packs are read
-                    self._record(one, period, lengths)
+                self._record(asked, period)  # while packs are read
                 for one in asked:
                     self._collect(one, period)
-                    if self._keeps:
-                        one.member.windows[period] = one.chosen.window
+                if self._keeps and asked and (last := asked[-1].call) is not None:
+                    self._windows[period] = last.chosen.window
         except BaseException:
             self._fail()
             raise
-        for one in asked if self._ahead.near else ():
-            self._ahead.nearly(one.which, one.window, one.chosen.near_misses())
         self._tell(ready, selected, time.perf_counter_ns())
         return bool(asked)
 
@@ -204,7 +164,7 @@ class Choices:
 
     def _fail(self) -> None:
         """A token is not finished: what the device knows of windows is not what they hold."""
-        self._members = None
+        self._prefixes = None
         self._guesses = None
         self._ahead.forget()
         self.rest()
@@ -212,124 +172,119 @@ class Choices:
     def _asked(
         self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray, *,
         guess: bool = False,
-    ) -> list[_Asked]:  # fmt: skip
+    ) -> list[Asking]:  # fmt: skip
         """The calls that choose for a period, dispatched, of each prefix with rows that are due; or
         that only guess what it will choose."""
-        asked = []
-        for which, member in enumerate(self._members or ()):
-            limits, queries = self._due(
-                member, period, hidden, starts, lengths, self._select.drift if not guess else None
-            )
-            if limits.any():
-                chosen = self._ask(member, period, hidden, starts, lengths, limits)
-                asked.append(_Asked(which, member, chosen, limits, queries, []))
-        return asked
-
-    def _due(
-        self, member: _Member, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray,
-        least: float | None,
-    ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
-        """How much each row is to choose, int32 [b], 0 for those that need not; and their queries,
-        where these decide that."""
-        limits = np.zeros(len(member.rows), np.int32)
-        at = lengths[member.rows].tolist()
-        for row, chooser in enumerate(member.choosers):
-            limits[row] = chooser.limit if chooser.due(at[row]) else 0
-        if least is None or not limits.any():
-            return limits, None
         layers = self._plan.scoring_layers(period, self._select.score_layers)
-        queries = self._calls.queries(layers, hidden, member.rows, starts[member.rows])
-        for row, chooser in enumerate(member.choosers):
-            if limits[row] and not chooser.turned(period, at[row], queries[row], least):
-                limits[row] = 0
-        return limits, queries
+        asking = [
+            Asking(which, on, lengths[on.rows], limits)
+            for which, on in enumerate(self._prefixes or ())
+            if (limits := on.limits(lengths)).any()
+        ]
+        if asking and self._select.drift is not None and not guess:
+            queries = self._calls.queries(layers, hidden, starts)
+            asking = self._turned(asking, period, lengths, queries)
+        for one in asking:
+            self._scored_by(one, period, layers)
+        calls = in_calls(asking)
+        window = self._windows[period]
+        for call in calls:
+            made = Call(self._ask(call, period, layers, hidden, starts, lengths, window))
+            window = made.chosen.window
+            for place, one in enumerate(call):
+                one.call, one.first = made, place * len(one.limits)
+        return [one for call in calls for one in call]
+
+    def _scored_by(self, one: Asking, period: int, layers: Sequence[int]) -> None:
+        """Finds the probes of a prefix, and whether they are scored in two stages."""
+        probes, coarse = one.on.choosers[0].probes, self._select.coarse
+        one.probes = probes.get(layers, period)
+        if coarse is not None:
+            one.stages = coarse.stages(one.limits, one.on.resident.num_chunks)
+        if one.stages is not None:
+            one.rough = probes.rough([layers[i] for i in one.stages.coarse.layers(len(layers))])
+
+    def _turned(
+        self, asking: list[Asking], period: int, lengths: np.ndarray, queries: np.ndarray
+    ) -> list[Asking]:
+        """Those whose `queries` [B, n, H, D] are no longer what chose last."""
+        assert self._select.drift is not None
+        for one in asking:
+            one.queries = queries[one.on.rows]
+            for row in np.flatnonzero(one.limits).tolist():
+                chooser, length = one.on.choosers[row], int(lengths[one.on.rows[row]])
+                if not chooser.turned(period, length, one.queries[row], self._select.drift):
+                    one.limits[row] = 0
+        return [one for one in asking if one.limits.any()]
 
     def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Asks what a period will probably choose, while packs of the one before it are read."""
         for one in self._asked(period, hidden, starts, lengths, guess=True):
-            self._ahead.next_period(one.which, one.window, one.chosen.guess)
+            self._ahead.next_period(one.which, one.window, one.guess)
 
-    def _demand_all(self, period: int, asked: list[_Asked]) -> None:
-        """Starts reading what windows lack, as soon as each prefix has chosen."""
+    def _demand_all(self, period: int, asked: list[Asking]) -> None:
+        """Starts reading what windows lack, as soon as each call has chosen."""
         for one in asked if self._sequential else ():
-            one.chosen.moves.table.block_until_ready()
+            _ = one.outcome
         for one in asked:
-            one.moving.extend(self._demand(one.which, one.member, period, one.chosen, one.limits))
+            self._demand(one, period)
 
-    def _grouped(self) -> list[_Member]:
-        by_prefix: dict[int, list[tuple[int, Chooser]]] = {}
-        for place, chooser in sorted(self._rows.items()):
-            by_prefix.setdefault(id(chooser.window.resident), []).append((place, chooser))
-        return [self._member(rows) for rows in by_prefix.values()]
-
-    def _member(self, rows: list[tuple[int, Chooser]]) -> _Member:
-        choosers = [chooser for _, chooser in rows]
-        size = batch_bucket(len(rows))
-        widest = max(int(chooser.widths(self._slots).max()) for chooser in choosers)
-        near = [math.ceil(chooser.limit * self._near) for chooser in choosers]
-        n = choice_bucket(max(near))
-        slots = max(n, choice_bucket(widest))
-        windows = {}
+    def _begin_rows(self, batch: int) -> None:
+        """Tells the device what the windows of so many rows hold."""
+        self._prefixes = by_prefix(self._rows, self._near)
+        self._n = choice_bucket(max(int(on.near.max()) for on in self._prefixes))
+        widest = max(int(chooser.widths(self._slots).max()) for chooser in self._rows.values())
+        slots = max(self._n, choice_bucket(widest))
         for period in range(self._plan.periods):
-            held = np.full((3, size, slots), CLOSED, np.int32)
-            for row, chooser in enumerate(choosers if choosers[0].window.held else ()):
-                state = chooser.window.state(period)
-                held[:, row, : len(state[0])] = state
-            windows[period] = WindowArrays(*map(jax.device_put, held))
-        return _Member(
-            resident=choosers[0].window.resident,
-            choosers=choosers,
-            rows=np.array([place for place, _ in rows] + [0] * (size - len(rows)), np.int32),
-            near=np.array(near + [0] * (size - len(rows)), np.int32),
-            n=n,
-            windows=windows,
-        )
+            held = np.full((3, batch, slots), CLOSED, np.int32)
+            for row, chooser in self._rows.items():
+                if chooser.window.held:
+                    state = chooser.window.state(period)
+                    held[:, row, : len(state[0])] = state
+            self._windows[period] = WindowArrays(*map(jax.device_put, held))
 
     def _ask(
-        self, member: _Member, period: int, hidden: Array, starts: np.ndarray,
-        lengths: np.ndarray, limits: np.ndarray,
+        self, call: Sequence[Asking], period: int, layers: Sequence[int], hidden: Array,
+        starts: np.ndarray, lengths: np.ndarray, window: WindowArrays,
     ) -> Chosen:  # fmt: skip
-        layers = self._plan.scoring_layers(period, self._select.score_layers)
-        coarse = self._select.coarse
-        before = np.zeros((len(member.rows), member.resident.probe_chunks), np.float32)
-        for row, chooser in enumerate(member.choosers):
-            before[row] = chooser.before(period, int(lengths[member.rows[row]]))
-        probes = member.choosers[0].probes
-        stages = None if coarse is None else coarse.stages(limits, member.resident.num_chunks)
-        asking = [] if stages is None else [layers[i] for i in stages.coarse.layers(len(layers))]
+        """Asks in one call; there are as many prefixes in it as a bucket has."""
+        more = batch_bucket(len(call)) - len(call)
+
+        def every(rows: Sequence[np.ndarray], rest: np.ndarray) -> np.ndarray:
+            return np.concatenate([*rows, *[rest] * more])
+
+        first = call[0]
+        rows = every([one.on.rows for one in call], first.on.rows)
+        limits = every([one.limits for one in call], np.zeros_like(first.limits))
+        near = every([one.on.near for one in call], first.on.near)
+        before = [one.on.before(period, lengths) for one in call]
         return self._calls.choose(
-            layers, hidden, member.rows, starts[member.rows],
-            probes.get(layers, period), member.resident, limits,
-            np.where(limits > 0, member.near, 0), member.windows[period], self._step, before,
-            score=self._score, keep=self._keep, n=member.n,
-            stages=stages, rough=probes.rough(asking), pool=self._select.pool,
+            layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
+            limits, np.where(limits > 0, near, 0), window, self._step, every(before, before[0]),
+            score=self._score, keep=self._keep, n=self._n, stages=first.stages,
+            pool=self._select.pool,
         )  # fmt: skip
 
-    def _demand(
-        self, which: int, member: _Member, period: int, chosen: Chosen, limits: np.ndarray
-    ) -> list[_Moving]:
-        """Makes room for what a member's windows lack, and starts reading it."""
-        ids, table, misses = map(
-            np.asarray, (chosen.selection.ids, chosen.moves.table, chosen.moves.misses)
-        )
-        moving = []
-        for row in np.flatnonzero(limits).tolist():
-            chooser = member.choosers[row]
-            self._look_up(chooser, period, ids[row], misses[row])
+    def _demand(self, one: Asking, period: int) -> None:
+        """Makes room for what the windows of a prefix's rows lack, and starts reading it."""
+        found = one.outcome
+        for row in np.flatnonzero(one.limits).tolist():
+            chooser = one.on.choosers[row]
+            ids, table, misses = found.ids[row], found.table[row], found.misses[row]
+            self._look_up(chooser, period, ids, misses)
             chooser.forget(period)  # until its window is whole again
             if chooser.window.held:
-                chooser.window.make_way(period, table[row], misses[row])
-                moving.append((chooser, ids[row], table[row], misses[row]))
+                chooser.window.make_way(period, table, misses)
+                one.moving.append((chooser, ids, table, misses))
             else:
-                chooser.window.rechoose(period, ids[row][ids[row] >= 0])
-        missing = chunks_of([misses for _, _, _, misses in moving])
+                chooser.window.rechoose(period, ids[ids >= 0])
+        missing = one.missing
         if len(missing):
             for group in self._plan.groups(period):
-                self._opened().demand(which, group, missing)
-        return moving
+                self._opened().demand(one.which, group, missing)
 
-    def _collect(self, one: _Asked, period: int) -> None:
-        missing = chunks_of([misses for _, _, _, misses in one.moving])
+    def _collect(self, one: Asking, period: int) -> None:
+        missing = one.missing
         if len(missing):
             for group in self._plan.groups(period):
                 self._opened().collect(one.which, group, missing)
@@ -338,7 +293,7 @@ class Choices:
             chooser.window.move(period, ids, table, misses, self._step)
         if one.queries is not None:  # not before: a token that fails is tried again
             for row in np.flatnonzero(one.limits).tolist():
-                one.member.choosers[row].chose(period, one.queries[row])
+                one.on.choosers[row].chose(period, one.queries[row])
 
     def _look_up(self, chooser: Chooser, period: int, ids: np.ndarray, misses: np.ndarray) -> None:
         """Counts where a row's packs are before anything is read."""
@@ -362,23 +317,25 @@ class Choices:
 
     def _opened(self) -> Packs:
         if self._packs is None:
-            assert self._members is not None
-            sources = [member.choosers[0].source for member in self._members]
+            assert self._prefixes is not None
+            sources = [on.choosers[0].source for on in self._prefixes]
             self._packs = self._open_packs(sources, self._trace)
         return self._packs
 
-    def _record(self, one: _Asked, period: int, lengths: np.ndarray) -> None:
-        member, chose = one.member, one.limits > 0
-        selection: Selection = jax.tree.map(np.asarray, one.chosen.selection)
-        own = np.asarray(one.chosen.own)
-        for row in np.flatnonzero(chose).tolist():
-            chooser = member.choosers[row]
-            chooser.told.choices += 1
-            chooser.masses[period] = float(selection.mass[row])
-            chooser.remember(period, int(lengths[member.rows[row]]), own[row].copy())
-            if chooser.recorded is not None:
-                ids, scores = np.asarray(selection.ids[row]), np.array(selection.scores[row])
-                chooser.recorded.add(period, ids[ids >= 0], scores)
-        selection = jax.tree.map(lambda part: part[chose], selection)
-        self._residents.record(member.resident, self._plan.groups(period), selection)
-        member.resident.last_selection[period] = chunks_of(np.asarray(selection.ids))
+    def _record(self, asked: Sequence[Asking], period: int) -> None:
+        for one in asked:
+            on, found = one.on, one.outcome
+            for row in np.flatnonzero(one.limits).tolist():
+                chooser = on.choosers[row]
+                chooser.told.choices += 1
+                chooser.masses[period] = float(found.selection.mass[row])
+                chooser.remember(period, int(one.lengths[row]), found.own[row].copy())
+                if chooser.recorded is not None:
+                    ids, scores = found.ids[row], np.array(found.selection.scores[row])
+                    chooser.recorded.add(period, ids[ids >= 0], scores)
+            on.resident.last_selection[period] = chunks_of(found.ids)
+            if self._ahead.near:
+                self._ahead.nearly(one.which, one.window, found.near_misses())
+        if asked:
+            chosen = [(one.on.resident, one.outcome.selection) for one in asked]
+            self._residents.record_all(self._plan.groups(period), chosen)

@@ -29,13 +29,16 @@ class Chooser:
         packs: np.ndarray,
         recorded: Recorded | None = None,
         always: bool = False,
+        apart: bool = False,
     ) -> None:
         """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
         was generated; `source`: where the packs of its prefix come from; `widths`: how periods
         share the room for its windows, by the `packs` int [P] of a chunk in each of them;
         `recorded`: where its choices are written down; `always`: every token chooses, whatever
-        `select` says of that."""
+        `select` says of that; `apart`: it is asked by itself, also where others stand on its
+        prefix."""
         self.limit = limit
+        self.apart = apart
         self.probes = probes
         self.window = window
         self.source = source

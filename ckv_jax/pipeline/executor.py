@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Int32
 
 from ckv_jax.buckets import choice_bucket, suffix_bucket
 from ckv_jax.cache.tiers import PoolExhausted
@@ -214,9 +215,24 @@ class Executor:
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
         if len(batch.members) > 1 or tokens != suffix:
-            key = (hidden.shape, len(member.rows), tokens)
-            hidden = self._latest(key, hidden, member.rows, skipped, tokens=tokens)
+            hidden = self._cut(hidden, member.rows, skipped)
         return _Queries(hidden, batch.start[member.rows] + skipped, member.lengths - skipped)
+
+    def _cut(self, hidden: Array, rows: np.ndarray, skipped: np.ndarray) -> Array:
+        tokens = self._tokens(hidden.shape[1])
+        cut: Array = self._latest(
+            (hidden.shape, len(rows), tokens), hidden, rows, skipped, tokens=tokens
+        )
+        return cut
+
+    def warm(self, tokens: Int32[np.ndarray, "B S"]) -> None:
+        """Compiles what batches of so many `tokens` need beside what one over a single prefix does,
+        where each prefix has a power of two of their rows."""
+        hidden, rows = self._layers.embed(tokens), 1
+        while rows <= len(tokens) > 1:
+            some = np.zeros(rows, np.int32)
+            self._cut(hidden, some, some)
+            rows *= 2
 
     def _guess(
         self, member: Member, queries: _Queries, period: int, union: np.ndarray, missing: int,

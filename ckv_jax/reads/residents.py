@@ -203,24 +203,37 @@ class Residents:
         return found
 
     def record(self, resident: Resident, groups: range, selection: Selection) -> None:
+        """`record_all` of one prefix."""
+        self.record_all(groups, [(resident, selection)])
+
+    def record_all(self, groups: range, chosen: Sequence[tuple[Resident, Selection]]) -> None:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
 
-        Where the policy says so, I_j += A_j for those of all other chunks, too. `selection`'s
-        rows all belong to this prefix.
+        Where the policy says so, I_j += A_j for those of all other chunks, too. `chosen`: each
+        prefix once, with what its rows chose; a pack that several share is used once.
         """
-        chosen, attention = np.asarray(selection.ids), np.asarray(selection.attention)
-        real = chosen >= 0
-        chunks, where = np.unique(chosen[real], return_inverse=True)
-        total = np.bincount(where, weights=attention[real], minlength=len(chunks))
-        pages = np.concatenate([resident.pages(group, chunks) for group in groups])
-        self._tiers.record(pages, np.tile(total, len(groups)))
-        if self._tiers.observes:
-            rest = np.ones(resident.num_chunks, bool)
-            rest[chunks] = False
-            others = np.flatnonzero(rest)
-            seen = np.asarray(selection.scores)[real.any(axis=1)].sum(axis=0)[others]
-            pages = np.concatenate([resident.pages(group, others) for group in groups])
-            self._tiers.observe(pages, np.tile(seen, len(groups)))
+        used, attention = [], []
+        for resident, selection in chosen:
+            ids = np.asarray(selection.ids)
+            real = ids >= 0
+            chunks, got = ids[real], np.asarray(selection.attention)[real]
+            for group in groups:
+                used.append(resident.pages(group, chunks))
+                attention.append(got)
+        pages, where = np.unique(np.concatenate(used), return_inverse=True)
+        total: np.ndarray = np.bincount(where, np.concatenate(attention), len(pages))
+        self._tiers.record(pages, total)
+        for resident, selection in chosen if self._tiers.observes else ():
+            self._observe(resident, groups, selection)
+
+    def _observe(self, resident: Resident, groups: range, selection: Selection) -> None:
+        ids = np.asarray(selection.ids)
+        rest = np.ones(resident.num_chunks, bool)
+        rest[ids[ids >= 0]] = False
+        others = np.flatnonzero(rest)
+        seen = np.asarray(selection.scores)[(ids >= 0).any(axis=1)].sum(axis=0)[others]
+        pages = np.concatenate([resident.pages(group, others) for group in groups])
+        self._tiers.observe(pages, np.tile(seen, len(groups)))
 
     def record_probe(
         self, resident: Resident, row: int, attention: np.ndarray | None = None

@@ -42,6 +42,8 @@ class Sequence:
 
     made_up = False
     """Nobody asks it: it goes through whatever others may need."""
+    apart = False
+    """Whether it chooses as if nobody else stood on its prefix."""
 
     def __init__(
         self,

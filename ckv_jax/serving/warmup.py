@@ -11,6 +11,7 @@ from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
 from ckv_jax.budget import Budget
 from ckv_jax.memory.memory import job_packs
 from ckv_jax.model.sampling import Logprobs, SamplingParams
+from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.request import Request
@@ -39,6 +40,8 @@ def warm(
     units = prefix.num_chunks if chunked else prefix.num_tokens
     for batch in _powers(1, batch_bucket(max_batch)):
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
+            if isinstance(worker.executor, Executor):
+                worker.executor.warm(np.zeros((batch, suffix), np.int32))
             tokens = np.zeros(min(suffix, max_suffix), np.int32)
             for budget in _distinct(budgets, units):
                 asked = [_MadeUp(prefix, tokens, budget) for _ in range(batch)]
@@ -51,17 +54,33 @@ def warm(
 def _warm_texts(
     worker: Worker, prefix: Prefix, tokens: np.ndarray, budget: float | str, batch: int, most: int
 ) -> Generator[None, None, None]:
-    """Texts at every size of the buffers, half of whose rows leave, then half of those, …"""
+    """Texts at every size of the buffers, half of whose rows leave, then half of those, …
+
+    At the smallest size they choose once more as if not all of them stood on one prefix.
+    """
     smallest = rows_bucket(max(suffix_bucket(len(tokens)), len(tokens) + 1))
+    leaving = [2 + (batch // (row + 1)).bit_length() for row in range(batch)]
     for size in _powers(smallest, max(smallest, rows_bucket(len(tokens) + most + 1))):
-        texts = [
-            _MadeUp(prefix, tokens, budget, 2 + (batch // (row + 1)).bit_length())
-            for row in range(batch)
-        ]
-        yield from _first_tokens(worker, texts)
-        worker.warm(texts, size, suffix_bucket(len(tokens)))
-        while not all(text.done() for text in texts):
-            yield  # the scheduler steps them, with everybody else
+        texts = [_MadeUp(prefix, tokens, budget, new) for new in leaving]
+        yield from _text(worker, texts, size)
+    for apart in _apart(batch) if worker.system.decode is not None else ():
+        texts = [_MadeUp(prefix, tokens, budget, 3, apart=row < apart) for row in range(batch)]
+        yield from _text(worker, texts, smallest)
+
+
+def _text(worker: Worker, texts: Several[Sequence], size: int) -> Generator[None, None, None]:
+    yield from _first_tokens(worker, texts)
+    worker.warm(texts, size, suffix_bucket(len(texts[0].suffix)))
+    while not all(text.done() for text in texts):
+        yield  # the scheduler steps them, with everybody else
+
+
+def _apart(batch: int) -> list[int]:
+    """How many rows of a batch have prefixes of their own while the rest share one, so that each
+    number of each kind is met, both up to a power of two."""
+    alone = [1 << power for power in range(batch.bit_length())]
+    together = [batch - (1 << power) for power in range(1, batch.bit_length() - 1)]
+    return sorted({apart for apart in (*alone, *together) if batch - apart != 1 < batch})
 
 
 def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, None, None]:
@@ -79,14 +98,16 @@ class _MadeUp(Sequence):
     made_up = True
 
     def __init__(
-        self, prefix: Prefix, suffix: np.ndarray, budget: float | str, new: int = 0
-    ) -> None:
+        self, prefix: Prefix, suffix: np.ndarray, budget: float | str, new: int = 0, *,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         sampling = SamplingParams(max_tokens=new) if new else None
         super().__init__(
             Request(prefix=prefix, suffix=[0]),
             sampling=sampling,
             keep_kv=new > 0,
         )
+        self.apart = apart
         self.place(prefix, suffix, budget)
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:

@@ -337,8 +337,9 @@ class Worker:
         if self.system.decode is not None and limit < lease.resident.num_chunks:
             suffix = len(sequence.suffix)
             chooser = self._chooser(
-                limit, probes, window, lease.source, first=suffix, always=sequence.made_up
-            )
+                limit, probes, window, lease.source,
+                first=suffix, always=sequence.made_up, apart=sequence.apart,
+            )  # fmt: skip
         self._begin_text(sequence, trace)
         return Going(
             sequence=sequence,
@@ -353,13 +354,13 @@ class Worker:
 
     def _chooser(
         self, limit: int, probes: Probes, window: Window, source: Source, *, first: int = 0,
-        always: bool = False,
+        always: bool = False, apart: bool = False,
     ) -> Chooser:  # fmt: skip
         assert self.system.decode is not None
         return Chooser(
             select=self.system.decode, limit=limit, first=first, probes=probes, window=window,
             source=source, widths=self.profile.widths, packs=self.profile.packs,
-            recorded=self.profile.text(), always=always,
+            recorded=self.profile.text(), always=always, apart=apart,
         )  # fmt: skip
 
     def _segments_of(self, store: ChunkStore, tokens: int) -> Segments | None:

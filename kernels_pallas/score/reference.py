@@ -22,6 +22,7 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 __all__ = ["block_sums", "score"]
 
 _BLOCK_BYTES = 8 * 2**20  # of float32 logits and of keys as decoded, all KV heads
+_LONG_HALF = 64  # dims of half a key
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -115,13 +116,18 @@ def _logits(
         case Int8Keys(codes, scale):
             return _dot(rows, codes[:, head].astype(rows.dtype)), scale[:, head]
         case Int4Keys(codes, scale):
-            # One product a nibble and the offset of 8 taken off the sums: joining the halves
-            # first takes a CPU 1.7 times as long.
+            # The offset of 8 is taken off the sums. Of long keys a product a nibble takes a CPU as
+            # little as half the time that it takes to join the halves first; of short ones it is
+            # the other way round.
             half = rows.shape[1] // 2
             low = (codes[:, head] & jnp.uint8(15)).astype(rows.dtype)
             high = (codes[:, head] >> jnp.uint8(4)).astype(rows.dtype)
             offset = 8 * jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True)
-            return _dot(rows[:, :half], low) + _dot(rows[:, half:], high) - offset, scale[:, head]
+            if half < _LONG_HALF:
+                logits = _dot(rows, jnp.concatenate([low, high], axis=1))
+            else:
+                logits = _dot(rows[:, :half], low) + _dot(rows[:, half:], high)
+            return logits - offset, scale[:, head]
 
 
 def _dot(rows: Array, keys: Array) -> Array:

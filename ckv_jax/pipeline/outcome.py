@@ -1,0 +1,56 @@
+"""What rows of a decode batch chose, as the host sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ckv_jax.pipeline.choice_calls import Chosen
+from ckv_jax.selection.base import Selection
+
+
+class Outcome(NamedTuple):
+    """What b rows chose, on the host."""
+
+    selection: Selection
+    ids: np.ndarray
+    """int32 [b, n]: those of the selection."""
+    near: np.ndarray
+    """int32 [b, <= n]: what nearly was chosen, best first, -1 elsewhere."""
+    table: np.ndarray
+    """int32 [b, n]: see `cache.window.Moves`."""
+    misses: np.ndarray
+    own: np.ndarray
+    """float32 [b, M]: what the tokens themselves give every chunk."""
+
+    @classmethod
+    def of(cls, chosen: Chosen) -> Outcome:
+        """Of all rows of a call; waits for it."""
+        selection: Selection = jax.tree.map(np.asarray, chosen.selection)
+        return cls(
+            selection=selection,
+            ids=np.asarray(selection.ids),
+            near=np.asarray(chosen.near),
+            table=np.asarray(chosen.moves.table),
+            misses=np.asarray(chosen.moves.misses),
+            own=np.asarray(chosen.own),
+        )
+
+    def rows(self, rows: slice) -> Outcome:
+        """The same of some of them."""
+        selection = Selection(*(part[rows] for part in self.selection))
+        return Outcome(selection, *(part[rows] for part in self[1:]))
+
+    def near_misses(self) -> np.ndarray:
+        """What the rows nearly chose and none of them did, int64 [n]."""
+        return np.setdiff1d(chunks_of(self.near), self.ids)
+
+
+def chunks_of(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """All chunk ids of some rows, each once, ascending, int64 [n]; -1 is none."""
+    ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
+    kept: np.ndarray = ids[ids >= 0]
+    return kept

@@ -1,0 +1,63 @@
+"""One prefix of a decode batch, and the rows that stand on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckv_jax.buckets import batch_bucket
+from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.reads.residents import Resident
+
+
+@dataclass(slots=True)
+class PrefixRows:
+    """Rows of a decode batch that choose among the chunks of one prefix."""
+
+    resident: Resident
+    choosers: list[Chooser]
+    rows: np.ndarray
+    """int32 [b], a bucket: places in the batch, those past the choosers' are padding."""
+    near: np.ndarray
+    """int32 [b]: chunks of each row that are chosen or near misses."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, Chooser]], near: float) -> PrefixRows:
+        """Rows of one prefix, by their places. `near`: chunks that are chosen or near misses, for
+        each that is chosen."""
+        choosers = [chooser for _, chooser in rows]
+        padding = [0] * (batch_bucket(len(rows)) - len(rows))
+        wide = [math.ceil(chooser.limit * near) for chooser in choosers]
+        return cls(
+            resident=choosers[0].window.resident,
+            choosers=choosers,
+            rows=np.array([*(place for place, _ in rows), *padding], np.int32),
+            near=np.array([*wide, *padding], np.int32),
+        )
+
+    def limits(self, lengths: np.ndarray) -> np.ndarray:
+        """How much each row is to choose, int32 [b], 0 for those that need not. `lengths` int [B]:
+        tokens in the buffers of the batch's rows."""
+        limits = np.zeros(len(self.rows), np.int32)
+        for row, chooser in enumerate(self.choosers):
+            limits[row] = chooser.limit if chooser.due(int(lengths[self.rows[row]])) else 0
+        return limits
+
+    def before(self, period: int, lengths: np.ndarray) -> np.ndarray:
+        """Scores float32 [b, M] of earlier tokens, which count as well."""
+        scores = np.zeros((len(self.rows), self.resident.probe_chunks), np.float32)
+        for row, chooser in enumerate(self.choosers):
+            scores[row] = chooser.before(period, int(lengths[self.rows[row]]))
+        return scores
+
+
+def by_prefix(rows: Mapping[int, Chooser], near: float) -> list[PrefixRows]:
+    """The choosing rows of a batch, by their places, each with the others of its prefix."""
+    found: dict[Hashable, list[tuple[int, Chooser]]] = {}
+    for place, chooser in sorted(rows.items()):
+        key = id(chooser.window.resident), place if chooser.apart else None
+        found.setdefault(key, []).append((place, chooser))
+    return [PrefixRows.of(rows, near) for rows in found.values()]
