@@ -11,6 +11,8 @@ from ckv_jax.kernels_pallas.target import Target
 __all__ = ["einsum", "matmul"]
 
 _FEW_ROWS = range(9, 65)  # rows for which a CPU wants an out-first weight in blocks
+_LONG = 1536  # inputs from which it does for fewer as well, unless each follows the other by pages
+_PAGE = 2048  # 16-bit numbers of 4 KiB
 _OUT_BLOCK = 128
 
 
@@ -24,23 +26,27 @@ def matmul(
 
     Shapes are dressed up for XLA's CPU matmul of 16-bit numbers: one row becomes two (a
     matrix-vector product is 15 times slower), a few rows meet the weight in blocks of
-    outputs, for which XLA repacks the rows and not the weight (1.4 to 1.7 times faster), and many
-    are widened on a CPU without a matrix unit (1.4 to 1.6 times faster, `Target.widens`).
+    outputs, for which XLA repacks the rows and not the weight (1.1 to 1.7 times faster), and many
+    are widened on a CPU without instructions for them (1.4 to 1.6 times faster, `Target.widens`).
     None of this changes what is computed. A widened weight is in memory for as long as its product.
     """
     rows, wide = x.shape[0] * x.shape[1], x.dtype == jnp.float32
     if rows == 1 and not wide:
         pair = jnp.broadcast_to(x, (1, 2, x.shape[2]))
-        return _product(pair, weight, out_first)[:, :1]
+        return matmul(pair, weight, out_first, target)[:, :1]
     if rows >= _FEW_ROWS.stop and target.widens:
         return _product(x.astype(jnp.float32), weight.astype(jnp.float32), out_first)
-    blocks, rest = divmod(weight.shape[0], _OUT_BLOCK)
-    few = rows in _FEW_ROWS and not wide and target.platform == "cpu"
-    if out_first and few and not rest:
-        blocked = weight.reshape(blocks, _OUT_BLOCK, -1)
+    if out_first and target.platform == "cpu" and not wide and _in_blocks(rows, *weight.shape):
+        blocked = weight.reshape(-1, _OUT_BLOCK, weight.shape[1])
         out = einsum("bsi,noi->nbso", x, blocked)
         return jnp.moveaxis(out, 0, 2).reshape(*x.shape[:2], -1)
     return _product(x, weight, out_first)
+
+
+def _in_blocks(rows: int, outputs: int, inputs: int) -> bool:
+    if outputs % _OUT_BLOCK:
+        return False
+    return rows in _FEW_ROWS or (rows < _FEW_ROWS.start and inputs >= _LONG and inputs % _PAGE > 0)
 
 
 def _product(x: Array, weight: Array, out_first: bool) -> Array:

@@ -85,7 +85,7 @@ class Asking:
 
     def guess(self) -> np.ndarray:
         """What its rows chose or nearly chose, int64 [n]; waits for it."""
-        return chunks_of([self.outcome.ids.ravel(), self.outcome.near.ravel()])
+        return chunks_of([self.outcome.ids, self.outcome.near])
 
 
 def in_calls(asking: Sequence[Asking]) -> list[list[Asking]]:

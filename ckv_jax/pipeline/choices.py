@@ -333,7 +333,7 @@ class Choices:
                 if chooser.recorded is not None:
                     ids, scores = found.ids[row], np.array(found.selection.scores[row])
                     chooser.recorded.add(period, ids[ids >= 0], scores)
-            on.resident.last_selection[period] = chunks_of(found.ids)
+            on.resident.last_selection[period] = chunks_of([found.ids])
             if self._ahead.near:
                 self._ahead.nearly(one.which, one.window, found.near_misses())
         if asked:

@@ -45,12 +45,15 @@ class Outcome(NamedTuple):
         return Outcome(selection, *(part[rows] for part in self[1:]))
 
     def near_misses(self) -> np.ndarray:
-        """What the rows nearly chose and none of them did, int64 [n]."""
-        return np.setdiff1d(chunks_of(self.near), self.ids)
+        """What the rows nearly chose and none of them did, ascending, int64 [n]."""
+        near = np.zeros(self.own.shape[1] + 1, bool)  # the last one is -1's
+        near[self.near] = True
+        near[self.ids] = False
+        return np.flatnonzero(near[:-1])
 
 
-def chunks_of(rows: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+def chunks_of(rows: Sequence[np.ndarray]) -> np.ndarray:
     """All chunk ids of some rows, each once, ascending, int64 [n]; -1 is none."""
-    ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
-    kept: np.ndarray = ids[ids >= 0]
-    return kept
+    if not rows:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(np.bincount(np.concatenate(rows, axis=None) + 1)[1:])

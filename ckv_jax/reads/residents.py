@@ -220,20 +220,22 @@ class Residents:
             for group in groups:
                 used.append(resident.pages(group, chunks))
                 attention.append(got)
-        pages, where = np.unique(np.concatenate(used), return_inverse=True)
-        total: np.ndarray = np.bincount(where, np.concatenate(attention), len(pages))
-        self._tiers.record(pages, total)
-        for resident, selection in chosen if self._tiers.observes else ():
-            self._observe(resident, groups, selection)
+        self._tiers.record(*_summed(used, attention))
+        if self._tiers.observes:
+            self._observe_all(groups, chosen)
 
-    def _observe(self, resident: Resident, groups: range, selection: Selection) -> None:
-        ids = np.asarray(selection.ids)
-        rest = np.ones(resident.num_chunks, bool)
-        rest[ids[ids >= 0]] = False
-        others = np.flatnonzero(rest)
-        seen = np.asarray(selection.scores)[(ids >= 0).any(axis=1)].sum(axis=0)[others]
-        pages = np.concatenate([resident.pages(group, others) for group in groups])
-        self._tiers.observe(pages, np.tile(seen, len(groups)))
+    def _observe_all(self, groups: range, chosen: Sequence[tuple[Resident, Selection]]) -> None:
+        seen, attention = [], []
+        for resident, selection in chosen:
+            ids = np.asarray(selection.ids)
+            rest = np.ones(resident.num_chunks, bool)
+            rest[ids[ids >= 0]] = False
+            others = np.flatnonzero(rest)
+            got = np.asarray(selection.scores)[(ids >= 0).any(axis=1)].sum(axis=0)[others]
+            for group in groups:
+                seen.append(resident.pages(group, others))
+                attention.append(got)
+        self._tiers.observe(*_summed(seen, attention))
 
     def record_probe(
         self, resident: Resident, row: int, attention: np.ndarray | None = None
@@ -350,6 +352,14 @@ class Residents:
             base = self._tiers.register(groups * chunks, *(scores or ()))
             self._segments[segment] = (base, groups, chunks)
         return self._segments[segment][0]
+
+
+def _summed(
+    pages: Sequence[np.ndarray], attention: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each page once, int64 [n], with the sum of what it was given, float64 [n]."""
+    each, where = np.unique(np.concatenate(pages), return_inverse=True)
+    return each, np.bincount(where, np.concatenate(attention), len(each))
 
 
 def device_digest(

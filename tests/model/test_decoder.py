@@ -138,6 +138,29 @@ def test_many_rows_are_widened_where_that_is_faster(out_first: bool) -> None:
         np.testing.assert_allclose(np.asarray(jax.jit(run)(x, weight))[0], exact, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inputs", "blocks"),
+    [
+        (1, 1536, 2),
+        (8, 1536, 2),
+        (8, 1024, 0),
+        (8, 2048, 0),
+        (9, 1024, 2),
+        (64, 2048, 2),
+        (65, 1536, 0),
+    ],
+)
+def test_few_rows_meet_the_weight_in_blocks(rows: int, inputs: int, blocks: int) -> None:
+    rng = np.random.default_rng(4)
+    weight = jnp.asarray(rng.normal(size=(256, inputs)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(1, rows, inputs)), jnp.bfloat16)
+    run = partial(matmul, out_first=True, target=Target(platform="cpu", widens=False))
+    assert f"bf16[{blocks},128,{inputs}]" in str(jax.make_jaxpr(run)(x, weight)) or not blocks
+    assert blocks or "128" not in str(jax.make_jaxpr(run)(x, weight))
+    exact = np.asarray(x, np.float64)[0] @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(np.asarray(jax.jit(run)(x, weight))[0], exact, atol=1e-3)
+
+
 def test_attention_in_blocks_equals_attention_at_once() -> None:
     rng = np.random.default_rng(1)
     q = rng.normal(size=(1, 1100, 4, 8)).astype(np.float32)
