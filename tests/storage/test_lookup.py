@@ -180,7 +180,7 @@ def test_file_hashes_follow_content_and_are_cached(
 
 def test_files_are_private_and_hex(store: ChunkStore, folder: Path) -> None:
     ingest(store, some_tokens(100))
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
     for path in (folder / "segments").glob("*/*"):
