@@ -41,12 +41,11 @@ class Resident:
         self._kept[layer].append((keys, values))
 
     def add(self, layer: int, keys: Array, values: Array) -> None:
-        """Takes a block [1, block, K*D], or what a block lacks of which some is kept; rows past
-        that are left out."""
+        """Takes the next block [1, block, K*D]; only its first rows where it goes on with a block
+        of which some are kept already."""
         kept = self._kept[layer]
         kept.append((keys, values))
-        if len(kept) > 1 and (begun := kept[-2][0].shape[1]) < self._block:
-            assert begun + keys.shape[1] >= self._block
+        if len(kept) > 1 and kept[-2][0].shape[1] < self._block:
             self._join(kept, 2, self._block)
         single = [keys.shape[1] == self._block for keys, _ in kept[-PIECE_BLOCKS:]]
         if len(single) == PIECE_BLOCKS and all(single):
