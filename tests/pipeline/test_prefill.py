@@ -138,6 +138,7 @@ def test_a_text_of_any_length_keeps_its_window_and_needs_the_same_programs() -> 
             most = max(most, live_bytes() - before)
         assert most == np.zeros(keys, np.float32).nbytes
         made.append(layers.programs.made)
+        del prefill
     assert made[0] == made[1]
     assert "extend" not in {name for name, _ in layers.programs.chosen}
 
