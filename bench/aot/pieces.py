@@ -18,9 +18,9 @@ from bench.aot.shapes import (
     ints,
 )
 from ckv_jax.model.shardings import HEADS
+from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.pieces import Part, Pieces
-from ckv_jax.pipeline.resident import PIECE_BLOCKS
 
 ROWS = np.arange(4, dtype=np.int32)
 

@@ -16,9 +16,9 @@ from jax import Array
 
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import HEADS, PAGES
+from ckv_jax.pipeline.kept_window import KeptWindow, spans
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Pieces
-from ckv_jax.pipeline.resident import Resident, spans
 from ckv_jax.storage.prefix import Prefix
 
 STEP_LAYERS = 4
@@ -209,11 +209,11 @@ class Prefill:
         rows = context_bucket(max(self.total, start + block), block)
         longest = own.window + block if bounded else self.total + LONGER_BLOCKS * block
         self._rows = min(rows, longest)
-        self._resident: Resident | None = None
+        self._window_kv: KeptWindow | None = None
         self._buffers: list[LayerKv] = []
         with own.layers.peers.local():
             if self.total > self._window:
-                self._resident = self._kept()
+                self._window_kv = self._kept()
             else:
                 self._buffers = [self._buffer(layers) for layers in own.steps]
 
@@ -251,8 +251,8 @@ class Prefill:
         hidden = own.layers.embed(padded)
         at = np.array([first], np.int32)
         kv: Array | np.ndarray
-        if self._resident is not None:
-            kv, hidden = self._in_pieces(hidden, at, self._resident)
+        if self._window_kv is not None:
+            kv, hidden = self._in_pieces(hidden, at, self._window_kv)
         else:
             kv, hidden = self._at_once(hidden, at)
         self._next = stop
@@ -273,34 +273,34 @@ class Prefill:
         return own.layers.shardings.gathered(kv) if self.bounded else kv, hidden
 
     def _in_pieces(
-        self, hidden: Array, at: np.ndarray, resident: Resident
+        self, hidden: Array, at: np.ndarray, kept: KeptWindow
     ) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])
         new = []
         for layer in range(own.layers.num_layers):
             before = part = own.pieces.open(layer, hidden, at)
-            for kept in resident.rows(layer):
-                before, part = part, own.pieces.over_rows(part, *kept)
+            for rows in kept.rows(layer):
+                before, part = part, own.pieces.over_rows(part, *rows)
             for piece in spans(self._window, first, own.block):
                 rows = self._read(layer, *piece)  # while others compute
                 before.out.block_until_ready()  # else pieces of any number pile up in memory
                 before, part = part, own.pieces.over_rows(part, *rows)
             hidden = own.pieces.close(layer, hidden, part)
             if first < self._window:
-                resident.add(layer, part.k, part.v)
+                kept.add(layer, part.k, part.v)
             new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
         return np.stack(new), hidden
 
-    def _kept(self) -> Resident:
+    def _kept(self) -> KeptWindow:
         """What is before the first token, as far as it is within the window."""
         own, ahead = self._own, min(self._start, self._window)
-        resident = Resident(own.pieces, own.layers.num_layers, own.block)
+        kept = KeptWindow(own.pieces, own.layers.num_layers, own.block)
         for layer in range(own.layers.num_layers):
             for piece in spans(0, ahead, own.block):
                 keys, values = self._read(layer, *piece)
                 put = own.layers.shardings.put
-                resident.keep(layer, put(keys, HEADS), put(values, HEADS))
-        return resident
+                kept.keep(layer, put(keys, HEADS), put(values, HEADS))
+        return kept
 
     def _read(self, layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(K, V) [1, n, K*D] of one layer, from where earlier tokens are kept."""

@@ -16,6 +16,7 @@ from engine_tiny import TINY
 from flax import nnx
 
 from ckv_jax.model.weights import random_model
+from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import (
     LONGER_BLOCKS,
@@ -25,7 +26,6 @@ from ckv_jax.pipeline.prefill import (
     context_bucket,
     window_within,
 )
-from ckv_jax.pipeline.resident import PIECE_BLOCKS
 from ckv_jax.stored_kv import read_kv
 
 MODEL = dataclasses.replace(SMALL, num_layers=STEP_LAYERS + 1, num_heads=2, num_kv_heads=1)

@@ -21,7 +21,7 @@ def spans(first: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
         first = end
 
 
-class Resident:
+class KeptWindow:
     """Each layer's (K, V) [1, R, K*D] of some tokens, in pieces as long as those of `spans`.
 
     Which piece has which tokens does not matter: later tokens see all of them.
