@@ -59,3 +59,26 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token() -> None:
     job.future.set_result(None)
     assert running.step() == []
     assert stepped == [going, waiting, going] and waiting.waits_for is None
+
+
+def test_windows_share_what_those_that_only_hold_leave_over() -> None:
+    """Of four texts two choose, of which one has a window; one holds what it chose at first."""
+
+    def going(held: bool | None, chooses: int = 0, holds: int = 0) -> Any:
+        chooser = SimpleNamespace(slots=chooses, resize=widths.append) if chooses else None
+        window = None if held is None else SimpleNamespace(held=held, slots_held=holds)
+        return SimpleNamespace(window=window, chooser=chooser)
+
+    class Holding(Running):
+        def __init__(self, most: float) -> None:
+            texts = [going(None), going(False, chooses=5), going(True, chooses=7)]
+            texts.append(going(True, holds=3))
+            self._batches: Any = [SimpleNamespace(going=dict(enumerate(texts)), stale=False)]
+            self._hold_slots, self._window = 24, most
+
+    widths: list[float] = []
+    assert Holding(8.0)._needs() == (7, 3)
+    for most, expected in ((8.0, 3.0), (2.0, 2.0)):
+        Holding(most)._widen()
+        assert widths == [expected] * 2  # of both that choose
+        widths.clear()

@@ -18,6 +18,7 @@ from ckv_jax.storage import (
     Layout,
     Prefix,
     PrefixNotFound,
+    StoreUnavailable,
     chain,
     fingerprint,
     hash_files,
@@ -146,6 +147,20 @@ def test_prefixes_by_id(store: ChunkStore) -> None:
     assert error.value.close == (leaf.id,) and leaf.id in str(error.value)
     with pytest.raises(PrefixNotFound):
         store.prefix("../../etc/passwd")
+
+
+def test_a_segment_that_cannot_be_looked_at_now_counts_as_unread(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (span,) = ingest(store, some_tokens(40)).spans
+
+    def late(_: str) -> None:
+        raise StoreUnavailable("the disk has not answered")
+
+    monkeypatch.setattr(store.index, "find", late)
+    before = store.stats()["unread"]
+    assert store.index.load(span.segment_id) is None
+    assert store.stats()["unread"] == before + 1
 
 
 def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -> None:

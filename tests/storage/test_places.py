@@ -24,6 +24,7 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.place.local import LocalFiles
 
 
@@ -215,6 +216,24 @@ def test_what_lies_behind_a_symlink_is_not_read(folder: Path, tmp_path: Path) ->
     assert files.read(name, "packs", 0, 4) is None
     path.symlink_to(tmp_path / "theirs")
     assert files.read(name, "packs", 0, 4) is None  # as good as absent
+
+
+def test_holds_in_a_file_that_was_deleted_are_seen_by_who_comes_later(tmp_path: Path) -> None:
+    name = "ab" * 16
+    one, other = Holds(tmp_path), Holds(tmp_path)
+    first = one.hold(name)
+    (tmp_path / "holds").unlink()
+    second = one.hold(name)
+    assert first is not None and second is not None
+    assert other.claim(name) is None  # though the first is in a file that is gone
+    second.release()
+    claim = other.claim(name)
+    assert claim is not None
+    assert one.hold(name) is None
+    for held in (first, claim):
+        held.release()
+    one.close()
+    other.close()
 
 
 @pytest.mark.parametrize("nest", [b"[", b'{"a":'])
