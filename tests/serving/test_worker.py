@@ -13,6 +13,7 @@ from engine_tiny import tiny_engine
 
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
+from ckv_jax.serving.room import SlotRoom
 from ckv_jax.serving.running import Running
 
 
@@ -82,3 +83,32 @@ def test_windows_share_what_those_that_only_hold_leave_over() -> None:
         Holding(most)._widen()
         assert widths == [expected] * 2  # of both that choose
         widths.clear()
+
+
+def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_step() -> None:
+    """Three chunks in steps of two of eight layer groups: 24 slots, or 6."""
+
+    class Room(SlotRoom):
+        def __init__(self, slots: int, excess: int = 0) -> None:
+            narrowed.clear()
+            self._layout: Any = SimpleNamespace(groups=8)
+            self._system: Any = SimpleNamespace(chunked=True)
+            self._memory: Any = SimpleNamespace(step_slots=slots)
+            self._running: Any = SimpleNamespace(
+                excess=excess, narrow=lambda: narrowed.append(slots)
+            )
+            self._step, self._max_bytes = 2, 0
+
+        def _chunks(self, sequences: Any) -> int:
+            return 3
+
+        def _num_bytes(self, batch: Any) -> int:
+            return 0
+
+    narrowed: list[int] = []
+    batch: Any = [SimpleNamespace(sampling=None)]
+    for slots, hold, narrows in ((24, True, 0), (23, True, 1), (6, False, 0), (5, False, 1)):
+        Room(slots).make_way(batch, hold=hold)
+        assert len(narrowed) == narrows
+    assert Room(6).fits(batch, 0) and Room(4, excess=2).fits(batch, 0)
+    assert not Room(4, excess=1).fits(batch, 0) and not Room(6).fits(batch, 1)
