@@ -112,6 +112,8 @@ class Packs:
         absent = chunks[(device < 0) & (host < 0)].tolist()
         known = state.flying.union(state.slots, state.host)
         missing = np.array([c for c in absent if c not in known], np.int64)
+        if not len(missing):
+            return
         spare = 2 * len(missing)  # for two demands of this size
         self._make_room(len(missing) + spare, wait=False)
         jobs = []

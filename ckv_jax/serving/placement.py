@@ -88,7 +88,7 @@ class Placement:
         the call has had before. Raises `TypeError` for what is no request.
         """
         ids = set() if ids is None else ids
-        sequences = []
+        sequences: list[Sequence] = []
         for request, way in zip(requests, ways or repeat(Way())):  # noqa: B905 - endless
             if not isinstance(request, Request):
                 raise TypeError(f"got {type(request).__name__}, expected a Request")
