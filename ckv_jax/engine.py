@@ -20,8 +20,8 @@ from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
 from ckv_jax.serving.hints import brought, let_go
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.streams import Item, Submit, TokenStream, result_of, results
+from ckv_jax.serving.sequence import Sequence, result_of
+from ckv_jax.serving.streams import Item, Submit, TokenStream, results
 from ckv_jax.serving.warmup import warm
 from ckv_jax.serving.ways import Way, sampled, several
 from ckv_jax.storage.prefix import Prefix
