@@ -22,10 +22,10 @@ from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.going import Going
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.texts import Texts
 
 _IDLE = SamplingParams()
 _SHARED_ROWS = 1024
@@ -36,7 +36,7 @@ class Running:
     """All running sequences of one engine. Engine thread only.
 
     Args:
-        texts: makes what a batch of them is decoded with, and what they become segments by.
+        decoding: makes what a batch of them is decoded with, and what they become segments by.
         recovery: the job that computes again what the store lost.
         hold_slots: device slots that all windows may have together.
         window: slots of a window for each chunk of a choice, where there are so many.
@@ -46,7 +46,7 @@ class Running:
 
     def __init__(
         self,
-        texts: Texts,
+        decoding: Decoding,
         *,
         recovery: Callable[[RecoveryNeeded], Job],
         hold_slots: int,
@@ -57,7 +57,7 @@ class Running:
     ) -> None:
         self._check = check
         self._peers = peers
-        self._texts = texts
+        self._decoding = decoding
         self._recovery = recovery
         self._hold_slots = hold_slots
         self._window = window
@@ -198,8 +198,8 @@ class Running:
             if batch is None:
                 alone = going.streams
                 batch = _Batch(
-                    self._texts.decoder(going.lease if alone else None),
-                    self._texts.choices(),
+                    self._decoding.decoder(going.lease if alone else None),
+                    self._decoding.choices(),
                     alone=alone,
                     long=going.row.length >= _SHARED_ROWS,
                 )
@@ -239,7 +239,7 @@ class Running:
 
     def _put_behind(self, batch: _Batch) -> None:
         """What texts generated leaves their buffers, where that is due."""
-        segments = self._texts.segments
+        segments = self._decoding.segments
         if segments is None:
             return
         for place, going in batch.going.items():

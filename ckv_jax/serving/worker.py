@@ -32,6 +32,7 @@ from ckv_jax.request import FinishReason
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.serving.alone import Alone
+from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
@@ -41,7 +42,6 @@ from ckv_jax.serving.room import SlotRoom, sparse
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.shares import share_of, shares_of
-from ckv_jax.serving.texts import Texts
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -113,13 +113,13 @@ class Worker:
             self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
         # Processes whose windows differ would read other packs.
         self.profile = Profile(self.plan, system, fingerprint, kept=self._peers.alone)
-        self.texts = Texts(
+        self.decoding = Decoding(
             layers, self.memory, self.plan, system, store=store, leases=self.leases,
             profile=self.profile, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
             open_packs=self.packs,
         )  # fmt: skip
         self._running = Running(
-            self.texts,
+            self.decoding,
             recovery=self.recovery,
             hold_slots=self.memory.hold_slots,
             window=system.window,
@@ -130,7 +130,7 @@ class Worker:
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
-            segment_tokens=0 if self.texts.segments is None else config.segment_tokens,
+            segment_tokens=0 if self.decoding.segments is None else config.segment_tokens,
         )  # fmt: skip
         loading = Loading(
             layers, self.memory, self.plan, open_packs=self.packs, make_way=self.make_way
@@ -143,7 +143,7 @@ class Worker:
             ),
             self.leases, plan=self.plan, token_bytes=self._room.token_bytes,
             computes_all=system.selector == "none", finish=self._finish,
-            begin_text=self.texts.begin, store_prompt=store_prompt,
+            begin_text=self.decoding.begin, store_prompt=store_prompt,
         )  # fmt: skip
 
     # -- what may run together --------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Worker:
             going = [
                 (
                     row,
-                    self.texts.going(
+                    self.decoding.going(
                         sequence, leases[i], prefixes[i][1], first, row, shares[row], hold=hold
                     ),
                 )
@@ -348,5 +348,5 @@ class Worker:
         if self.reorderer is not None:
             self.reorderer.close()
         self.prefetcher.close()
-        self.texts.close()
+        self.decoding.close()
         self.leases.close()

@@ -31,7 +31,7 @@ from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
 
-class Texts:
+class Decoding:
     """Makes what running texts of one engine need. Engine thread only, except `close`."""
 
     def __init__(
