@@ -55,6 +55,12 @@ class Programs:
         """Programs held now."""
         return sum(len(program.held) for program in list(self._programs.values()))
 
+    @property
+    def jitted(self) -> list[Callable[..., Any]]:
+        """The jitted functions of all programs held now."""
+        programs = list(self._programs.values())
+        return [made.call for program in programs for made in list(program.held.values())]
+
     def jit(
         self,
         function: Callable[..., Any],
