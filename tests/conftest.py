@@ -39,6 +39,10 @@ if not os.environ.get("CKV_TESTS_OPTIMISED"):
             " --xla_cpu_parallel_codegen_split_count=1"
         )
 
+# Whatever survives is looked through again and again by default, which took an eighth of the
+# processor: most of what tests make is JAX's, and stays.
+gc.set_threshold(10_000, 20, 20)
+
 import jax
 import psutil
 import pytest

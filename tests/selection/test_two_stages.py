@@ -199,9 +199,7 @@ def test_of_every_probe_the_best_of_what_is_left_are_chosen(
     ids = [choose(x.scores, 4, n, among=x.left).ids for x in (plain, found)]
     assert np.intersect1d(*map(np.asarray, ids)).size > 3  # shares of fewer heads weigh otherwise
     outside = ~found.left
-    np.testing.assert_allclose(
-        found.scores[outside], plain.scores[outside], rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(found.scores[outside], plain.scores[outside], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.scores.sum(1), plain.scores.sum(1), rtol=1e-4)
 
 
