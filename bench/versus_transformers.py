@@ -71,8 +71,8 @@ class Transformers:
             self._pass(self._prefix, None)
 
     def _pass(self, tokens: Any, positions: Any) -> Any:
-        """Logits of the last of `tokens` [1, n], behind and into the cache, which is named otherwise
-        from transformers 5.24 on, and stands at the same place."""
+        """Logits of the last of `tokens` [1, n], behind and into the cache: transformers 5.24 has
+        another name for it, at the same place."""
         return self._model(tokens, None, positions, self._cache, logits_to_keep=1).logits
 
     @property

@@ -39,10 +39,6 @@ if not os.environ.get("CKV_TESTS_OPTIMISED"):
             " --xla_cpu_parallel_codegen_split_count=1"
         )
 
-# Whatever survives is looked through again and again by default, which took an eighth of the
-# processor: most of what tests make is JAX's, and stays.
-gc.set_threshold(10_000, 20, 20)
-
 import jax
 import psutil
 import pytest
@@ -55,6 +51,10 @@ if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Whatever survives is looked through again and again by default, which took an eighth of the
+# processor: most of what tests make is JAX's, and stays.
+gc.set_threshold(10_000, 20, 20)
 
 MOST_BYTES = 1.6e9
 """Resident memory of a worker with which one more file of tests may begin; the largest of them

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_sharp import MODEL, PERIOD, Sharp
@@ -19,7 +18,7 @@ from ckv_jax import Blend, Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.fitting import check_split
 from ckv_jax.heads import heads_of, read_heads
-from ckv_jax.kernels_pallas.score import api
+from ckv_jax.kernels_pallas.score import api, together
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
@@ -32,7 +31,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     TokenProbe,
     TurnedKeys,
 )
-from ckv_jax.kernels_pallas.score import together
 from ckv_jax.kernels_pallas.score.turned import turn
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.reads.digest import Digest
