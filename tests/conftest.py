@@ -56,9 +56,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # processor: most of what tests make is JAX's, and stays.
 gc.set_threshold(10_000, 20, 20)
 
-MOST_BYTES = 1.6e9
+MOST_BYTES = 1.9e9
 """Resident memory of a worker with which one more file of tests may begin; the largest of them
-takes 0.9e9 more."""
+takes 0.55e9 more."""
 
 give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Returns what is free in the heap to the system; where its C library can. Half of what programs
