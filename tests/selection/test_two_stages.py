@@ -127,6 +127,11 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
     assert not found.left[2].any()
 
 
+def test_the_last_query_of_the_middle_layer_asks_unless_others_are_named() -> None:
+    assert Coarse().layers(LAYERS) == [1]
+    assert Coarse() == Coarse(score_layers=1, queries=1, survivors=8, fewest=None, least=1)
+
+
 def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
     coarse, before = Coarse(survivors=2), np.zeros((1, M), np.float32)
     before[0, 40] = 100
