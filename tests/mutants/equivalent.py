@@ -143,6 +143,11 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceComparisonOperator_Lt_LtE",
         "if self.tiers.free_slots < n: ~0 @25 #0",
     ): "where as many are free as are wanted no room is made",
+    (
+        "ckv_jax/pipeline/decode.py",
+        "core/NumberReplacer",
+        "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
+    ): "what is put there is thrown away: it is to be compiled",
 }
 """(file, operator, place) -> why."""
 
