@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from engine_support import tokens
+from engine_support import TIGHT, scale_error, tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
@@ -43,6 +44,21 @@ def test_the_next_layer_is_read_while_one_computes_where_four_fit(
     assert text.token_ids.tolist() == expected.token_ids.tolist()
     later = begun[-3 * layers :]  # tokens after the first, a read for each layer
     assert later == [(group, not ahead or group == 0) for group in range(layers)] * 3
+
+
+def test_a_text_whose_steps_do_not_fit_attends_to_what_it_has_said(tmp_path: Path) -> None:
+    sampling = SamplingParams(max_tokens=4)
+    with tiny_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as large:
+        request = Request(prefix=large.ingest(tokens(100)), suffix=[3, 1], budget=1.0)
+        (expected,) = large.generate(request, sampling, keep_kv=True).results()
+        config = dataclasses.replace(
+            large.config, prefetch_device_bytes=4 * large.layout.pack_bytes
+        )
+        with large.variant(config) as small:
+            (text,) = small.generate(request, sampling, keep_kv=True).results()
+    found, right = text.completion().kv, expected.completion().kv
+    assert found is not None and right is not None
+    assert scale_error(np.asarray(found), np.asarray(right)) < TIGHT
 
 
 @pytest.mark.parametrize(
