@@ -95,7 +95,7 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
             self._system: Any = SimpleNamespace(chunked=True)
             self._memory: Any = SimpleNamespace(step_slots=slots)
             self._running: Any = SimpleNamespace(
-                excess=excess, narrow=lambda: narrowed.append(slots)
+                excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
             )
             self._step, self._max_bytes = 2, 0
 

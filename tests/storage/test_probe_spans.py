@@ -54,7 +54,7 @@ def test_a_chunk_is_located_where_it_is_read(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         found = two_segments(store, folder)
     segments = [StoreError("the first"), StoreError("the second")]
-    runs = Runs(found, segments)
+    runs = Runs.of(found, segments)
     for chunk in range(found.num_chunks):
         ((segment, _, (local,)),) = runs.split(np.array([chunk]))
         assert runs.locate(chunk) == (segment, local)
