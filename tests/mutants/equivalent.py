@@ -11,11 +11,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "return first % most == 0 and (end % most == 0 or end == last) ~0 @41 #0",
     ): "a remainder is never less than 0",
     (
-        "ckv_jax/pipeline/choices.py",
-        "core/NumberReplacer",
-        "sources = [member.choosers[0].source for member in self._members] ~0 @27 #1",
-    ): "the last row instead of the first: all rows of a member stand on one prefix",
-    (
         "ckv_jax/pipeline/decode.py",
         "core/NumberReplacer",
         "at = np.array([row.length if row else 0 for row in self.rows], np.int32) ~0 @38 #1",
