@@ -28,7 +28,9 @@ ORDERS_VERSION = 7
 """Of layouts whose segments have an order of their tokens for each layer: likewise."""
 HEADS_VERSION = 8
 """Of layouts whose digest has one head of each of its layers: likewise."""
-VERSIONS = tuple(range(VERSION, HEADS_VERSION + 1))
+APART_VERSION = 9
+"""Of layouts whose packs hold one KV head each: likewise."""
+VERSIONS = tuple(range(VERSION, APART_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -55,7 +57,8 @@ class Layout:
     """Shapes and packing of a segment; two stores of one model may hold several layouts.
 
     One pack is one chunk over `pack_layers` layers, keys and values together: the unit of a read.
-    With `kv_together=False` (baselines) a pack holds the keys or the values of one layer.
+    With `kv_together=False` (baselines) a pack holds the keys or the values of one layer, with
+    `heads_apart=True` the keys and values of one KV head.
 
     Attributes:
       num_layers: L.
@@ -79,6 +82,7 @@ class Layout:
         §5); else one for all of them.
       codec: "none", or name and version of what encodes packs (`codec.py`).
       codec_bytes: bytes of one encoded pack; 0 without a codec.
+      heads_apart: every KV head has packs of its own, so that each can be read by itself.
     """
 
     num_layers: int
@@ -97,13 +101,14 @@ class Layout:
     layer_orders: bool = False
     codec: str = PLAIN
     codec_bytes: int = 0
+    heads_apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens", "probe_width"):
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= 1 << 20:
                 raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
-        for name in ("kv_together", "reordered", "layer_orders"):
+        for name in ("kv_together", "reordered", "layer_orders", "heads_apart"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.layer_orders and not self.reordered:
@@ -122,6 +127,7 @@ class Layout:
             object.__setattr__(self, "digest_layers", tuple(range(self.num_layers)))
         self._check_digest_layers()
         self._check_codec()
+        self._check_apart()
         if self.pack_bytes > _MAX_PACK:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
@@ -155,6 +161,14 @@ class Layout:
         if type(size) is not int or not least <= size <= most:
             raise ValueError(f"codec_bytes: got {size!r}, expected one in [{least}, {most}]")
 
+    def _check_apart(self) -> None:
+        """Packs of one head are only made of keys and values together, as they are."""
+        for name, expected in (("kv_together", True), ("reordered", False), ("codec", PLAIN)):
+            if self.heads_apart and getattr(self, name) != expected:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)!r}, expected {expected!r} with heads apart"
+                )
+
     # -- packs -----------------------------------------------------------------------------------
 
     @cached_property
@@ -170,14 +184,26 @@ class Layout:
 
     @cached_property
     def groups(self) -> int:
-        """Layer groups; with K and V apart, `2 * layer` holds keys and `2 * layer + 1` values."""
-        return -(-self.num_layers // self.pack_layers) * (1 if self.kv_together else 2)
+        """Layer groups; with K and V apart, `2 * layer` holds keys and `2 * layer + 1` values; with
+        heads apart, K of them in a row hold one KV head each of the same layers."""
+        return -(-self.num_layers // self.pack_layers) * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Groups that have the same layers: K with heads apart, 2 with K and V apart, else 1."""
+        return self.num_kv_heads if self.heads_apart else 1 if self.kv_together else 2
+
+    @property
+    def pack_heads(self) -> int:
+        """KV heads in one pack."""
+        return 1 if self.heads_apart else self.num_kv_heads
 
     @cached_property
     def pack_shape(self) -> tuple[int, int, int, int, int]:
-        """`(pack_layers, 2, C, K, D)`, or `(1, 1, C, K, D)` with K and V apart."""
+        """`(pack_layers, 2, C, K, D)`; `(1, 1, C, K, D)` with K and V apart, `(pack_layers, 2, C,
+        1, D)` with heads apart."""
         kv = 2 if self.kv_together else 1
-        return (self.pack_layers, kv, self.chunk_tokens, self.num_kv_heads, self.head_dim)
+        return (self.pack_layers, kv, self.chunk_tokens, self.pack_heads, self.head_dim)
 
     @cached_property
     def pack_bytes(self) -> int:
@@ -203,8 +229,12 @@ class Layout:
         """The layers in `group`; the last group may hold fewer than `pack_layers`."""
         if not 0 <= group < self.groups:
             raise ValueError(f"group: got {group}, expected one in [0, {self.groups})")
-        first = group * self.pack_layers if self.kv_together else group // 2
+        first = group // self.parts * self.pack_layers
         return range(first, min(first + self.pack_layers, self.num_layers))
+
+    def group_heads(self, group: int) -> slice:
+        """The KV heads in `group`."""
+        return slice(group % self.parts, group % self.parts + 1) if self.heads_apart else slice(None)
 
     @property
     def orders(self) -> int:
@@ -220,7 +250,7 @@ class Layout:
     @property
     def shard_groups(self) -> int:
         """Layer groups in one shard file."""
-        return (max(self.pack_layers, 2) // self.pack_layers) * (1 if self.kv_together else 2)
+        return (max(self.pack_layers, 2) // self.pack_layers) * self.parts
 
     @property
     def shards(self) -> int:
@@ -295,9 +325,12 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the format version. Older versions say nothing of codecs, of the probe's
-        width only the last four do, of orders by layer the last two, of the digest's heads the
-        last."""
+        width only the last five do, of orders by layer the last three, of the digest's heads the
+        last two, of heads apart the last."""
         values = dataclasses.asdict(self)
+        if self.heads_apart:
+            return {"version": APART_VERSION, **values}
+        del values["heads_apart"]
         if self.digest_heads:
             return {"version": HEADS_VERSION, **values}
         del values["digest_heads"]
@@ -323,6 +356,7 @@ class Layout:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
         for version, since in (
+            (APART_VERSION, {"heads_apart"}),
             (HEADS_VERSION, {"digest_heads"}), (ORDERS_VERSION, {"layer_orders"}),
             (PROBE_VERSION, {"probe_width"}), (CODED_VERSION, {"codec", "codec_bytes"}),
         ):  # fmt: skip

@@ -94,9 +94,10 @@ class Recovered:
         assert self._kv is not None
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
         kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
+        heads = layout.group_heads(group)
         for row, by_layer in enumerate(wanted):
             for place, (layer, tokens) in enumerate(zip(layers, by_layer, strict=True)):
-                out[row, place, :, : len(tokens)] = self._kv[layer, kinds][:, tokens]
+                out[row, place, :, : len(tokens)] = self._kv[layer, kinds, :, heads][:, tokens]
         return out
 
     def keys(self, layer: int) -> np.ndarray:

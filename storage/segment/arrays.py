@@ -31,7 +31,8 @@ class ArraySpec:
       shard: shape of one shard.
       inner: shape of one inner chunk, the unit of a read.
       entries: inner chunks that are really stored; shard slots past them are marked missing.
-      kv: inner chunks along the keys-values axis (2 when keys and values are apart).
+      parts: inner chunks that hold one pack's place together: 2 when keys and values are apart, K
+        when heads are.
       attributes: zarr attributes.
     """
 
@@ -41,7 +42,7 @@ class ArraySpec:
     shard: tuple[int, ...]
     inner: tuple[int, ...]
     entries: int
-    kv: int
+    parts: int
     attributes: dict[str, Any]
 
     @property
@@ -74,17 +75,17 @@ class ArraySpec:
     def offsets(self, row: int, columns: np.ndarray) -> tuple[int, np.ndarray]:
         """(shard, int64 [n]): where the inner chunks `columns` of a row lie in its shard file.
 
-        A row is a group of layers, or a layer of keys or values with both apart.
+        A row is a group of layers, or one part of it (`Layout.parts`).
         """
-        rows = self.shard[0] // self.inner[0] * self.kv
+        rows = self.shard[0] // self.inner[0] * self.parts
         first = row % rows * (self.shard_entries // rows)
         return row // rows, (first + columns.astype(np.int64)) * self.entry_bytes
 
     def index(self, shard: int) -> bytes:
         """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""
         steps = self.shard[0] // self.inner[0]
-        order = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.kv, -1)
-        slots = order.transpose(0, 2, 1).reshape(-1)  # zarr order has keys-values innermost
+        order = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.parts, -1)
+        slots = order.transpose(0, 2, 1).reshape(-1)  # zarr order has parts innermost
         table = np.empty((self.shard_entries, 2), "<u8")
         table[:, 0] = slots * np.uint64(self.entry_bytes)
         table[:, 1] = self.entry_bytes
@@ -143,7 +144,7 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(rows, blocks * block * ct, ph, dim),
             inner=(1, block * ct, ph, dim),
             entries=rows * blocks,
-            kv=1,
+            parts=1,
             attributes={
                 "element_type": layout.dtype,
                 "axes": ["probe_layer", "token", "kv_head", "dim"],
@@ -162,7 +163,7 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(len(layout.digest_layers), pieces * piece),
             inner=(1, piece),
             entries=len(layout.digest_layers) * pieces,
-            kv=1,
+            parts=1,
             attributes={
                 "kind": layout.digest,
                 "layers": list(layout.digest_layers),
@@ -184,19 +185,19 @@ def _packs(layout: Layout, tokens: int) -> ArraySpec:
             shard=(layout.shard_groups, chunks, size),
             inner=(1, 1, size),
             entries=layout.groups * chunks,
-            kv=1,
+            parts=1,
             attributes={"codec": layout.codec, "layers": layout.num_layers, "tokens": tokens},
         )
     heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
-    pl, kv = layout.pack_layers, 1 if layout.kv_together else 2
+    pl, kinds = layout.pack_layers, layout.pack_shape[1]
     return ArraySpec(
         name="packs",
         data_type=layout.disk_dtype.name,
         shape=(-(-layout.num_layers // pl) * pl, chunks, 2, ct, heads, dim),
         shard=(max(pl, 2), chunks, 2, ct, heads, dim),
-        inner=(pl, 1, 2 // kv, ct, heads, dim),
+        inner=(pl, 1, kinds, ct, layout.pack_heads, dim),
         entries=layout.groups * chunks,
-        kv=kv,
+        parts=layout.parts,
         attributes={
             "element_type": layout.dtype,
             "axes": ["layer", "chunk", "keys_values", "token", "kv_head", "dim"],

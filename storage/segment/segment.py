@@ -69,9 +69,9 @@ class Segment:
             if kind != "packs" or layout.codec != PLAIN:
                 view = array[row]
             elif layout.kv_together:
-                first = row * layout.pack_layers
-                view = array[first : first + layout.pack_layers].transpose([1, 0, 2, 3, 4, 5])
-                view = view[ts.d[1].translate_to[0]]
+                first = row // layout.parts * layout.pack_layers
+                view = array[first : first + layout.pack_layers, ..., layout.group_heads(row), :]
+                view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 4].translate_to[0]]
             else:
                 view = array[row // 2 : row // 2 + 1, :, row % 2 : row % 2 + 1]
                 view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 2].translate_to[0]]
