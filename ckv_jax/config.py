@@ -64,6 +64,9 @@ class SystemConfig:
     """Layers whose K and V of one chunk are one read."""
     kv_together: bool = True
     """K and V of a chunk are one read; False: a read each."""
+    heads_apart: bool = False
+    """Each KV head of a period chooses chunks for itself, by its own queries, and has packs of its
+    own: it attends to what it asked for and to nothing that others did, in smaller reads."""
     period: int = 8
     """Layers that share one selection."""
     subperiod: int = 4
@@ -137,6 +140,7 @@ class SystemConfig:
                 f"period={self.period}, expected each to divide the next"
             )
         self._check_heads()
+        self._check_apart()
         if self.probe_heads < 1:
             raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
         _one_of("probe_unit", self.probe_unit, Literal["query", "kv"])
@@ -185,6 +189,28 @@ class SystemConfig:
         if heads and self.probe != "digest":
             raise ValueError(f"got heads={heads!r} without a resident digest")
 
+    def _check_apart(self) -> None:
+        if not self.heads_apart:
+            return
+        if not self.chunked or self.probe != "digest" or self.heads or not self.kv_together:
+            raise ValueError(
+                "got heads_apart=True, expected a system that chooses chunks, by the digest of all "
+                "heads, with keys and values together"
+            )
+        if self.coder is not None:
+            raise ValueError(f"got heads_apart=True with codec={self.codec!r}, expected none")
+        if self.prefetch == "inter":
+            raise ValueError(
+                "got heads_apart=True with prefetch='inter', expected 'intra': what one head "
+                "chose says little of another's choice"
+            )
+        for select in (self.choose, self.decode):
+            if select is not None and (select.coarse is not None or select.score is not None):
+                raise ValueError(
+                    "got heads_apart=True with a coarse pass or a score of one's own, whose "
+                    "scores are of all heads together"
+                )
+
     @property
     def chunked(self) -> bool:
         """Whether the unit of selection is the unit of reading (ours), not tokens (rivals)."""
@@ -228,6 +254,7 @@ class SystemConfig:
             chunk_tokens=self.chunk_tokens,
             pack_layers=self.pack_layers,
             kv_together=self.kv_together,
+            heads_apart=self.heads_apart,
             probe="none" if self.probe == "digest" else self.probe,
             probe_width=width,
             digest=self.digest,
@@ -303,6 +330,11 @@ class EngineConfig:
             "prefill_window", "max_batch", "admit_bytes", "tensor_parallel", "processes",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
+        if system_of(self.system).heads_apart and self.tensor_parallel > 1:
+            raise ValueError(
+                f"got tensor_parallel={self.tensor_parallel} for a system whose heads have packs "
+                "of their own, expected 1"
+            )
         if self.tensor_parallel % self.processes:
             raise ValueError(
                 f"got processes={self.processes} for tensor_parallel={self.tensor_parallel} "

@@ -234,7 +234,8 @@ class Layout:
 
     def group_heads(self, group: int) -> slice:
         """The KV heads in `group`."""
-        return slice(group % self.parts, group % self.parts + 1) if self.heads_apart else slice(None)
+        head = group % self.parts
+        return slice(head, head + 1) if self.heads_apart else slice(None)
 
     @property
     def orders(self) -> int:

@@ -29,6 +29,14 @@ class Selection(NamedTuple):
     scores: Float32[Array, "B M"]
     """The score of every unit, as given."""
 
+    def parts(self, count: int) -> list[Selection]:
+        """On the host, each of `count` choices of every row, which stand one after the other."""
+        whole = [np.asarray(part) for part in self]
+        return [
+            Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
+            for i in range(count)
+        ]
+
 
 _MARGIN = 1e-5
 """What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""

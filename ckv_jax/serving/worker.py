@@ -81,7 +81,7 @@ class Worker:
         `carry_over`: see `Reorderer`."""
         self.layers = layers
         self._peers = layers.peers
-        self.plan = Plan.of(layers.num_layers, system)
+        self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         self.residents = Residents(
             store,
@@ -328,10 +328,10 @@ class Worker:
         """A sequence that goes on after its first token, with its packs pinned if they may stay."""
         chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
         window = Window(lease.resident, self.memory, self.plan, held=False)
-        held = hold and all(window.cached(p, ids) for p, ids in enumerate(chosen))
+        held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
         window.held = bool(self._peers.least(int(held)))
-        for period, ids in enumerate(chosen):
-            window.choose(period, ids)
+        for choice, ids in enumerate(chosen):
+            window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         chooser = None
         if self.system.decode is not None and limit < lease.resident.num_chunks:
