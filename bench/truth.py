@@ -85,8 +85,10 @@ def ingest(
 
 
 def packs_of(layout: Layout, tokens: np.ndarray, group: int, order: np.ndarray) -> np.ndarray:
-    """[M, *pack]: what the packs of a group must hold for `tokens` stored in `order`, [T] or [L, T]
-    of each layer."""
+    """[M, *pack]: what the packs of a group must hold for `tokens` stored in `order`, [T], [L, T]
+    of each layer, or [groups, T] of alike tokens."""
+    if layout.alike:
+        order = order[group]
     chunks = layout.num_chunks(len(tokens))
     kv = stored_kv(kv_of(layout, tokens), order)
     full = np.zeros((layout.num_layers, 2, chunks * layout.chunk_tokens, *kv.shape[3:]), kv.dtype)

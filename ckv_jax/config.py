@@ -10,7 +10,8 @@ from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import WHOLE_QUESTION, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
-from ckv_jax.storage.layout import PROBE_HEADS, Layout
+from ckv_jax.storage.grouping import TOGETHER
+from ckv_jax.storage.layout import LANDMARKS, PROBE_HEADS, Layout
 from ckv_jax.validate import WrongType, check_number, check_text, check_whole
 
 Selector = Literal["none", "all", "chunk", "h2o", "impress"]
@@ -67,6 +68,10 @@ class SystemConfig:
     heads_apart: bool = False
     """Each KV head of a period chooses chunks for itself, by its own queries, and has packs of its
     own: it attends to what it asked for and to nothing that others did, in smaller reads."""
+    grouping: Literal["position", "alike"] = "position"
+    """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
+    to a layer's KV head (KVDrive §4). A text's first 16 and last 64 tokens are then in chunks of
+    their own, which are attended to whatever the budget, beside it."""
     period: int = 8
     """Layers that share one selection."""
     subperiod: int = 4
@@ -190,6 +195,18 @@ class SystemConfig:
             raise ValueError(f"got heads={heads!r} without a resident digest")
 
     def _check_apart(self) -> None:
+        _one_of("grouping", self.grouping, Literal["position", "alike"])
+        if self.grouping == "alike":
+            whole = self.chunk_tokens % TOGETHER == 0 and self.digest in LANDMARKS
+            if not (self.heads_apart and self.pack_layers == 1 and whole):
+                raise ValueError(
+                    "got grouping='alike', expected heads apart in packs of one layer, a digest of "
+                    f"landmarks and chunk_tokens a multiple of {TOGETHER}"
+                )
+            if self.choose.pool != "none" or (self.decode and self.decode.pool != "none"):
+                raise ValueError(
+                    "got a pool with grouping='alike', whose chunks have no neighbours"
+                )
         if not self.heads_apart:
             return
         if not self.chunked or self.probe != "digest" or self.heads or not self.kv_together:
@@ -255,6 +272,7 @@ class SystemConfig:
             pack_layers=self.pack_layers,
             kv_together=self.kv_together,
             heads_apart=self.heads_apart,
+            grouping=self.grouping,
             probe="none" if self.probe == "digest" else self.probe,
             probe_width=width,
             digest=self.digest,

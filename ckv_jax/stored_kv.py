@@ -9,6 +9,7 @@ import numpy as np
 from ckv_jax.errors import CkvError
 from ckv_jax.storage.codec import Codec, check_codec, decoded
 from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.grouping import LAST
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -79,10 +80,13 @@ def read_kv(
 ) -> np.ndarray:
     """Keys and values [L, 2, T, K, D] of a stored prefix, T from the first token of `first_chunk`.
 
-    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read.
+    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read, and
+    where chunks of alike tokens come before the last, which are in no order of their positions.
     """
     check_codec(codec, prefix.layout)
     layout = prefix.layout
+    if layout.alike and first_chunk < (prefix.num_tokens - LAST) // layout.chunk_tokens:
+        raise SegmentDamaged(f"chunk {first_chunk}: tokens from there on are grouped")
     chunks = np.arange(first_chunk, prefix.num_chunks)
     with store.reader(prefix) as reader:
 

@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckv_jax.storage.grouping import FIRST, LAST, RUN, TOGETHER
+
 VERSION = 2
 """Version of the on-disk format; part of every fingerprint of a layout."""
 CODED_VERSION = 3
@@ -30,7 +32,9 @@ HEADS_VERSION = 8
 """Of layouts whose digest has one head of each of its layers: likewise."""
 APART_VERSION = 9
 """Of layouts whose packs hold one KV head each: likewise."""
-VERSIONS = tuple(range(VERSION, APART_VERSION + 1))
+ALIKE_VERSION = 10
+"""Of layouts whose chunks are of alike tokens: likewise."""
+VERSIONS = tuple(range(VERSION, ALIKE_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
@@ -40,6 +44,7 @@ _DTYPES: dict[str, tuple[Any, str]] = {
     "float32": (np.float32, "float32"),
 }
 _PROBES = ("keys", "heads", "none")
+_GROUPINGS = ("position", "alike")
 LANDMARKS = ("means", "bounds")
 """Digests that keep a landmark for each chunk, not for each token."""
 _DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
@@ -83,6 +88,10 @@ class Layout:
       codec: "none", or name and version of what encodes packs (`codec.py`).
       codec_bytes: bytes of one encoded pack; 0 without a codec.
       heads_apart: every KV head has packs of its own, so that each can be read by itself.
+      grouping: what a chunk is: tokens at neighbouring positions ("position"), or of each layer and
+        KV head those whose keys are "alike" (`grouping.py`). Which ones is kept beside the packs,
+        as are those of a text's beginning and end, which stay where they are. Segments are used
+        whole then, or up to the end of a run.
     """
 
     num_layers: int
@@ -102,6 +111,7 @@ class Layout:
     codec: str = PLAIN
     codec_bytes: int = 0
     heads_apart: bool = False
+    grouping: str = "position"
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens", "probe_width"):
@@ -168,6 +178,14 @@ class Layout:
                 raise ValueError(
                     f"{name}: got {getattr(self, name)!r}, expected {expected!r} with heads apart"
                 )
+        if self.grouping not in _GROUPINGS:
+            raise ValueError(f"grouping: got {self.grouping!r}, expected one of {_GROUPINGS}")
+        fits = self.heads_apart and self.pack_layers == 1 and self.probe == "none"
+        if self.alike and not (fits and self.chunk_tokens % TOGETHER == 0):
+            raise ValueError(
+                "grouping: got 'alike', expected heads apart in packs of one layer, no probe, and "
+                f"chunk_tokens a multiple of {TOGETHER}"
+            )
 
     # -- packs -----------------------------------------------------------------------------------
 
@@ -241,6 +259,32 @@ class Layout:
     def orders(self) -> int:
         """Mapping lists of a segment."""
         return self.num_layers if self.layer_orders else int(self.reordered)
+
+    @property
+    def alike(self) -> bool:
+        """Whether chunks are of alike tokens, and have an assignment beside them."""
+        return self.grouping == "alike"
+
+    def cut(self, wanted: int, tokens: int) -> int:
+        """The most tokens of a segment of `tokens` that can be used where its first `wanted` are:
+        all, or so many chunks that hold the first tokens and no others."""
+        whole = wanted // self.chunk_tokens * self.chunk_tokens
+        if wanted == tokens or not (self.reordered or self.alike):
+            return wanted if wanted == tokens else whole
+        if self.reordered:
+            return 0
+        tail = (tokens - LAST) // self.chunk_tokens * self.chunk_tokens
+        run = max(1, RUN // self.chunk_tokens) * self.chunk_tokens
+        return whole if whole >= tail else whole // run * run
+
+    def steady_chunks(self, tokens: int) -> int:
+        """How many chunks of a prefix are attended to whatever is chosen: those that hold some of
+        its first and last tokens, of a layout of alike tokens."""
+        if not self.alike:
+            return 0
+        chunks = self.num_chunks(tokens)
+        first, tail = -(-FIRST // self.chunk_tokens), (tokens - LAST) // self.chunk_tokens
+        return min(chunks, first + chunks - max(0, tail))
 
     def num_chunks(self, tokens: int) -> int:
         """Chunks that hold `tokens` tokens; the last one may be partial."""
@@ -326,9 +370,12 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the format version. Older versions say nothing of codecs, of the probe's
-        width only the last five do, of orders by layer the last three, of the digest's heads the
-        last two, of heads apart the last."""
+        width only the last six do, of orders by layer the last four, of the digest's heads the
+        last three, of heads apart the last two, of grouping the last."""
         values = dataclasses.asdict(self)
+        if self.alike:
+            return {"version": ALIKE_VERSION, **values}
+        del values["grouping"]
         if self.heads_apart:
             return {"version": APART_VERSION, **values}
         del values["heads_apart"]
@@ -357,7 +404,7 @@ class Layout:
             raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
         names = {f.name for f in dataclasses.fields(cls)}
         for version, since in (
-            (APART_VERSION, {"heads_apart"}),
+            (ALIKE_VERSION, {"grouping"}), (APART_VERSION, {"heads_apart"}),
             (HEADS_VERSION, {"digest_heads"}), (ORDERS_VERSION, {"layer_orders"}),
             (PROBE_VERSION, {"probe_width"}), (CODED_VERSION, {"codec", "codec_bytes"}),
         ):  # fmt: skip
@@ -387,5 +434,5 @@ class Layout:
         probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
         digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
         tables = (self.groups + len(self.probe_layers)) * chunks * 24
-        tables += tokens * (12 + 6 * self.orders)
+        tables += tokens * (12 + 6 * self.orders + 2 * self.groups * self.alike)
         return self.groups * chunks * self.stored_bytes + probe + digest + tables + (1 << 14)

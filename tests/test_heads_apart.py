@@ -31,7 +31,8 @@ HEADS = MODEL.num_kv_heads
 KVDRIVE = dataclasses.asdict(SYSTEMS["kvdrive"]) | {
     name: getattr(SYSTEMS["kvdrive"], name) for name in ("choose", "decode")
 }
-SHARED = KVDRIVE | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
+BY_POSITION = KVDRIVE | {"grouping": "position"}
+SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
 """Layers share choices, and tokens: each head's own."""
 
 
@@ -173,12 +174,21 @@ def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
 class Oracle:
     """Decode over one stored prefix in numpy, each head by the means of its own keys' chunks."""
 
-    def __init__(self, model: NumpyQwen, prefix: Prefix) -> None:
+    def __init__(self, model: NumpyQwen, engine: Engine, prefix: Prefix) -> None:
         self.model = model
         self.kv = model.prefill(prefix.tokens)
         self.start = prefix.num_tokens
         self.edges = np.arange(0, self.start, CHUNK)
         self.limit = math.ceil(BUDGET * len(self.edges))
+        self.order: np.ndarray = np.tile(np.arange(self.start), (MODEL.num_layers * HEADS, 1))
+        self.steady: list[int] = []
+        """Chunks that are attended to in any case."""
+        if prefix.layout.alike:
+            with engine.store.reader(prefix) as reader:
+                self.order = reader.order
+            last = (self.start - 64) // CHUNK
+            self.steady = [0, *range(last, len(self.edges))]
+            self.limit += len(self.steady)
         self.own: list[LayerKv] = []
         self.ids: list[np.ndarray] = []
         """Of each layer and head, of the latest token."""
@@ -207,34 +217,39 @@ class Oracle:
         """[H, S, T]: every query head sees what its KV head chose, and the text up to itself."""
         q, keys = self.model.query(layer, hidden, at), self.kv[layer][0]
         count = np.diff([*self.edges, self.start])
-        means = np.add.reduceat(keys, self.edges) / count[:, None, None]  # [M, K, D]
         group = q.shape[1] // HEADS
         seen = np.zeros((q.shape[1], len(at), self.start + done + len(at)), bool)
         seen[:, :, self.start :] = np.tri(len(at), done + len(at), done, dtype=bool)
         for head in range(HEADS):
             mine = slice(head * group, (head + 1) * group)
-            logits = np.einsum("sgd,md->sgm", q[:, mine], means[:, head]) * MODEL.head_dim**-0.5
+            order = self.order[layer * HEADS + head]
+            means = np.add.reduceat(keys[order, head], self.edges) / count[:, None]  # [M, D]
+            logits = np.einsum("sgd,md->sgm", q[:, mine], means) * MODEL.head_dim**-0.5
             scores = softmax(logits + np.log(count)).sum(axis=(0, 1))
+            scores[self.steady] += len(at) * group
             ranked = np.sort(scores)[::-1]
             gap = ranked[self.limit - 1] - ranked[self.limit]
             assert gap > 1e-5 * ranked[0], "a tie: float32 may choose otherwise"
             best = np.sort(np.argsort(-scores)[: self.limit])
             self.ids.append(best)
             for chunk in best:
-                seen[mine, :, chunk * CHUNK : min((chunk + 1) * CHUNK, self.start)] = True
+                seen[mine, :, order[chunk * CHUNK : (chunk + 1) * CHUNK]] = True
         return seen
 
 
-def test_every_head_chooses_its_own_best(sharp: Sharp, tmp_path: Path) -> None:
-    with sharp.fresh(tmp_path, system=KVDRIVE) as engine:
+@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
+def test_every_head_chooses_its_own_best(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    with sharp.fresh(tmp_path, system=system) as engine:
         prefix = engine.ingest(tokens(250, 5))
         request = Request(prefix=prefix, suffix=tokens(7, 41).tolist(), budget=BUDGET)
         sampling = SamplingParams(max_tokens=LENGTH)
         [text] = engine.generate(request, sampling, keep_kv=True).results()
         chosen = engine.last_selection(prefix)
-    oracle = Oracle(sharp.model, prefix)
+        oracle = Oracle(sharp.model, engine, prefix)
     oracle.step(tokens(7, 41))
-    for token in text.token_ids[:-1]:
+    for token in text.token_ids:
         oracle.step(np.array([token]))
     found = np.asarray(text.completion().kv)
     for layer, (keys, values) in enumerate(oracle.own):
@@ -244,13 +259,15 @@ def test_every_head_chooses_its_own_best(sharp: Sharp, tmp_path: Path) -> None:
     assert len(chosen) == len(oracle.ids) == MODEL.num_layers * HEADS
     by_layer = np.array(oracle.ids).reshape(MODEL.num_layers, HEADS, -1)
     assert (by_layer[:, 0] != by_layer[:, 1]).any(axis=1).all()  # or nothing would be shown
+    for mine, theirs in zip(chosen, oracle.ids, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_widths_are_of_layers_and_heads(
     sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with sharp.fresh(tmp_path / "store", system=KVDRIVE) as engine:
+    with sharp.fresh(tmp_path / "store", system=BY_POSITION) as engine:
         prefix = engine.ingest(tokens(250))
         [expected] = told(engine, asked([prefix, prefix])[:1])
         widths = engine.profile_windows(
@@ -274,12 +291,20 @@ def test_widths_are_of_layers_and_heads(
         {"prefetch": "inter"},
         {"choose": Select(coarse=Coarse())},
         {"decode": Select(coarse=Coarse())},
+        {"heads_apart": False},
+        {"digest": "int4"},
+        {"decode": Select(pool="max")},
     ],
     ids=str,
 )
 def test_what_heads_cannot_do_apart_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="heads_apart=True"):
+    with pytest.raises(ValueError, match=r"heads_apart=True|grouping='alike'"):
         dataclasses.replace(SYSTEMS["kvdrive"], **wrong)  # type: ignore[arg-type]
+
+
+def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
+    with pytest.raises(ValueError, match="got parts, but heads of system"):
+        engine.reprefill([Request(parts=prefixes, suffix=[1, 2])])[0].raise_for_error()
 
 
 def test_one_device_has_all_heads() -> None:

@@ -19,7 +19,7 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.residents import Resident
-from ckv_jax.selection.base import Selection, choose, pooled
+from ckv_jax.selection.base import Selection, before_others, choose, pooled, steady_chunks
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.select import Pool
@@ -65,7 +65,7 @@ class ChoiceCalls:
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens", "stages", "pool", "each"),
+            static=("score", "keep", "n", "chunk_tokens", "stages", "pool", "each", "steady"),
         )
         asking = layers.once(_queries_of, layers.layer_of)
         self._queries = layers.programs.jit(layers.split(asking, (BY_NAME,), HEADS))
@@ -98,6 +98,7 @@ class ChoiceCalls:
         stages: Stages | None = None,
         pool: Pool = "none",
         each: bool = False,
+        steady: bool = False,
     ) -> Chosen:
         """The `limits[i]` <= n best chunks for each of `rows` of hidden [B, 1, E].
 
@@ -107,10 +108,14 @@ class ChoiceCalls:
         misses. `window`: [B, W], W >= n; `before`: scores of earlier tokens, which count as well;
         `stages`: see `two_stages`; `pool`: see `base.pooled`. `each`: every KV head chooses for
         itself: `window` is [B*K, W] and `before` [R*K, M], a row's heads one after the other.
+        `steady`: see `Layers.select`.
         """
         slots = window.chunk.shape
         shapes = of[0].shapes
-        key = (hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool, each)
+        key = (
+            hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool, each,
+            steady,
+        )  # fmt: skip
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple((tuple(one.probes), tuple(one.rough)) for one in of),
@@ -119,7 +124,7 @@ class ChoiceCalls:
             limits, near, window, np.int32(step), before,
             score=score, keep=keep, n=n,
             chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, pool=pool,
-            each=each,
+            each=each, steady=steady,
         )  # fmt: skip
         return found
 
@@ -136,7 +141,7 @@ def _choose_of(
         probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
         limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
         score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None, pool: Pool,
-        each: bool,
+        each: bool, steady: bool,
     ) -> Chosen:  # fmt: skip
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
         size = len(rows) // len(probes)  # of each prefix
@@ -160,7 +165,12 @@ def _choose_of(
         limits, near = rows_of(limits, scores), rows_of(near, scores)
         chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
         allowed = jnp.where(chunks < count, scores, -jnp.inf)
-        selection = choose(allowed, n, limits, among=left, pool=pool)._replace(scores=scores)
+        sure = None
+        if steady:
+            of_row = rows_of(num_tokens, scores)
+            sure = steady_chunks(scores, of_row, chunk_tokens)
+        selection = choose(allowed, n, limits, among=left, pool=pool, sure=sure)
+        selection = selection._replace(scores=scores)
         mine = WindowArrays(*(part[rows] for part in window))
         after, moves = advance(mine, Choice(selection.ids, scores), step, keep)
         chose = jnp.where(limits > 0, rows, batch)  # the others' stay
@@ -169,6 +179,7 @@ def _choose_of(
         )
         ranked = pooled(allowed, pool)
         ranked = ranked if left is None else jnp.where(left, ranked, -jnp.inf)
+        ranked = before_others(ranked, sure)
         return Chosen(selection, _near_misses(ranked, n, limits, near), moves, own, window)
 
     return choose_anew

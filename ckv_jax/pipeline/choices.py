@@ -60,6 +60,8 @@ class Choices:
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
+        self._each = system.heads_apart
+        self._steady = system.grouping == "alike"
         self._sequential = system.sequential
         self._near = system.overfetch
         self._ahead = Guesses(system.decode.ahead, system.overfetch, plan)
@@ -263,7 +265,7 @@ class Choices:
             layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
             limits, np.where(limits > 0, near, 0), window, self._step, every(before, before[0]),
             score=self._score, keep=self._keep, n=self._n, stages=first.stages,
-            pool=self._select.pool, each=self._plan.parts > 1,
+            pool=self._select.pool, each=self._each, steady=self._steady,
         )  # fmt: skip
 
     def _demand(self, one: Asking, period: int) -> None:

@@ -205,7 +205,8 @@ class Executor:
             "chunk_tokens": self._system.chunk_tokens,
             "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
             "pool": self._system.choose.pool,
-            "each": self._plan.parts > 1,
+            "each": self._system.heads_apart,
+            "steady": self._system.grouping == "alike",
         }
 
     def _tokens(self, suffix: int) -> int:

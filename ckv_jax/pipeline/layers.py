@@ -27,7 +27,7 @@ from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Sharding
 from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Selection, Share, choose
+from ckv_jax.selection.base import Selection, Share, choose, steady_chunks
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.select import Pool
@@ -79,7 +79,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score", "stages", "pool", "each"),
+            static=("n", "window", "chunk_tokens", "score", "stages", "pool", "each", "steady"),
         )
         self._run = jit(
             split(
@@ -154,6 +154,7 @@ class Layers:
         share: Share | None = None,
         pool: Pool = "none",
         each: bool = False,
+        steady: bool = False,
     ) -> Selection:
         """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
         as many of them as hold a `share` of the score.
@@ -161,18 +162,20 @@ class Layers:
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
         token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`;
         `pool`: see `base.pooled`. `each`: every KV head chooses for itself, so that the selection
-        has K rows for each of these, one after the other.
+        has K rows for each of these, one after the other. `steady`: the prefix's first and last
+        tokens are chosen before all others.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
             self._select_key(
-                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool, each
+                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool, each,
+                steady,
             ),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
             tuple(probes), num_tokens, num_chunks, limits, share,
             score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, pool=pool,
-            each=each,
+            each=each, steady=steady,
         )  # fmt: skip
         return found
 
@@ -180,10 +183,11 @@ class Layers:
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
         score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
         stages: Stages | None = None, pool: Pool = "none", each: bool = False,
+        steady: bool = False,
     ) -> bool:  # fmt: skip
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
         key = self._select_key(
-            layers, hidden, probes, score, n, window, chunk_tokens, stages, pool, each
+            layers, hidden, probes, score, n, window, chunk_tokens, stages, pool, each, steady
         )
         return self._select.compiled(key)
 
@@ -294,7 +298,7 @@ def _select_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
         share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None, pool: Pool, each: bool,
+        stages: Stages | None, pool: Pool, each: bool, steady: bool,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
@@ -306,9 +310,11 @@ def _select_of(
             pool=pool, each=each,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
+        sure = steady_chunks(found.scores, num_tokens, chunk_tokens) if steady else None
         return choose(
-            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool
-        )
+            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool,
+            sure=sure,
+        )  # fmt: skip
 
     return select
 

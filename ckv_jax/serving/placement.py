@@ -142,6 +142,11 @@ class Placement:
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
                 "ckv and contiguous-kv do"
             )
+        if self._system.heads_apart:
+            raise ValueError(
+                f"got parts, but heads of system {self._system.name!r} choose for themselves; ckv "
+                "and contiguous-kv put texts together"
+            )
         if self._system.choose.pool != "none":
             raise ValueError(
                 f"got parts with pool={self._system.choose.pool!r}, expected 'none': chunks of "

@@ -210,7 +210,10 @@ class Worker:
                 asked = [Budget.of(sequence.budget) for sequence in batch]
                 rows = Batch.of(
                     [sequence.suffix for sequence in batch],
-                    [budget.chunks(n) for budget, n in zip(asked, units, strict=True)],
+                    [
+                        min(n, budget.chunks(n) + self._layout.steady_chunks(row.prefix.num_tokens))
+                        for budget, n, row in zip(asked, units, batch, strict=True)
+                    ],
                     prefixes,
                     which,
                     share_of(asked, units),

@@ -11,6 +11,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.layout import PLAIN, Layout
 
 _MISSING = np.uint64(2**64 - 1)
@@ -121,13 +122,15 @@ class ArraySpec:
 
 
 def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
-    """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest" if any.
+    """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest",
+    "assignment" if any.
 
     packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values; with a
            codec uint8 [groups, M, codec_bytes].
     probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
     digest uint8 [R, X]: a record of params, scales and codes for each digest layer, X padded to
            whole pieces.
+    assignment uint16 [groups, T]: the chunk of each token, counted in its run.
     """
     chunks = layout.num_chunks(tokens)
     dim, ct = layout.head_dim, layout.chunk_tokens
@@ -170,6 +173,17 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
                 **({"heads": list(layout.digest_heads)} if layout.digest_heads else {}),
                 "record": list(layout.digest_record(tokens)),
             },
+        )
+    if layout.alike:
+        specs["assignment"] = ArraySpec(
+            name="assignment",
+            data_type="uint16",
+            shape=(layout.groups, tokens),
+            shard=(layout.groups, tokens),
+            inner=(1, tokens),
+            entries=layout.groups,
+            parts=1,
+            attributes={"axes": ["layer_head", "token"], "run": RUN},
         )
     return specs
 
