@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compilations import compilations
 from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
-from engine_support import TIGHT, scale_error, tokens
+from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_tiny import TINY
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
@@ -156,6 +158,27 @@ def test_it_streams_through_a_pool_that_holds_no_choice(
     assert scale_error(found, expected) < TIGHT
 
 
+def test_texts_over_several_prefixes_choose_in_one_call_and_for_themselves(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    requests = asked(prefixes)[1:]
+    both = told(engine, requests)
+    for request, together in zip(requests, both, strict=True):
+        [alone] = told(engine, [request])
+        assert scale_error(together, alone) < TIGHT
+
+
+def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    with small_engine(tmp_path, system="kvdrive", model=model, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(250))
+        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
+        warm = compilations()
+        told(engine, asked([prefix, prefix])[:2])
+        engine.reprefill(asked([prefix, prefix])[:1])
+        assert compilations() == warm
+
+
 def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
     with sharp.fresh(tmp_path, system=KVDRIVE, **COLD) as engine:
         prefix = engine.ingest(tokens(250))
@@ -261,6 +284,62 @@ def test_every_head_chooses_its_own_best(
     assert (by_layer[:, 0] != by_layer[:, 1]).any(axis=1).all()  # or nothing would be shown
     for mine, theirs in zip(chosen, oracle.ids, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
+def test_what_continues_a_text_stands_on_all_of_it(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    """Stored by ingest, and as a text that was generated: its last chunk is not whole."""
+    with sharp.fresh(tmp_path, system=system) as engine:
+        first = engine.ingest(tokens(250))
+        longer = engine.ingest(np.concatenate([tokens(250), tokens(150, 7)]))
+        assert len(longer.spans) == 2
+        request = Request(prefix=first, suffix=tokens(7, 41).tolist(), budget=1.0)
+        [text] = engine.generate(request, SamplingParams(max_tokens=9), keep_kv=True).results()
+        grown = engine.append(text)
+        assert grown.num_tokens == 250 + 7 + 9
+        for prefix in (longer, grown):
+            again = Request(prefix=prefix, suffix=tokens(7, 42).tolist(), budget=1.0)
+            dense = engine.recompute(again)
+            [result] = engine.reprefill([again])
+            assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
+
+
+@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
+def test_segments_of_a_long_text_change_no_token_at_a_budget_of_one(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
+        prefix = engine.ingest(tokens(150))
+        sampling = SamplingParams(max_tokens=150)
+        request = asked([prefix, prefix], 1.0)[:1]
+        [cut] = engine.generate(request, sampling, keep_kv=True).results()
+        [sparse] = engine.generate(asked([prefix, prefix])[:1], sampling).results()
+        sparse.raise_for_error()
+        whole = dataclasses.replace(engine.config, segment_tokens=0)
+        with engine.variant(whole) as other:
+            [plain] = other.generate(request, sampling, keep_kv=True).results()
+    assert (cut.trace.segments, sparse.trace.segments, plain.trace.segments) == (2, 2, 0)
+    assert cut.token_ids.tolist() == plain.token_ids.tolist()
+    kept = [np.asarray(text.completion().kv) for text in (cut, plain)]
+    assert scale_error(*kept) < TIGHT
+
+
+def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
+    sharp: Sharp, tmp_path: Path
+) -> None:
+    with sharp.fresh(tmp_path, system=KVDRIVE) as engine:
+        prefix = engine.ingest(tokens(250))
+        suffix = tokens(7, 41).tolist()
+        engine.reprefill([Request(prefix=prefix, suffix=suffix, budget="mass:0.3")])
+        chosen = engine.last_selection(prefix)
+        steady = {0, *range((250 - 64) // CHUNK, prefix.num_chunks)}
+        assert all(steady <= set(ids.tolist()) for ids in chosen)
+        assert len({len(ids) for ids in chosen}) > 1  # and some heads took more
+        engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=BUDGET)])
+        limit = math.ceil(BUDGET * prefix.num_chunks)
+        assert {len(ids) for ids in engine.last_selection(prefix)} == {limit + len(steady)}
 
 
 def test_widths_are_of_layers_and_heads(

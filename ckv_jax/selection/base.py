@@ -86,7 +86,10 @@ def choose(
     if pool != "none" or sure is not None:
         values = jnp.take_along_axis(masked, best, axis=1)
     if share is not None:
-        chosen &= _needed(values, masked, share)
+        needed = _needed(values, masked, share)
+        if sure is not None:
+            needed |= jnp.take_along_axis(sure, best, axis=1)
+        chosen &= needed
     ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
