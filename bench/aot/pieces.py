@@ -18,6 +18,7 @@ from bench.aot.shapes import (
     ints,
 )
 from ckv_jax.model.shardings import HEADS
+from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.pieces import Part, Pieces
 
@@ -49,26 +50,33 @@ def _over_pages(sizes: Sizes) -> Program:
 
 
 def _over_rows(sizes: Sizes) -> Program:
-    keys = sizes.rows(1, 4 * BLOCK)
+    keys = sizes.rows(1, PIECE_BLOCKS * BLOCK)
     return of(
         sizes,
         lambda: Pieces(sizes.layers).over_rows(_part(sizes), keys, keys),
         kernels=1,
         tokens=SUFFIX,
-        room=8 * 4 * BLOCK * sizes.row,
+        room=8 * PIECE_BLOCKS * BLOCK * sizes.row,
     )
 
 
-def _over_window(sizes: Sizes) -> Program:
-    """A block of a dense prefill past its window, over all that stays on the device."""
-    keys = sizes.rows(1, sizes.prefill_window)
+def _over_earlier(sizes: Sizes) -> Program:
+    """A block of a text longer than the window, over a piece of what is before it."""
+    keys = sizes.rows(1, PIECE_BLOCKS * BLOCK)
     return of(
         sizes,
         lambda: Pieces(sizes.layers).over_rows(_part(sizes, BLOCK), keys, keys),
         kernels=1,
         tokens=BLOCK,
-        room=8 * sizes.prefill_window * sizes.row,
+        room=8 * PIECE_BLOCKS * BLOCK * sizes.row,
     )
+
+
+def _join(sizes: Sizes) -> Program:
+    """Blocks that become a piece."""
+    blocks = [sizes.rows(1, BLOCK)] * PIECE_BLOCKS
+    rows = PIECE_BLOCKS * BLOCK
+    return of(sizes, lambda: Pieces(sizes.layers).join(blocks, rows), tokens=0)
 
 
 def _insert(sizes: Sizes) -> Program:
@@ -125,7 +133,8 @@ PIECES: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         "pieces-open": _open,
         "pieces-pages": _over_pages,
         "pieces-rows": _over_rows,
-        "pieces-window": _over_window,
+        "pieces-earlier": _over_earlier,
+        "pieces-join": _join,
         "pieces-insert": _insert,
         "pieces-close": _close,
         "buffers-grow": _grow,

@@ -6,7 +6,7 @@ it with what came before; `close` attends to the new tokens themselves and ends 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ class Pieces:
         over_pages = once(_over_pages_of, target)
         self._pages = jit(split(over_pages, (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), HEADS))
         self._rows = jit(split(once(_over_rows_of, target), (HEADS, HEADS, HEADS), HEADS))
+        self._join = jit(split(_join, (HEADS,), HEADS), static=("rows",))
         self._insert = jit(split(insert, (HEADS, HEADS, WHOLE), HEADS), donate=("buffers",))
         close = once(_close_of, layers.layer_of, target)
         self._close = jit(
@@ -77,6 +78,12 @@ class Pieces:
         """Attention to all of keys and values [B, R, K*D], elements or their bit patterns."""
         done: Part = self._rows((part.q.shape, keys.shape), part, keys, values)
         return done
+
+    def join(self, parts: Sequence[Array], rows: int) -> Array:
+        """The first `rows` rows of keys or values [B, R, K*D] that follow one another."""
+        key = (tuple(part.shape for part in parts), rows)
+        joined: Array = self._join(key, tuple(parts), rows=rows)
+        return joined
 
     def insert(
         self, buffers: tuple[Array, Array], part: Part, at: Int32[np.ndarray, " B"]
@@ -165,6 +172,10 @@ def _close_of(layer_of: Callable[[LayerState], Layer], target: Target) -> Callab
         return layer_of(state).complete(hidden, heads)
 
     return close
+
+
+def _join(parts: tuple[Array, ...], *, rows: int) -> Array:
+    return jnp.concatenate(parts, axis=1)[:, :rows]
 
 
 def _joined(part: Part, out: Array, lse: Array) -> Part:

@@ -16,13 +16,13 @@ from jax import Array
 
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.shardings import HEADS, PAGES
+from ckv_jax.pipeline.kept_window import KeptWindow, spans
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.storage.prefix import Prefix
 
 STEP_LAYERS = 4
 LONGER_BLOCKS = 3  # that buffers may be longer than what they have to hold
-PIECE_BLOCKS = 4  # blocks of earlier tokens that are attended to at a time
 
 
 class Earlier(Protocol):
@@ -137,8 +137,8 @@ class Prefills:
     ) -> Prefill:
         """The prefill of `tokens` int32 [n], n >= 1, at positions from `start` on.
 
-        `earlier` has the KV of what is before them, and, if `bounded`, of each block by the time
-        the next is computed: past `window` tokens it is read back from there.
+        `earlier` has the KV of what is before them, and, if `bounded`, of each block past `window`
+        tokens by the time the next is computed: it is read back from there.
         """
         number = next(self._numbers)
         if not self.layers.peers.alone:
@@ -178,8 +178,10 @@ class Prefills:
 class Prefill:
     """One sequence's dense causal prefill, a block at a time. Engine thread only.
 
-    Device memory holds the KV of `window` tokens at most: later blocks attend to those, and to the
-    tokens between in pieces that are read back, merged by their log-sum-exp.
+    Device memory holds the KV of `window` tokens at most. A text that fits goes four layers at a
+    time, over buffers. Each block of a longer one, from the first on, attends to those tokens and
+    then to the others, which are read back, in pieces that are merged by their log-sum-exp: so it
+    needs no programs of both kinds, of which the former are the larger.
     """
 
     def __init__(
@@ -203,12 +205,17 @@ class Prefill:
         self._next = start
         self.total = start + len(tokens)
         block = own.block
-        self._window = own.window if bounded else self.total + (LONGER_BLOCKS - 1) * block
+        self._window = own.window if bounded else self.total
         rows = context_bucket(max(self.total, start + block), block)
-        self._rows = min(rows, self._window + block)
+        longest = own.window + block if bounded else self.total + LONGER_BLOCKS * block
+        self._rows = min(rows, longest)
+        self._window_kv: KeptWindow | None = None
+        self._buffers: list[LayerKv] = []
         with own.layers.peers.local():
-            self._buffers = [self._buffer(layers) for layers in own.steps]
-        self._sliced = False
+            if self.total > self._window:
+                self._window_kv = self._kept()
+            else:
+                self._buffers = [self._buffer(layers) for layers in own.steps]
 
     @property
     def done(self) -> bool:
@@ -244,8 +251,8 @@ class Prefill:
         hidden = own.layers.embed(padded)
         at = np.array([first], np.int32)
         kv: Array | np.ndarray
-        if first >= self._window:
-            kv, hidden = self._in_pieces(hidden, at)
+        if self._window_kv is not None:
+            kv, hidden = self._in_pieces(hidden, at, self._window_kv)
         else:
             kv, hidden = self._at_once(hidden, at)
         self._next = stop
@@ -265,43 +272,41 @@ class Prefill:
         kv = jnp.concatenate(new)
         return own.layers.shardings.gathered(kv) if self.bounded else kv, hidden
 
-    def _in_pieces(self, hidden: Array, at: np.ndarray) -> tuple[np.ndarray, Array]:
+    def _in_pieces(
+        self, hidden: Array, at: np.ndarray, kept: KeptWindow
+    ) -> tuple[np.ndarray, Array]:
         own, first = self._own, int(at[0])
-        if not self._sliced:
-            self._slice()
         new = []
-        resident = [pair for step in self._buffers for pair in step]
-        size = PIECE_BLOCKS * own.block
         for layer in range(own.layers.num_layers):
-            part = own.pieces.open(layer, hidden, at)
-            before, part = part, own.pieces.over_rows(part, *resident[layer])
-            piece = self._window
-            while piece < first:  # two lengths of pieces: each is a program
-                stop = piece + (size if piece + size <= first else own.block)
-                rows = self._read(layer, piece, min(stop, first))  # while others compute
-                piece = stop
+            before = part = own.pieces.open(layer, hidden, at)
+            for rows in kept.rows(layer):
+                before, part = part, own.pieces.over_rows(part, *rows)
+            for piece in spans(self._window, first, own.block):
+                rows = self._read(layer, *piece)  # while others compute
                 before.out.block_until_ready()  # else pieces of any number pile up in memory
                 before, part = part, own.pieces.over_rows(part, *rows)
             hidden = own.pieces.close(layer, hidden, part)
+            if first < self._window:
+                kept.add(layer, part.k, part.v)
             new.append(np.stack([np.asarray(part.k)[0], np.asarray(part.v)[0]]))
         return np.stack(new), hidden
 
-    def _slice(self) -> None:
-        """Gives up the rows past the window: they have served blocks that began before it."""
-        for step, pairs in enumerate(self._buffers):
-            left = [array for pair in pairs for array in pair]
-            self._buffers[step] = pairs = ()
-            kept = []
-            while left:  # one at a time: no second copy of all
-                kept.append(left.pop(0)[:, : self._window].block_until_ready())
-            self._buffers[step] = tuple(zip(kept[::2], kept[1::2], strict=True))
-        self._sliced = True
+    def _kept(self) -> KeptWindow:
+        """What is before the first token, as far as it is within the window."""
+        own, ahead = self._own, min(self._start, self._window)
+        kept = KeptWindow(own.pieces, own.layers.num_layers, own.block)
+        for layer in range(own.layers.num_layers):
+            for piece in spans(0, ahead, own.block):
+                keys, values = self._read(layer, *piece)
+                put = own.layers.shardings.put
+                kept.keep(layer, put(keys, HEADS), put(values, HEADS))
+        return kept
 
     def _read(self, layer: int, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(K, V) [1, n, K*D] of one layer, from where earlier tokens are kept."""
         assert self._earlier is not None  # a bounded prefill has it
         kv = self._earlier.read(range(layer, layer + 1), first, stop)
-        kv = kv.view(self._own.layers.kv_dtype)
+        kv = kv.view(self._own.layers.dtype)  # as blocks have it: no program for each
         kv = kv.reshape(2, 1, stop - first, -1)
         return kv[0], kv[1]
 

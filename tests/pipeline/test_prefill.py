@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from engine_tiny import TINY
 from flax import nnx
 
 from ckv_jax.model.weights import random_model
+from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import (
     LONGER_BLOCKS,
@@ -101,21 +104,49 @@ def test_going_on_from_stored_kv_equals_doing_all(
     np.testing.assert_allclose(kv_of(rest), whole[:, :, start:], atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [WINDOW, (PIECE_BLOCKS + 2) * BLOCK])
 @pytest.mark.parametrize("start", [0, 16, 112])
 def test_a_text_longer_than_the_window_comes_back_in_pieces(
-    prefills: Prefills, whole: np.ndarray, start: int
+    prefills: Prefills, whole: np.ndarray, start: int, window: int
 ) -> None:
     kept = Kept(whole)
-    prefill = prefills.begin(LONG[start:], start=start, earlier=kept)
+    own = Prefills(prefills.layers, block=BLOCK, window=window)
+    prefill = own.begin(LONG[start:], start=start, earlier=kept)
     blocks = []
     while not prefill.done:
         assert prefill.needs <= prefill.next_first
         del kept.asked[:]
         blocks.append(prefill.advance())
         assert len(kept.asked) == len(set(kept.asked))  # nothing twice
-    assert kept.read_from.count(WINDOW) >= MODEL.num_layers  # each layer reads what is past it
+    assert kept.read_from.count(window) >= MODEL.num_layers  # each layer reads what is past it
     np.testing.assert_allclose(kv_of(blocks), whole[:, :, start:], atol=1e-5)
-    assert all(k.shape[1] == WINDOW for k, _ in prefill.kv)
+
+
+def test_a_text_of_any_length_keeps_its_window_and_needs_the_same_programs() -> None:
+    layers = Layers(random_model(MODEL, dtype="float32", seed=0))
+    own = Prefills(layers, block=BLOCK, window=WINDOW)
+    keys = (MODEL.num_layers, 2, WINDOW, MODEL.num_kv_heads, MODEL.head_dim)
+    made = []
+    for length in (256, 1024):
+        text = tokens(length)
+        before = live_bytes()
+        earlier = Kept(np.zeros((*keys[:2], length, *keys[3:]), np.float32))
+        prefill = own.begin(text, earlier=earlier)
+        most = 0
+        while not prefill.done:
+            prefill.advance()
+            most = max(most, live_bytes() - before)
+        assert most == np.zeros(keys, np.float32).nbytes
+        made.append(layers.programs.made)
+        del prefill
+    assert made[0] == made[1]
+    assert "extend" not in {name for name, _ in layers.programs.chosen}
+
+
+def live_bytes() -> int:
+    """Of all arrays on devices."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 @pytest.mark.parametrize("pack_layers", [2, 1])
