@@ -15,28 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from ckv_jax.storage.grouping import FIRST, LAST, RUN, TOGETHER
-
-VERSION = 2
-"""Version of the on-disk format; part of every fingerprint of a layout."""
-CODED_VERSION = 3
-"""Of layouts with a codec: what knows none leaves their segments alone."""
-LANDMARKS_VERSION = 4
-"""Of layouts whose digest has one landmark for each chunk: likewise."""
-PROBE_VERSION = 5
-"""Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
-TABLE_VERSION = 6
-"""Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
-ORDERS_VERSION = 7
-"""Of layouts whose segments have an order of their tokens for each layer: likewise."""
-HEADS_VERSION = 8
-"""Of layouts whose digest has one head of each of its layers: likewise."""
-APART_VERSION = 9
-"""Of layouts whose packs hold one KV head each: likewise."""
-ALIKE_VERSION = 10
-"""Of layouts whose chunks are of alike tokens: likewise."""
-VERSIONS = tuple(range(VERSION, ALIKE_VERSION + 1))
-PLAIN = "none"
-"""The codec of packs that lie on disk as they are in memory."""
+from ckv_jax.storage.layout_versions import (
+    LANDMARKS,
+    PLAIN,
+    PROBE_HEADS,
+    fields_of,
+    versioned,
+)
 
 _DTYPES: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "uint16"),
@@ -45,12 +30,8 @@ _DTYPES: dict[str, tuple[Any, str]] = {
 }
 _PROBES = ("keys", "heads", "none")
 _GROUPINGS = ("position", "alike")
-LANDMARKS = ("means", "bounds")
-"""Digests that keep a landmark for each chunk, not for each token."""
 _DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
-_SHORT_CODEC = 64  # letters of a codec's name in older versions
-PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
 PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
@@ -369,50 +350,13 @@ class Layout:
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the format version. Older versions say nothing of codecs, of the probe's
-        width only the last six do, of orders by layer the last four, of the digest's heads the
-        last three, of heads apart the last two, of grouping the last."""
-        values = dataclasses.asdict(self)
-        if self.alike:
-            return {"version": ALIKE_VERSION, **values}
-        del values["grouping"]
-        if self.heads_apart:
-            return {"version": APART_VERSION, **values}
-        del values["heads_apart"]
-        if self.digest_heads:
-            return {"version": HEADS_VERSION, **values}
-        del values["digest_heads"]
-        if self.layer_orders:
-            return {"version": ORDERS_VERSION, **values}
-        del values["layer_orders"]
-        if len(self.codec.partition(":")[0]) > _SHORT_CODEC:
-            return {"version": TABLE_VERSION, **values}
-        if self.probe_width != PROBE_HEADS:
-            return {"version": PROBE_VERSION, **values}
-        del values["probe_width"]
-        if self.digest in LANDMARKS:
-            return {"version": LANDMARKS_VERSION, **values}
-        if self.codec == PLAIN:
-            del values["codec"], values["codec_bytes"]
-            return {"version": VERSION, **values}
-        return {"version": CODED_VERSION, **values}
+        """JSON form, with the format version."""
+        return versioned(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, value: Any) -> Layout:
         """Inverse of `to_dict`; raises ValueError for anything else."""
-        if not isinstance(value, dict) or value.get("version") not in VERSIONS:
-            raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
-        names = {f.name for f in dataclasses.fields(cls)}
-        for version, since in (
-            (ALIKE_VERSION, {"grouping"}), (APART_VERSION, {"heads_apart"}),
-            (HEADS_VERSION, {"digest_heads"}), (ORDERS_VERSION, {"layer_orders"}),
-            (PROBE_VERSION, {"probe_width"}), (CODED_VERSION, {"codec", "codec_bytes"}),
-        ):  # fmt: skip
-            if value["version"] < version:
-                names -= since
-        if set(value) - {"version"} != names:
-            raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-        fields = {n: value[n] for n in names}
+        fields = fields_of(value, {f.name for f in dataclasses.fields(cls)})
         for name in ("digest_layers", "digest_heads"):  # JSON has no tuples
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])

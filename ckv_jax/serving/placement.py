@@ -18,7 +18,8 @@ from ckv_jax.request import Request
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckv_jax.storage.digest import landmarks, pq
 from ckv_jax.storage.digest.data import as_float32, quantise
-from ckv_jax.storage.layout import LANDMARKS
+from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys

@@ -12,7 +12,8 @@ import google_crc32c
 import numpy as np
 
 from ckv_jax.storage.grouping import RUN
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 
 _MISSING = np.uint64(2**64 - 1)
 _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest

@@ -15,7 +15,8 @@ import numpy as np
 from ckv_jax.storage import chain, tenant
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import VERSION, VERSIONS, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import VERSION, VERSIONS
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"

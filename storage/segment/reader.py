@@ -19,7 +19,7 @@ from ckv_jax.storage.errors import (
     StoreUnavailable,
 )
 from ckv_jax.storage.grouping import order_of
-from ckv_jax.storage.layout import PLAIN
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages

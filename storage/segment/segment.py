@@ -9,7 +9,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.layout import PLAIN
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.segment import crc
