@@ -43,9 +43,9 @@ def by_transformers(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
             seen = np.concatenate([np.ones((len(own), len(page.tokens)), bool), own], axis=1)
             said = model(
                 torch.from_numpy(page.questions[asked].astype(np.int64))[None],
-                attention_mask=torch.from_numpy(seen)[None, None],
-                position_ids=torch.from_numpy(len(page.tokens) + place)[None],
-                past_key_values=read.past_key_values,
+                torch.from_numpy(seen)[None, None],
+                torch.from_numpy(len(page.tokens) + place)[None],
+                read.past_key_values,
             ).logits[0].argmax(-1).numpy()  # fmt: skip
             found.append(said[np.cumsum(page.lengths) - 1] == page.answers)
     return found

@@ -68,7 +68,12 @@ class Transformers:
         self._prefix = self._torch.from_numpy(prefix).long()[None]
         self._cache = DynamicCache(config=self._model.config)
         with self._torch.inference_mode(), press(self._model):
-            self._model(input_ids=self._prefix, past_key_values=self._cache, logits_to_keep=1)
+            self._pass(self._prefix, None)
+
+    def _pass(self, tokens: Any, positions: Any) -> Any:
+        """Logits of the last of `tokens` [1, n], behind and into the cache: transformers 5.24 has
+        another name for it, at the same place."""
+        return self._model(tokens, None, positions, self._cache, logits_to_keep=1).logits
 
     @property
     def kept(self) -> float:
@@ -97,14 +102,7 @@ class Transformers:
             tokens = torch.from_numpy(suffix).long()[None]
             end = self._prefix.shape[1]  # where the suffix stands, however short the cache is
             positions = torch.arange(end, end + len(suffix))[None]
-            answer = _timed(
-                lambda: self._model(
-                    tokens,
-                    position_ids=positions,
-                    past_key_values=self._cache,
-                    logits_to_keep=1,
-                ).logits.argmax()
-            )
+            answer = _timed(lambda: self._pass(tokens, positions).argmax())
             self._cache.crop(-len(suffix))
             return answer
 
@@ -115,12 +113,8 @@ class Transformers:
         times = []
         with torch.inference_mode():
             for first, stop in pairwise([0, *range(len(suffix), tokens.shape[1])]):
-                likeliest = self._model(
-                    tokens[:, first:stop],
-                    position_ids=torch.arange(end + first, end + stop)[None],
-                    past_key_values=self._cache,
-                    logits_to_keep=1,
-                ).logits.argmax()
+                places = torch.arange(end + first, end + stop)[None]
+                likeliest = self._pass(tokens[:, first:stop], places).argmax()
                 int(likeliest)  # as if it were the next one
                 times.append(time.perf_counter())
             self._cache.crop(-(tokens.shape[1] - 1))

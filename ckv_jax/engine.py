@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Self
 
 import numpy as np
-from jax import Array
 
-from ckv_jax import compilation_cache
 from ckv_jax.cache.widths import Widths
-from ckv_jax.config import EngineConfig, check_budget
-from ckv_jax.fitting import check_processes, check_split, layout_of, system_for
-from ckv_jax.identity import model_fingerprint
-from ckv_jax.ingest import Ingest, Progress
-from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.decoder import Transformer
-from ckv_jax.model.generation import generation_defaults
+from ckv_jax.config import check_budget
+from ckv_jax.fitting import check_processes
+from ckv_jax.ingest import Progress
 from ckv_jax.model.sampling import SamplingParams
-from ckv_jax.model.shardings import Shardings
-from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
-from ckv_jax.model.weights import load_pretrained
-from ckv_jax.peers import ALONE, Peers
-from ckv_jax.pipeline.layers import Layers
+from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
 from ckv_jax.serving.hints import brought, let_go
-from ckv_jax.serving.intake import Intake, Way, sampled, several
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.placement import Placement
-from ckv_jax.serving.prompts import Prompts
-from ckv_jax.serving.reordering import carried
-from ckv_jax.serving.scheduler import Scheduler
-from ckv_jax.serving.sequence import Sequence
-from ckv_jax.serving.streams import Item, TokenStream, result_of, results
+from ckv_jax.serving.sequence import Sequence, result_of
+from ckv_jax.serving.streams import Item, Submit, TokenStream, results
 from ckv_jax.serving.warmup import warm
-from ckv_jax.serving.worker import Worker
-from ckv_jax.stats import EngineStats, stats_of
-from ckv_jax.storage.config import StoreConfig
-from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.serving.ways import Way, sampled, several
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.store import ChunkStore
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
 TextOrIds = str | Several[int] | np.ndarray
 
 
-class Engine:
+class Engine(OpenEngine):
     """Answers requests over stored prefixes. Thread-safe; what is computed runs in one thread.
 
     Requests of all callers wait in one queue, first come, first served; those that fit are computed
@@ -65,142 +43,6 @@ class Engine:
 
     A context manager; `close` persists cache scores and stops the threads.
     """
-
-    def __init__(
-        self,
-        model: Transformer | Layers,
-        tokenizer: Tokenizer | None,
-        store: ChunkStore,
-        fingerprint: Fingerprint,
-        config: EngineConfig | None = None,
-        *,
-        default_sampling: SamplingParams | None = None,
-    ) -> None:
-        """Over a model, or over the layers of another engine's. `store` is closed with the engine.
-
-        `default_sampling`: of a `generate` that is told none; None is greedy. Raises
-        `ValueError` for a configuration that does not suit the model, or whose pools cannot hold
-        one chunk of one layer group.
-        """
-        self.config = config = config or EngineConfig()
-        layers = model if isinstance(model, Layers) else Layers(model)
-        self.tokenizer = tokenizer
-        self.default_sampling = default_sampling or SamplingParams()
-        self.store = store
-        self.fingerprint = fingerprint
-        self.model_config = layers.config
-        self.system = system_for(config)
-        self.layout = layout_of(self.system, layers.config, config.dtype)
-        if config.tensor_parallel != layers.shardings.size:
-            raise ValueError(
-                f"got tensor_parallel={config.tensor_parallel}, expected "
-                f"{layers.shardings.size}, the devices that the model is split over"
-            )
-        check_split(self.system, config.tensor_parallel)
-        self._peers = layers.peers
-        check_processes(config, self._peers.size)
-        self._placement = Placement(
-            model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
-            layout=self.layout, system=self.system, config=config,
-        )  # fmt: skip
-        self._worker = Worker(
-            layers,
-            store,
-            self._placement,
-            tokenizer,
-            system=self.system,
-            layout=self.layout,
-            config=config,
-            fingerprint=fingerprint,
-            store_prompt=lambda sequence: self._prompts.store(sequence),
-            carry_over=self._carry_over,
-        )
-        self._scheduler = Scheduler(
-            self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
-        )
-        self._ingest = Ingest(
-            store=store, prefills=self._worker.prefills, scheduler=self._scheduler,
-            prefill_bytes=self._worker.prefill_bytes, fingerprint=fingerprint,
-            layout=self.layout, codec=self.system.coder,
-        )  # fmt: skip
-        self._intake = Intake(self._placement, self._scheduler)
-        self._prompts = Prompts(self._ingest, self._scheduler)
-        self._owns_store = True
-        self._closed = False
-        self._peers.on_lost(self._scheduler.abandon)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        store: str | os.PathLike[str],
-        config: EngineConfig | None = None,
-        store_config: StoreConfig | None = None,
-        peers: Peers = ALONE,
-    ) -> Self:
-        """Loads a checkpoint folder (HF or Orbax) and opens or creates the store at a URL.
-
-        `default_sampling` is what the folder's `generation_config.json` says.
-        Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
-        `ValueError` for a system that does not exist or does not suit the model. A store is made
-        only when all else is right. `peers`: what `ckv_jax.processes` made of other processes.
-        """
-        config = config or EngineConfig()
-        system = system_for(config)
-        path = Path(folder)
-        if config.compilation_cache:
-            compilation_cache.enable()
-        found = ModelConfig.from_hf(path)
-        layout_of(system, found, config.dtype)  # refuses before anything is loaded
-        check_split(system, config.tensor_parallel)
-        shardings = Shardings.over(found, config.tensor_parallel, config.processes)
-        sampling = generation_defaults(path).sampling
-        model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
-        tokenizer = load_tokenizer(path)
-        fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
-        opened = ChunkStore.open(store, config=store_config)
-        try:
-            layers = Layers(model, peers)
-            return cls(layers, tokenizer, opened, fingerprint, config, default_sampling=sampling)
-        except BaseException:
-            opened.close()
-            raise
-
-    def variant(self, config: EngineConfig, *, store: ChunkStore | None = None) -> Engine:
-        """An engine over the same model with another configuration, and perhaps another store.
-
-        It shares the weights and what has been compiled for them, so that systems can be compared
-        side by side. It closes no store: the caller that opened one closes it. `dtype` must stay.
-        """
-        check_processes(config, 1)
-        if config.dtype != self.config.dtype:
-            raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
-        layers = self._worker.layers
-        other = Engine(layers, self.tokenizer, store or self.store, self.fingerprint, config)
-        other.default_sampling = self.default_sampling
-        other._owns_store = False
-        return other
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Fails what still waits, persists cache scores, stops the threads. Idempotent."""
-        self._scheduler.close()
-        if self._closed:
-            return
-        self._closed = True
-        self._prompts.close()
-        try:
-            self._peers.leave()
-            self._worker.close()
-        finally:
-            if self._owns_store:
-                self.store.close()
 
     # -- texts and prefixes -----------------------------------------------------------------------
 
@@ -258,11 +100,11 @@ class Engine:
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
-        return self._intake.submit([request], [Way(sampling=sampling)])[0]
+        return self._submit([request], [Way(sampling=sampling)])[0]
 
     def reprefill(self, requests: Several[Request]) -> list[Result]:
         """First tokens of `requests`, in their order. See `Result.error` for those that fail."""
-        sequences = self._intake.submit(several(requests))
+        sequences = self._submit(several(requests))
         try:
             return [result_of(sequence, settled=True) for sequence in sequences]
         except BaseException:
@@ -274,7 +116,7 @@ class Engine:
         """First tokens in order of completion. `requests` may be endless: it is read as room
         comes free. Closing the iterator cancels what is on its way. An id may come again once its
         request is done."""
-        return results(requests, self._intake.one_call(), window=self._window)
+        return results(requests, self._one_call(), window=self._window)
 
     def generate(
         self,
@@ -295,7 +137,7 @@ class Engine:
         """
         asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
         items: SimpleQueue[Item] = SimpleQueue()
-        return TokenStream(self._intake.submit(asked, ways, listener=items.put), items)
+        return TokenStream(self._submit(asked, ways, items.put), items)
 
     def profile_windows(
         self,
@@ -331,13 +173,13 @@ class Engine:
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
-        sequences = await asyncio.to_thread(self._intake.submit, several(requests))
+        sequences = await asyncio.to_thread(self._submit, several(requests))
         await outcomes(sequences)
         return [result_of(sequence) for sequence in sequences]
 
     def astream(self, requests: Iterable[Request]) -> AsyncIterator[Result]:
         """`stream` in an event loop."""
-        return results_async(requests, self._intake.one_call(), window=self._window)
+        return results_async(requests, self._one_call(), window=self._window)
 
     def agenerate(
         self,
@@ -350,7 +192,7 @@ class Engine:
         asked, ways = sampled(requests, sampling, self.default_sampling, keep_kv)
 
         def submit(listener: Callable[[TokenEvent], None]) -> list[Sequence]:
-            return self._intake.submit(asked, ways, listener=listener)
+            return self._submit(asked, ways, listener)
 
         return AsyncTokenStream(submit)
 
@@ -365,6 +207,33 @@ class Engine:
         sequence.place(nothing, sequence.tokens, 1.0)
         self._scheduler.add(self._worker.alone.dense_job(sequence))
         return result_of(sequence)
+
+    def _submit(
+        self,
+        requests: Several[Request],
+        ways: Iterable[Way] | None = None,
+        listener: Callable[[TokenEvent], None] | None = None,
+    ) -> list[Sequence]:
+        """One sequence for each request of a call, queued together; bad ones have failed alone."""
+        sequences = self._placement.sequences(requests, ways, listener=listener)
+        self._scheduler.submit(sequences)
+        return sequences
+
+    def _one_call(self) -> Submit:
+        """Queues more and more requests of one call; ids are unique among those under way."""
+        ids: set[str] = set()
+        asked = 0
+
+        def more(requests: Several[Request]) -> list[Sequence]:
+            nonlocal asked
+            sequences = self._placement.sequences(requests, ids=ids, first=asked)
+            asked += len(sequences)
+            self._scheduler.submit(sequences)
+            for sequence in sequences:
+                sequence.on_done(lambda done: ids.discard(str(done.request.id)))
+            return sequences
+
+        return more
 
     @property
     def _window(self) -> int:
@@ -427,42 +296,9 @@ class Engine:
         self._placement.check_prefix(prefix, prefix.salt)
         return self._scheduler.add(Job(let_go(self._worker, prefix))).future
 
-    @property
-    def worker(self) -> Worker:
-        """What computes, for a process that follows another one's engine (`ckv_jax.processes`)."""
-        return self._worker
-
-    def _carry_over(self, old: Prefix, new: Prefix) -> None:
-        self._scheduler.add(Job(carried(self._worker, old, new))).future.result()
-
-    def settle(self) -> None:
-        """Returns once nothing is being done in the background: IMPRESS's reordering, and bringing
-        what was cached of a prefix to memory in its new order."""
-        if self._worker.reorderer is not None:
-            self._worker.reorderer.wait()
-
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, period by period; else empty."""
         chosen = self._scheduler.call(
             lambda: dict(self._worker.residents.open(prefix).last_selection)
         )
         return [chosen[period] for period in sorted(chosen)]
-
-    def stats(self) -> EngineStats:
-        """What is going on and what has happened so far."""
-        return stats_of(self._worker, self._scheduler, self.store)
-
-    @property
-    def layers(self) -> Layers:
-        """The jitted calls over the model, for measurements; engines of one model share them."""
-        return self._worker.layers
-
-    @property
-    def pages(self) -> Array:
-        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K*D]."""
-        return self._worker.memory.pool.pages
-
-    @property
-    def periods(self) -> int:
-        """Selections that one request makes."""
-        return self._worker.plan.periods

@@ -16,6 +16,7 @@ from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.place.place import Place, open_place
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.open_segments import OpenSegments
+from ckv_jax.storage.segment.proof import Proof
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class OpenStore:
         self.gate = Gate()
         self.index = Index(self.files, self._counts, wait_s=config.wait_s, readonly=readonly)
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
+        self._proof = Proof(self.index.report, place.patience)
         self.bounds = Bounds(self.files, self.index, config, self._counts)
 
     @classmethod

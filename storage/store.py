@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from ckv_jax.storage.prefix import Prefix, Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.mending import locate, mend
 from ckv_jax.storage.segment.open_segments import Opened
+from ckv_jax.storage.segment.proof import Proof, Report
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.remaking import remake
 from ckv_jax.storage.segment.segment import Segment
@@ -284,7 +285,7 @@ class ChunkStore(OpenStore):
             segments,
             deadline_s=self.config.deadline_s if deadline_s is None else deadline_s,
             gate=self.gate,
-            report=self.index.report,
+            proof=self._proof,
             count=self._counts.add,
             patience=self._place.patience,
             release=self._segments.release,
@@ -303,7 +304,7 @@ class ChunkStore(OpenStore):
         self,
         prefix: Prefix,
         segment: Segment,
-        report: Callable[[Segment | None, int, str, bool], None],
+        report: Report,
     ) -> PrefixReader:
         """A reader over an opened segment that tells `report` what it finds, and the store nothing.
 
@@ -314,7 +315,7 @@ class ChunkStore(OpenStore):
             [segment],
             deadline_s=self.config.deadline_s,
             gate=self.gate,
-            report=report,
+            proof=Proof(report, self._place.patience),
             count=lambda _: None,
             patience=self._place.patience,
             release=lambda _: segment.close(),

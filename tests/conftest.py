@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import shutil
@@ -39,6 +40,7 @@ if not os.environ.get("CKV_TESTS_OPTIMISED"):
         )
 
 import jax
+import psutil
 import pytest
 
 if TYPE_CHECKING:
@@ -49,6 +51,18 @@ if os.environ.keys().isdisjoint({"CKV_TESTS_COMPILED", "PYTEST_XDIST_WORKER"}):
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Whatever survives is looked through again and again by default, which took an eighth of the
+# processor: most of what tests make is JAX's, and stays.
+gc.set_threshold(10_000, 20, 20)
+
+MOST_BYTES = 1.9e9
+"""Resident memory of a worker with which one more file of tests may begin; the largest of them
+takes 0.55e9 more."""
+
+give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Returns what is free in the heap to the system; where its C library can. Half of what programs
+took stays there otherwise."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -67,16 +81,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Programs that tests share are let go before they take the process's memory mappings, with
-    which engines would begin to compile again what they have just compiled."""
+    """What was compiled is let go, and compiled again by whoever needs it, before it takes more
+    memory than some: a program of one line takes a megabyte, and JAX keeps each for good."""
     yield
     from engine_support import compiled_layers
 
-    from ckv_jax.pipeline import mappings
-
-    if mappings.held() > mappings.allowed() // 8:
+    if psutil.Process().memory_info().rss > MOST_BYTES:
         compiled_layers.cache_clear()
+        jax.clear_caches()
         gc.collect()
+        if give_back is not None:
+            give_back(0)
 
 
 @pytest.fixture

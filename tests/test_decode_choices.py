@@ -356,7 +356,7 @@ def test_whoever_stands_on_half_a_window_chooses_whatever_it_asks(engine: Engine
     """And so does every token of a text that only compiles."""
 
     def chooser(always: bool) -> Chooser:
-        made: Chooser = engine._worker._chooser(3, None, None, None, first=7, always=always)
+        made: Chooser = engine._worker.decoding.chooser(3, None, None, None, first=7, always=always)
         return made
 
     select = replace(FOUR, drift=0.0, every=3)

@@ -302,6 +302,8 @@ def test_kv_that_was_stored_meanwhile_is_not_stored_again(engine: Engine) -> Non
         [*requests, requests[0]], SamplingParams(max_tokens=5), keep_kv=[True, True, False]
     ).results()
     assert third.completion().kv is None
+    alone = engine.submit(requests[0], SamplingParams(max_tokens=2)).result()
+    assert isinstance(alone, Generation) and alone.completion().kv is None
     one, two = engine.append(first), engine.append(second)
     assert one.spans[0].segment_id == two.spans[0].segment_id
     assert two.spans[0].num_chunks == 100 // 16

@@ -54,6 +54,13 @@ def test_a_prefix_that_nobody_asked_about_fills_what_is_free(tmp_path: Path) -> 
         assert engine.prefetch(prefix, budget=1e-6).result() == prefix.layout.groups  # a chunk
 
 
+def test_where_there_is_no_digest_the_keys_of_the_probe_are_brought(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="contiguous-kv") as engine:
+        prefix = engine.ingest(tokens(300))
+        assert engine.prefetch(prefix, budget=1.0).result() > packs(prefix)
+        assert ask(engine, prefix)[1]["ssd"] == 0
+
+
 def test_what_is_worth_more_stays(tmp_path: Path) -> None:
     config = {"device_cache_bytes": MIB // 16, "host_cache_bytes": 0}
     with small_engine(tmp_path, system="ckv", **config) as engine:

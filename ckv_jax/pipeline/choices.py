@@ -22,10 +22,10 @@ from ckv_jax.cache.window import CLOSED, KEEP
 from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.ahead import Guesses
 from ckv_jax.pipeline.asking import Asking, Call, in_calls
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.pipeline.guesses import Guesses
 from ckv_jax.pipeline.outcome import chunks_of
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefix_rows import PrefixRows, by_prefix

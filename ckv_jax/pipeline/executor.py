@@ -85,7 +85,6 @@ class Executor:
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
         """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
-        room = self._memory.step_slots
         with trace.span("submit", lane="host"):
             for which, member in enumerate(batch.members):
                 opening = self.ahead.opening(member.resident, int(member.limits.sum()))
@@ -93,6 +92,7 @@ class Executor:
                 member.probes.ahead(0)
         with trace.span("dispatch", lane="host"):
             hidden = self._layers.embed(batch.tokens)
+        room = self._memory.step_slots
         masses, kv = [], []
         selections: list[np.ndarray] = []
         for period in range(self._plan.periods):

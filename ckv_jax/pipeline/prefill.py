@@ -282,9 +282,9 @@ class Prefill:
             for rows in kept.rows(layer):
                 before, part = part, own.pieces.over_rows(part, *rows)
             for piece in spans(self._window, first, own.block):
-                rows = self._read(layer, *piece)  # while others compute
+                earlier = self._read(layer, *piece)  # while others compute
                 before.out.block_until_ready()  # else pieces of any number pile up in memory
-                before, part = part, own.pieces.over_rows(part, *rows)
+                before, part = part, own.pieces.over_rows(part, *earlier)
             hidden = own.pieces.close(layer, hidden, part)
             if first < self._window:
                 kept.add(layer, part.k, part.v)

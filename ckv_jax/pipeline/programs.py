@@ -8,10 +8,11 @@ them up is ended by the compiler, so the least recently used programs are let go
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -41,17 +42,24 @@ class Programs:
             raise ValueError(f"got room for {most} programs, expected 1 or more")
         self._most = most
         self._mapped = int(mapped * mappings.allowed())
-        self._known: OrderedDict[tuple[Program, Hashable], Callable[..., Any]] = OrderedDict()
-        self._chosen: dict[tuple[str, Hashable], tuple[Choice, ...]] = {}
-        self._jitted: dict[Hashable, Program] = {}
+        self._programs: dict[Hashable, Program] = {}
         self._lock = threading.Lock()
-        self._watcher: Watcher | None = None
+        self.uses = itertools.count()
+        """Numbers calls, so that it is known which program was used last."""
+        self.watcher: Watcher | None = None
+        """See `watch`."""
         self.made = 0
         """Programs made from the start, those that were let go and made again included."""
 
     def __len__(self) -> int:
         """Programs held now."""
-        return len(self._known)
+        return sum(len(program.held) for program in list(self._programs.values()))
+
+    @property
+    def jitted(self) -> list[Callable[..., Any]]:
+        """The jitted functions of all programs held now."""
+        programs = list(self._programs.values())
+        return [made.call for program in programs for made in list(program.held.values())]
 
     def jit(
         self,
@@ -65,60 +73,60 @@ class Programs:
         The same function gives the same program: asking again compiles nothing.
         """
         made = Program(self, function, tuple(static), tuple(donate))
-        return self._jitted.setdefault((function, made.static, made.donate), made)
+        with self._lock:
+            return self._programs.setdefault((function, made.static, made.donate), made)
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
         """Every call is made by `watcher` meanwhile, for measurements; one at a time."""
-        if self._watcher is not None:
+        if self.watcher is not None:
             raise ValueError("got a second watcher, expected one at a time")
-        self._watcher = watcher
+        self.watcher = watcher
         try:
             yield
         finally:
-            self._watcher = None
+            self.watcher = None
 
-    def call(
-        self, program: Program, key: Hashable, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
-        """The result of a program."""
-        jitted, watcher = self.get(program, key), self._watcher
-        if watcher is None:
-            return jitted(*args, **named)
-        return watcher(program.function.__name__, jitted, args, named)
-
-    def get(self, program: Program, key: Hashable) -> Callable[..., Any]:
-        """The jitted function for one key."""
+    def make(self, program: Program, key: Hashable) -> _Made:
+        """What `program` is compiled to for one more key; others may be let go for it."""
         with self._lock:
-            jitted = self._known.get((program, key))
-            if jitted is None:
+            if key not in program.held:
                 if mappings.held() > self._mapped:
-                    self._release(-(-len(self._known) // 4))
-                self._release(len(self._known) + 1 - self._most)
-                jitted = self._known[program, key] = program.make(key)
+                    self._release(-(-len(self) // 4))
+                self._release(len(self) + 1 - self._most)
+                program.held[key] = program.make(key)
                 self.made += 1
-            self._known.move_to_end((program, key))
-        return jitted
+            return program.held[key]
 
     def _release(self, count: int) -> None:
         """Lets the `count` least recently used go."""
-        for _ in range(count):
-            (program, key), _ = self._known.popitem(last=False)
-            self._chosen.pop((program.function.__name__, key), None)
+        if count <= 0:
+            return
+        held = [(p, key) for p in self._programs.values() for key in p.held]
+        held.sort(key=lambda entry: entry[0].held[entry[1]].used)
+        for program, key in held[:count]:
+            del program.held[key]
+            program.chosen.pop(key, None)
 
     @property
     def chosen(self) -> dict[tuple[str, Hashable], tuple[Choice, ...]]:
         """The kernels' implementations in every program held now, by its function's name and key,
         in the order of the calls; programs that were never called are not there."""
-        return dict(self._chosen)
+        return {
+            (program.function.__name__, key): chosen
+            for program in list(self._programs.values())
+            for key, chosen in list(program.chosen.items())
+        }
 
-    def note(self, program: Program, key: Hashable, made: Sequence[Choice]) -> None:
-        """Keeps what a program's tracing chose."""
-        self._chosen[program.function.__name__, key] = tuple(made)
 
-    def has(self, program: Program, key: Hashable) -> bool:
-        """Whether calling `program` with this key compiles nothing."""
-        return (program, key) in self._known
+@dataclass(slots=True, eq=False)
+class _Made:
+    """One function for one key."""
+
+    call: Callable[..., Any]
+    """The function, jitted anew."""
+    used: int
+    """Number of the latest call."""
 
 
 class Program:
@@ -135,16 +143,26 @@ class Program:
         self._owner = owner
         self.static = static
         self.donate = donate
+        self.held: dict[Hashable, _Made] = {}
+        """By key; `Programs` decides what is held."""
+        self.chosen: dict[Hashable, tuple[Choice, ...]] = {}
+        """What the tracing for each key that is held chose of kernels, once it was called."""
 
     def __call__(self, key: Hashable, *args: Any, **named: Any) -> Any:
-        return self._owner.call(self, key, args, named)
+        owner = self._owner
+        made = self.held.get(key) or owner.make(self, key)
+        made.used = next(owner.uses)
+        watcher = owner.watcher
+        if watcher is None:
+            return made.call(*args, **named)
+        return watcher(self.function.__name__, made.call, args, named)
 
     def compiled(self, key: Hashable) -> bool:
         """Whether a call with this key compiles nothing."""
-        return self._owner.has(self, key)
+        return key in self.held
 
-    def make(self, key: Hashable) -> Callable[..., Any]:
-        """The function, jitted anew."""
+    def make(self, key: Hashable) -> _Made:
+        """The function, jitted anew for one key."""
         function = self.function
 
         # A function object of its own: JAX keeps what it compiled for as long as that lives.
@@ -152,7 +170,8 @@ class Program:
         def own(*args: Any, **named: Any) -> Any:
             with choices() as made:
                 out = function(*args, **named)
-            self._owner.note(self, key, made)
+            self.chosen[key] = tuple(made)
             return out
 
-        return jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)
+        jitted = jax.jit(own, static_argnames=self.static, donate_argnames=self.donate)
+        return _Made(jitted, next(self._owner.uses))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from jax import Array
@@ -16,25 +15,11 @@ from jax import Array
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.reads.pack_group import PackGroup
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import ReadJob, State
 from ckv_jax.reads.source import Source
 from ckv_jax.trace import Trace
-
-
-@dataclass(slots=True)
-class _Group:
-    """What is known of one layer group of one prefix in this batch."""
-
-    slots: dict[int, int] = field(default_factory=dict)  # chunk -> device slot
-    host: dict[int, int] = field(default_factory=dict)  # chunk -> host slot
-    fresh: list[int] = field(default_factory=list)  # chunks whose slots this batch took
-    pinned: list[np.ndarray] = field(default_factory=list)  # pages
-    jobs: list[ReadJob] = field(default_factory=list)
-    flying: set[int] = field(default_factory=set)  # chunks of those jobs, and of those waiting
-    waiting: list[np.ndarray] = field(default_factory=list)  # demanded, with no room yet
-    used: set[int] = field(default_factory=set)  # chunks that somebody collected
-
 
 Key = tuple[int, int]
 """(which prefix of the batch, layer group)."""
@@ -63,7 +48,7 @@ class Packs:
         self._trace = trace
         self._layout = sources[0].prefix.prefix.layout
         self._job_packs = job_packs(self._layout)
-        self._groups: dict[Key, _Group] = {}
+        self._groups: dict[Key, PackGroup] = {}
         self._done: list[tuple[Key, Array]] = []
         self._recomputed: set[tuple[int, int]] = set()
         memory.users.append(self)
@@ -80,7 +65,7 @@ class Packs:
         What there is no room for yet is read when it is collected. Returns how many packs are
         not cached.
         """
-        state = self._groups.setdefault((which, group), _Group())
+        state = self._group(which, group)
         wanted = set(chunks.tolist())
         already = covered = 0
         for begun in state.jobs:
@@ -89,13 +74,13 @@ class Packs:
                 already += useful
                 covered += 0 if begun.sure else useful
                 self._prefetcher.promote(begun)
-        missing = self._locate(which, group, state, chunks)
-        if self._sources[which].kind == "pack":
+        missing = self._locate(state, chunks)
+        if state.source.kind == "pack":
             self._trace.count("demanded", already + len(missing))
             self._trace.count("covered", covered)
         jobs = []
         for part in self._parts(missing):
-            job = None if state.waiting else self._job(which, group, part, demand=True)
+            job = None if state.waiting else self._job(state, part, demand=True)
             if job is None:
                 state.waiting.append(part)
             else:
@@ -107,16 +92,18 @@ class Packs:
     def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
         """The same at low priority, where there is room; may turn out not to be used, unless it is
         `sure` to be demanded."""
-        state = self._groups.setdefault((which, group), _Group())
-        device, host = self._tiers.lookup(self._sources[which].prefix.pages(group, chunks))
+        state = self._group(which, group)
+        device, host = self._tiers.lookup(state.source.prefix.pages(group, chunks))
         absent = chunks[(device < 0) & (host < 0)].tolist()
         known = state.flying.union(state.slots, state.host)
         missing = np.array([c for c in absent if c not in known], np.int64)
+        if not len(missing):
+            return
         spare = 2 * len(missing)  # for two demands of this size
         self._make_room(len(missing) + spare, wait=False)
         jobs = []
         for part in self._parts(missing):
-            job = self._job(which, group, part, demand=False, sure=sure, spare=spare)
+            job = self._job(state, part, demand=False, sure=sure, spare=spare)
             if job is None:
                 break
             jobs.append(job)
@@ -137,13 +124,12 @@ class Packs:
         needed = {c for c in wanted if c not in state.slots}
         failed: list[int] = []
         while needed:
-            mine = (job for job in state.jobs if not needed.isdisjoint(job.chunks.tolist()))
-            job = next(mine, None)
-            self._start_waiting(which, group, state, force=job is None)
+            job = state.reading(needed)
+            self._start_waiting(state, (which, group), force=job is None)
             if job is not None:
                 failed += self._take(state, job, needed, stage)
         if failed:
-            self._replace(which, group, state, failed)
+            self._replace(state, which, failed)
         return np.fromiter((state.slots[c] for c in wanted), np.int32, len(wanted))
 
     def done(self, which: int, group: int, after: Array) -> None:
@@ -157,7 +143,7 @@ class Packs:
 
     def start_over(self, which: int, group: int) -> None:
         """Ends a group's reads and gives its slots back; no call may be reading them."""
-        state = self._groups.setdefault((which, group), _Group())
+        state = self._group(which, group)
         for job in list(state.jobs):
             self._withdraw(state, job)
         state.flying.clear()
@@ -169,22 +155,18 @@ class Packs:
 
         What was collected has to be demanded again; reads under way go on.
         """
-        for (owner, group), state in self._groups.items():
-            if owner != which:
-                continue
+        for state in (state for (owner, _), state in self._groups.items() if owner == which):
             if state.fresh:
-                chunks = np.array(state.fresh, np.int64)
-                slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
-                self._tiers.own(self._sources[which].prefix.pages(group, chunks), slots)
-                state.fresh.clear()
-            self._unpin(state)
+                chunks, slots = state.hand_over()
+                self._tiers.own(state.source.prefix.pages(state.group, chunks), slots)
+            state.unpin(self._tiers)
             state.slots.clear()
             state.host.clear()
             state.used.clear()
 
     def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Gives up what was read ahead of a group, except these chunks, and reads under way."""
-        state = self._groups.setdefault((which, group), _Group())
+        state = self._group(which, group)
         for job in list(state.jobs):
             idle = not job.demanded and job.state is not State.RUNNING
             if idle and not np.isin(job.chunks, chunks).any():
@@ -220,11 +202,17 @@ class Packs:
         size = -(-len(chunks) // max(1, count))
         return [chunks[i : i + size] for i in range(0, len(chunks), max(1, size))]
 
-    def _locate(self, which: int, group: int, state: _Group, chunks: np.ndarray) -> np.ndarray:
+    def _group(self, which: int, group: int) -> PackGroup:
+        key = which, group
+        if key not in self._groups:
+            self._groups[key] = PackGroup(self._sources[which], group)
+        return self._groups[key]
+
+    def _locate(self, state: PackGroup, chunks: np.ndarray) -> np.ndarray:
         """Fills in what is cached (pinned from now on); returns what has to be read."""
         known = [c for c in chunks.tolist() if c in state.slots or c in state.host]
         unknown = np.setdiff1d(chunks, known) if known else chunks
-        pages = self._sources[which].prefix.pages(group, unknown)
+        pages = state.source.prefix.pages(state.group, unknown)
         device, host = self._tiers.lookup(pages)
         cached = (device >= 0) | (host >= 0)
         if cached.any():
@@ -241,8 +229,7 @@ class Packs:
 
     def _job(
         self,
-        which: int,
-        group: int,
+        state: PackGroup,
         chunks: np.ndarray,
         *,
         demand: bool,
@@ -255,52 +242,45 @@ class Packs:
         room = self._landing.take(len(chunks), demand=demand, spare=spare)
         if room is None:
             return None
-        return self._job_into(room, which, group, chunks, demand=demand, sure=sure)
+        return self._job_into(room, state, chunks, demand=demand, sure=sure)
 
     def _job_into(
-        self,
-        room: Room,
-        which: int,
-        group: int,
-        chunks: np.ndarray,
-        *,
-        demand: bool,
-        sure: bool = False,
+        self, room: Room, state: PackGroup, chunks: np.ndarray, *, demand: bool, sure: bool = False
     ) -> ReadJob:
-        source = self._sources[which]
+        source = state.source
         return ReadJob(
-            source.reader, group, chunks, room, demanded=demand, sure=sure, trace=self._trace,
-            prefix=source.prefix.prefix.id, span=f"{source.kind}_read",
+            source.reader, state.group, chunks, room, demanded=demand, sure=sure,
+            trace=self._trace, prefix=source.prefix.prefix.id, span=f"{source.kind}_read",
             num_bytes=source.prefix.read_bytes(chunks),
         )  # fmt: skip
 
-    def _start(self, state: _Group, jobs: list[ReadJob]) -> None:
+    def _start(self, state: PackGroup, jobs: list[ReadJob]) -> None:
         if jobs:
             state.jobs += jobs
             self._prefetcher.submit(*jobs)
 
-    def _start_waiting(self, which: int, group: int, state: _Group, *, force: bool) -> None:
+    def _start_waiting(self, state: PackGroup, key: Key, *, force: bool) -> None:
         """Starts what of a group had no room when it was demanded; with `force`, one part of it
         at the cost of later reads."""
         if force and not state.waiting:
-            raise ValueError(f"got packs of group {group} to collect that were not demanded")
+            raise ValueError(f"got packs of group {state.group} to collect that were not demanded")
         while state.waiting:
             part = state.waiting[0]
-            job = self._job(which, group, part, demand=True)
+            job = self._job(state, part, demand=True)
             if job is None:
                 if not force:
                     return
                 self._make_room(len(part), wait=True)
-                self._take_back(len(part), (which, group))
-                job = self._job(which, group, part, demand=True)
+                self._take_back(len(part), key)
+                job = self._job(state, part, demand=True)
             if job is None:
                 room = self._landing.force(len(part))
-                job = self._job_into(room, which, group, part, demand=True)
+                job = self._job_into(room, state, part, demand=True)
             force = False
             del state.waiting[0]
             self._start(state, [job])
 
-    def _stage_host(self, state: _Group, chunks: list[int]) -> None:
+    def _stage_host(self, state: PackGroup, chunks: list[int]) -> None:
         if not chunks:
             return
         slots = self._slots(len(chunks))
@@ -309,9 +289,9 @@ class Packs:
         moved = self._memory.stage(host_slots, slots)
         self._trace.add("stage", "stage", start, time.perf_counter_ns(), bytes=moved)
         self._trace.count_bytes("host", moved)
-        self._own(state, chunks, slots)
+        state.own(chunks, slots)
 
-    def _take(self, state: _Group, job: ReadJob, needed: set[int], stage: str) -> list[int]:
+    def _take(self, state: PackGroup, job: ReadJob, needed: set[int], stage: str) -> list[int]:
         """Waits for a job and puts its packs into slots; returns what could not be read."""
         start = time.perf_counter_ns()
         self._prefetcher.wait(job)
@@ -324,21 +304,20 @@ class Packs:
             self._withdraw(state, job)
             return failed
         self._count_unused(state, job, set(chunks[i] for i in good))
-        state.jobs.remove(job)
-        state.flying.difference_update(chunks)
+        state.end(job)
         try:
             slots = self._landing.place(job.room, np.array(good), job.group)
         except PoolExhausted:
             self._make_room(len(good), wait=True)
             self._take_back(len(good), None)
             slots = self._landing.place(job.room, np.array(good), job.group)
-        self._own(state, [chunks[i] for i in good], slots)
+        state.own([chunks[i] for i in good], slots)
         return failed
 
-    def _replace(self, which: int, group: int, state: _Group, chunks: list[int]) -> None:
+    def _replace(self, state: PackGroup, which: int, chunks: list[int]) -> None:
         """Recomputed packs in place of those that the store could not give."""
-        source = self._sources[which]
-        packs = source.recovered.packs(group, np.array(chunks, np.int64))
+        source = state.source
+        packs = source.recovered.packs(state.group, np.array(chunks, np.int64))
         self._trace.count(f"recomputed_{source.kind}s", len(chunks))
         if source.kind == "pack":
             fresh = {(which, chunk) for chunk in chunks} - self._recomputed
@@ -347,12 +326,7 @@ class Packs:
             self._trace.count("recomputed_chunks", len(fresh), prefix=prefix)
         slots = self._slots(len(chunks))
         self._memory.write(packs, slots)
-        self._own(state, chunks, slots)
-
-    def _own(self, state: _Group, chunks: list[int], slots: np.ndarray) -> None:
-        state.slots.update(zip(chunks, slots.tolist(), strict=True))
-        state.fresh.extend(chunks)
-        state.used.update(chunks)
+        state.own(chunks, slots)
 
     def _slots(self, n: int) -> np.ndarray:
         """`n` device slots that somebody waits for."""
@@ -400,31 +374,20 @@ class Packs:
 
     def _admit(self, key: Key) -> None:
         """Lets the cache decide about the slots that this batch took for a group, and unpins."""
-        which, group = key
         state = self._groups[key]
-        self._unpin(state)
+        state.unpin(self._tiers)
         if state.fresh:
-            chunks = np.array(state.fresh, np.int64)
-            slots = np.fromiter((state.slots[c] for c in state.fresh), np.int32, len(chunks))
-            self._memory.admit(self._sources[which].prefix.pages(group, chunks), slots)
-            state.fresh.clear()
+            chunks, slots = state.hand_over()
+            self._memory.admit(state.source.prefix.pages(state.group, chunks), slots)
         state.slots.clear()
         state.host.clear()
 
-    def _unpin(self, state: _Group) -> None:
-        for pages in state.pinned:
-            self._tiers.unpin(pages)
-        state.pinned.clear()
+    def _count_unused(self, state: PackGroup, job: ReadJob, used: set[int] | None = None) -> None:
+        if unused := state.unused_bytes(job, used):
+            self._trace.count_bytes("unused", unused)
 
-    def _count_unused(self, state: _Group, job: ReadJob, used: set[int] | None = None) -> None:
-        done = state.used if used is None else state.used | used
-        unused = sum(c not in done for c in job.chunks.tolist())
-        if unused and job.started():
-            self._trace.count_bytes("unused", job.num_bytes * unused // len(job.chunks))
-
-    def _withdraw(self, state: _Group, job: ReadJob) -> None:
+    def _withdraw(self, state: PackGroup, job: ReadJob) -> None:
         """Ends a read, if it has not ended, and gives its room back."""
         self._prefetcher.drop(job)
-        state.jobs.remove(job)
-        state.flying.difference_update(job.chunks.tolist())
+        state.end(job)
         self._landing.give_back(job.room, job.settled)

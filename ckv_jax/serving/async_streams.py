@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Generic, Self, TypeVar
 
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.sequence import Outcome, Sequence
-from ckv_jax.serving.streams import Item, Submit, generation_of, last_event, result_of
+from ckv_jax.serving.sequence import Outcome, Sequence, generation_of, result_of
+from ckv_jax.serving.streams import Item, Submit, last_event
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from contextlib import ExitStack
 
 import numpy as np
@@ -16,6 +17,8 @@ from ckv_jax.pipeline.recovery import Recovered, Recoveries
 from ckv_jax.reads.probes import OpenPacks, Probes
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.reads.source import Source
+from ckv_jax.rivals.reorder import Reorderer
+from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
@@ -31,6 +34,7 @@ class Leases:
         store: ChunkStore,
         residents: Residents,
         recoveries: Recoveries,
+        reorderer: Reorderer | None,
         plan: Plan,
         system: SystemConfig,
         deadline_s: float,
@@ -39,17 +43,50 @@ class Leases:
         keys: ProbeKeys,
         pool: Callable[[], Array],
     ) -> None:
-        """`open_packs`: of probe keys; `pool`: the page pool as it is now."""
+        """`reorderer`: serves prefixes in other orders, where the system does so; `open_packs`: of
+        probe keys; `pool`: the page pool as it is now."""
         self.residents = residents
         self._shardings = shardings
         self._store = store
         self._recoveries = recoveries
+        self._reorderer = reorderer
         self._plan = plan
         self._system = system
         self._deadline_s = deadline_s
         self._open_packs = open_packs
         self._keys = keys
         self._pool = pool
+
+    def open_all(
+        self, prefixes: Several[Prefix], stack: ExitStack
+    ) -> tuple[list[Lease], list[int]]:
+        """A lease of each of these prefixes, in the form to be served, and which of the leases each
+        prefix has. They are closed with `stack`. Raises a `StoreError` if one is gone."""
+        places: dict[str, int] = {}
+        leases: list[Lease] = []
+        which = []
+        for prefix in prefixes:
+            name = self._served(prefix).id
+            if name not in places:
+                leases.append(self._open_served(prefix))
+                stack.callback(leases[-1].close)
+                name = leases[-1].resident.prefix.id
+                places[name] = len(leases) - 1
+            which.append(places[name])
+        return leases, which
+
+    def _open_served(self, prefix: Prefix) -> Lease:
+        try:
+            return self.open(self._served(prefix))
+        except SegmentDamaged:
+            if self._reorderer is None:
+                raise
+            self._reorderer.forget(prefix)  # another engine of this store has a newer order
+            return self.open(self._served(prefix))
+
+    def _served(self, prefix: Prefix) -> Prefix:
+        """The form of `prefix` to be served: reordered, where the system does so and has."""
+        return prefix if self._reorderer is None else self._reorderer.current(prefix)
 
     def open(self, prefix: Prefix, *, room: int = 0) -> Lease:
         """`room`: chunks that its digest is to have room for. Raises a `StoreError` if the prefix

@@ -1,21 +1,24 @@
-"""Placement: text becomes tokens, and tokens are found in the store."""
+"""Placement: requests become sequences, their texts tokens, and tokens are found in the store."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import asdict, replace
+from itertools import repeat
 
 import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
-from ckv_jax.errors import ContextOverflow
+from ckv_jax.errors import CkvError, ContextOverflow
 from ckv_jax.heads import heads_for
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.rotation import check_rotates
-from ckv_jax.request import Request
+from ckv_jax.request import Request, TokenEvent
 from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.ways import Way
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -70,6 +73,45 @@ class Placement:
                 f"expected [0, {self._model.vocab_size})"
             )
         return tokens.astype(np.int32)
+
+    def sequences(
+        self,
+        requests: Several[Request],
+        ways: Iterable[Way] | None = None,
+        *,
+        listener: Callable[[TokenEvent], None] | None = None,
+        ids: set[str] | None = None,
+        first: int = 0,
+    ) -> list[Sequence]:
+        """One placed sequence for each request of a call; a bad one has failed alone.
+
+        `ids`: those that are taken already, to which these are added; `first`: how many requests
+        the call has had before. Raises `TypeError` for what is no request.
+        """
+        ids = set() if ids is None else ids
+        sequences: list[Sequence] = []
+        for request, way in zip(requests, ways or repeat(Way())):  # noqa: B905 - endless
+            if not isinstance(request, Request):
+                raise TypeError(f"got {type(request).__name__}, expected a Request")
+            sequence = Sequence(
+                request,
+                index=first + len(sequences),
+                sampling=way.sampling,
+                keep_kv=way.keep_kv,
+                listener=listener,
+            )
+            try:
+                if request.id is not None and request.id in ids:
+                    raise ValueError(
+                        f"got id {request.id!r} twice, expected one request of each id"
+                    )
+                self.place(sequence)
+            except (CkvError, ValueError) as error:
+                sequence.fail(error)
+            if request.id is not None:
+                ids.add(request.id)
+            sequences.append(sequence)
+        return sequences
 
     def place(self, sequence: Sequence) -> None:
         """Finds the stored prefix of a request, and the tokens to compute after it.

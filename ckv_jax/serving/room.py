@@ -46,10 +46,6 @@ class SlotRoom:
         row = layout.num_kv_heads * layout.head_dim * layout.numpy_dtype.itemsize
         return 2 * row * layout.num_layers
 
-    def sparse(self, sequence: Sequence) -> bool:
-        """Whether a sequence stands on something stored."""
-        return sequence.prefix.num_tokens > 0 and self._system.selector != "none"
-
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
         """Whether a batch fits beside all that runs and jobs of so many bytes: bytes in all, slots
         of one step, slots that stay."""
@@ -70,7 +66,9 @@ class SlotRoom:
         return chunks * self._layout.groups <= self._memory.hold_slots
 
     def make_way(self, batch: Several[Sequence], *, hold: bool) -> None:
-        """Where a batch needs slots in which windows keep more than a choice, takes them back."""
+        """Ends what running texts read between tokens; where the batch needs slots in which their
+        windows keep more than a choice, takes them back."""
+        self._running.rest()
         slots = self._chunks(batch) * (self._layout.groups if hold else self._step)
         if self._system.chunked and slots > self._memory.step_slots:
             self._running.narrow()
@@ -80,7 +78,9 @@ class SlotRoom:
         if sequence.sampling is None:
             return 0
         most, prefix = sequence.sampling.max_tokens, sequence.prefix
-        segments = self._segment_tokens and self.sparse(sequence) and prefix.provenance == EXACT
+        segments = (
+            self._segment_tokens and sparse(sequence, self._system) and prefix.provenance == EXACT
+        )
         if not segments or Budget.of(sequence.budget).exact:  # it may find no slots to move onto
             return most
         return min(most, most_buffered(self._segment_tokens, prefix.layout.chunk_tokens))
@@ -89,7 +89,7 @@ class SlotRoom:
         """Chunks that sequences select at most, those of one prefix in common at best."""
         most: dict[str, list[int]] = {}
         for sequence in sequences:
-            if self.sparse(sequence):
+            if sparse(sequence, self._system):
                 prefix = sequence.prefix
                 count = Budget.of(sequence.budget).chunks(prefix.num_chunks)
                 count += prefix.layout.steady_chunks(prefix.num_tokens)
@@ -102,9 +102,14 @@ class SlotRoom:
         and of what is generated."""
         rows = 0
         for sequence in [*self._running.sequences, *batch]:
-            own = len(sequence.suffix) if self.sparse(sequence) else len(sequence.tokens)
+            own = len(sequence.suffix) if sparse(sequence, self._system) else len(sequence.tokens)
             rows += rows_bucket(own + self._new(sequence))
         texts = [*self._running.holding, *(s for s in batch if s.sampling is not None)]
         others = [sequence for sequence in batch if sequence.sampling is None]
         packs = self._chunks(texts) * self._layout.groups + self._chunks(others) * self._step
         return packs * self._layout.pack_bytes + rows * self.token_bytes
+
+
+def sparse(sequence: Sequence, system: SystemConfig) -> bool:
+    """Whether a sequence stands on something stored."""
+    return sequence.prefix.num_tokens > 0 and system.selector != "none"

@@ -22,10 +22,9 @@ from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.going import Going
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.lease import Lease
-from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 
 _IDLE = SamplingParams()
@@ -37,38 +36,32 @@ class Running:
     """All running sequences of one engine. Engine thread only.
 
     Args:
-        decoder: makes an empty batch; with a lease, one for a single row that streams.
-        choices: what a batch's rows choose anew; None where the system does not.
+        decoding: makes what a batch of them is decoded with, and what they become segments by.
         recovery: the job that computes again what the store lost.
         hold_slots: device slots that all windows may have together.
         window: slots of a window for each chunk of a choice, where there are so many.
-        segments: moves texts onto what they generated; None: they keep it in their buffers.
         check: ends a text that nobody waits for any more.
         peers: who makes the same steps.
     """
 
     def __init__(
         self,
+        decoding: Decoding,
         *,
-        decoder: Callable[[Lease | None], Decoder],
-        choices: Callable[[], Choices] | None,
         recovery: Callable[[RecoveryNeeded], Job],
         hold_slots: int,
         window: float,
         max_batch: int,
-        segments: Segments | None = None,
         check: Callable[[Sequence], None] = Sequence.check,
         peers: Peers = ALONE,
     ) -> None:
         self._check = check
         self._peers = peers
-        self._decoder = decoder
-        self._choices = choices
+        self._decoding = decoding
         self._recovery = recovery
         self._hold_slots = hold_slots
         self._window = window
         self._max_batch = max_batch
-        self._segments = segments
         self._batches: list[_Batch] = []
 
     def __len__(self) -> int:
@@ -205,8 +198,8 @@ class Running:
             if batch is None:
                 alone = going.streams
                 batch = _Batch(
-                    self._decoder(going.lease if alone else None),
-                    self._choices() if self._choices is not None else None,
+                    self._decoding.decoder(going.lease if alone else None),
+                    self._decoding.choices(),
                     alone=alone,
                     long=going.row.length >= _SHARED_ROWS,
                 )
@@ -246,7 +239,7 @@ class Running:
 
     def _put_behind(self, batch: _Batch) -> None:
         """What texts generated leaves their buffers, where that is due."""
-        segments = self._segments
+        segments = self._decoding.segments
         if segments is None:
             return
         for place, going in batch.going.items():

@@ -100,7 +100,11 @@ class Scheduler:
         self._process = os.getpid()
 
     def submit(self, sequences: Several[Sequence]) -> None:
-        """Queues placed sequences, all at once and in order. Raises `EngineClosed`."""
+        """Queues placed sequences, all at once and in order, without those that have failed.
+
+        Raises `EngineClosed`.
+        """
+        sequences = [sequence for sequence in sequences if not sequence.done()]
         for sequence in sequences:
             sequence.on_cancel(self.wake)
         with self._changed:

@@ -226,13 +226,20 @@ class Segments:
             codec=self._codec,
         ) as writer:  # fmt: skip
             writer.write(0, kv)
-            written = writer.commit()
+            try:
+                return self._held(writer.commit())
+            except BaseException:  # it may lie in the store all the same
+                self._leftovers.add([writer.segment_id])
+                raise
+
+    def _held(self, written: Prefix) -> Written:
+        """What has been stored, and what keeps it there; raises where somebody has swept it before
+        it was held."""
         reader = self._store.reader(written)
         try:
-            reader.require()  # nobody has swept it before it was held
+            reader.require()
         except BaseException:
             reader.close()
-            self._leftovers.add(_own(written)[:1])
             raise
         return written, reader
 
@@ -259,12 +266,13 @@ class Segments:
 
     def _sweep(self) -> None:
         """Removes, once, what texts of processes that have died left behind; those that live hold
-        what is theirs."""
+        what is theirs. Raises a `CkvError` where the store gives no answer, upon which the next
+        segment's turn does it."""
         if self._swept or not self._store.files.holding:
             return
-        self._swept = True
         for prefix in self._store.prefixes():
             remove_line(self._store, _own(prefix))
+        self._swept = True
 
 
 def _own(prefix: Prefix) -> list[str]:

@@ -291,3 +291,17 @@ class Sequence:
                     logprobs=logprobs,
                 )
             )
+
+
+def result_of(sequence: Sequence, *, settled: bool = False) -> Result:
+    """The outcome of a sequence that is not sampled; waits for it."""
+    outcome = sequence.settled_result() if settled else sequence.result()
+    assert isinstance(outcome, Result)
+    return outcome
+
+
+def generation_of(sequence: Sequence, *, settled: bool = False) -> Generation:
+    """The outcome of a sampled sequence; waits for it."""
+    outcome = sequence.settled_result() if settled else sequence.result()
+    assert isinstance(outcome, Generation)
+    return outcome

@@ -9,25 +9,11 @@ from queue import SimpleQueue
 from typing import Self
 
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.sequence import Sequence, generation_of, result_of
 
 Submit = Callable[[Several[Request]], list[Sequence]]
 Item = TokenEvent | Sequence
 """What a running generation puts into a stream's queue: a token, and itself at the end."""
-
-
-def result_of(sequence: Sequence, *, settled: bool = False) -> Result:
-    """The outcome of a sequence that is not sampled; waits for it."""
-    outcome = sequence.settled_result() if settled else sequence.result()
-    assert isinstance(outcome, Result)
-    return outcome
-
-
-def generation_of(sequence: Sequence, *, settled: bool = False) -> Generation:
-    """The outcome of a sampled sequence; waits for it."""
-    outcome = sequence.settled_result() if settled else sequence.result()
-    assert isinstance(outcome, Generation)
-    return outcome
 
 
 def last_event(sequence: Sequence) -> TokenEvent:

@@ -18,41 +18,30 @@ from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.blending import Blending
 from ckv_jax.parts.loading import Loading
 from ckv_jax.pipeline.batch import Batch
-from ckv_jax.pipeline.choice_calls import ChoiceCalls
-from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.executor import Executor, FirstToken
-from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
-from ckv_jax.pipeline.streaming import Streaming
-from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.request import FinishReason
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.serving.alone import Alone
-from ckv_jax.serving.going import Going
+from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prefill_jobs import recovery_job
 from ckv_jax.serving.profiling import Profile
-from ckv_jax.serving.room import SlotRoom
+from ckv_jax.serving.room import SlotRoom, sparse
 from ckv_jax.serving.running import Running
-from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.shares import share_of, shares_of
-from ckv_jax.serving.text import Text
-from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
@@ -101,15 +90,19 @@ class Worker:
             self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
         )
         self.reorderer: Reorderer | None = None
+        if system.reorder_every and not system.chunked:
+            self.reorderer = Reorderer(
+                store, every=system.reorder_every, replace=carry_over, codec=system.coder
+            )
         self._placement = placement
         self._tokenizer = tokenizer
         self.system = system
         self._layout = layout
-        self._recoveries = Recoveries(self.prefills)
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.leases = Leases(
-            store=store, residents=self.residents, recoveries=self._recoveries, plan=self.plan,
-            system=system, deadline_s=config.read_deadline_s, shardings=layers.shardings,
+            store=store, residents=self.residents, recoveries=Recoveries(self.prefills),
+            reorderer=self.reorderer, plan=self.plan, system=system,
+            deadline_s=config.read_deadline_s, shardings=layers.shardings,
             open_packs=self._probe_packs, keys=ProbeKeys(layers),
             pool=lambda: self.memory.pool.pages,
         )  # fmt: skip
@@ -117,31 +110,27 @@ class Worker:
         if system.chunked:
             self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
         else:
-            if system.reorder_every:
-                self.reorderer = Reorderer(
-                    store, every=system.reorder_every, replace=carry_over, codec=system.coder
-                )
             self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
-        self._rows = KvRows(layers)
-        self._choice_calls = ChoiceCalls(layers)
         # Processes whose windows differ would read other packs.
         self.profile = Profile(self.plan, system, fingerprint, kept=self._peers.alone)
-        self._segments = self._segments_of(store, config.segment_tokens)
+        self.decoding = Decoding(
+            layers, self.memory, self.plan, system, store=store, leases=self.leases,
+            profile=self.profile, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
+            open_packs=self.packs,
+        )  # fmt: skip
         self._running = Running(
-            decoder=self._decoder,
-            choices=self._choices if system.decode is not None else None,
+            self.decoding,
             recovery=self.recovery,
             hold_slots=self.memory.hold_slots,
             window=system.window,
             max_batch=config.max_batch,
-            segments=self._segments,
             check=Sequence.check if self._peers.alone else (lambda _: None),  # see `step`
             peers=self._peers,
         )
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
             max_bytes=config.admit_bytes if room is None else min(config.admit_bytes, room),
-            segment_tokens=0 if self._segments is None else config.segment_tokens,
+            segment_tokens=0 if self.decoding.segments is None else config.segment_tokens,
         )  # fmt: skip
         loading = Loading(
             layers, self.memory, self.plan, open_packs=self.packs, make_way=self.make_way
@@ -154,7 +143,7 @@ class Worker:
             ),
             self.leases, plan=self.plan, token_bytes=self._room.token_bytes,
             computes_all=system.selector == "none", finish=self._finish,
-            begin_text=self._begin_text, store_prompt=store_prompt,
+            begin_text=self.decoding.begin, store_prompt=store_prompt,
         )  # fmt: skip
 
     # -- what may run together --------------------------------------------------------------------
@@ -166,7 +155,7 @@ class Worker:
 
     def together(self, sequence: Sequence) -> Hashable:
         """See `scheduler.Worker`."""
-        if not self._room.sparse(sequence):
+        if not sparse(sequence, self.system):
             return None
         if not self.system.chunked:
             return sequence.prefix.id, sequence.sampling is None
@@ -200,7 +189,7 @@ class Worker:
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
             with trace.span("open", lane="host"), self._peers.local():
-                leases, which = self._open(batch, stack)
+                leases, which = self.leases.open_all([s.prefix for s in batch], stack)
                 prefixes = []
                 for lease in leases:
                     probes = self.leases.probes(lease, trace)
@@ -219,8 +208,8 @@ class Worker:
                     share_of(asked, units),
                 )
             hold = texts and self._room.held(batch)
-            self._running.rest()
-            self._room.make_way(batch, hold=hold)
+            if len(self._running):
+                self._room.make_way(batch, hold=hold)
             packs = stack.enter_context(self.packs([lease.source for lease in leases], trace))
             first = self.executor.run(rows, packs, trace, hold=hold)
             trace.end()
@@ -234,7 +223,9 @@ class Worker:
             going = [
                 (
                     row,
-                    self._going(sequence, leases[i], prefixes[i][1], first, row, shares[row], hold),
+                    self.decoding.going(
+                        sequence, leases[i], prefixes[i][1], first, row, shares[row], hold=hold
+                    ),
                 )
                 for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ())
             ]
@@ -271,36 +262,8 @@ class Worker:
         if slots > self.memory.step_slots:
             self._running.narrow()
 
-    def _open(self, batch: Several[Sequence], stack: ExitStack) -> tuple[list[Lease], list[int]]:
-        """A lease for each prefix of a batch, and which of them each sequence stands on."""
-        places: dict[str, int] = {}
-        leases: list[Lease] = []
-        which = []
-        for sequence in batch:
-            prefix = self._current(sequence.prefix)
-            if prefix.id not in places:
-                leases.append(self._lease(sequence.prefix))
-                stack.callback(leases[-1].close)
-                prefix = leases[-1].resident.prefix
-                places[prefix.id] = len(leases) - 1
-            which.append(places[prefix.id])
-        return leases, which
-
-    def _lease(self, prefix: Prefix) -> Lease:
-        """A lease for the form of `prefix` to be served."""
-        try:
-            return self.leases.open(self._current(prefix))
-        except SegmentDamaged:
-            if self.reorderer is None:
-                raise
-            self.reorderer.forget(prefix)  # another engine of this store has a newer order
-            return self.leases.open(self._current(prefix))
-
-    def _current(self, prefix: Prefix) -> Prefix:
-        """The form of `prefix` to be served: reordered, where the system does so and has."""
-        return prefix if self.reorderer is None else self.reorderer.current(prefix)
-
     def _units(self, lease: Lease) -> int:
+        """How many chunks, or tokens, there are to select from."""
         resident = lease.resident
         return resident.num_chunks if self.system.chunked else resident.prefix.num_tokens
 
@@ -317,69 +280,6 @@ class Worker:
     def _finish(self, sequence: Sequence, token: int, logits: np.ndarray, trace: Trace) -> None:
         text = self._tokenizer.decode([token]) if self._tokenizer is not None else ""
         sequence.answer(token, text, logits, trace)
-
-    def _going(
-        self,
-        sequence: Sequence,
-        lease: Lease,
-        probes: Probes,
-        first: FirstToken,
-        row: int,
-        trace: Trace,
-        hold: bool,
-    ) -> Going:
-        """A sequence that goes on after its first token, with its packs pinned if they may stay."""
-        chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
-        window = Window(lease.resident, self.memory, self.plan, held=False)
-        held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
-        window.held = bool(self._peers.least(int(held)))
-        for choice, ids in enumerate(chosen):
-            window.choose(choice, ids)
-        limit = max(map(len, chosen))  # as attention decided, or the whole budget
-        chooser = None
-        if self.system.decode is not None and limit < lease.resident.num_chunks:
-            suffix = len(sequence.suffix)
-            chooser = self._chooser(
-                limit, probes, window, lease.source,
-                first=suffix, always=sequence.made_up, apart=sequence.apart,
-            )  # fmt: skip
-        self._begin_text(sequence, trace)
-        return Going(
-            sequence=sequence,
-            row=Row(
-                start=lease.resident.prefix.num_tokens, length=len(sequence.suffix), window=window
-            ),
-            lease=lease.shared(),
-            window=window,
-            chooser=chooser,
-            tail=None if self._segments is None else self._segments.tail(sequence, window, limit),
-        )
-
-    def _chooser(
-        self, limit: int, probes: Probes, window: Window, source: Source, *, first: int = 0,
-        always: bool = False, apart: bool = False,
-    ) -> Chooser:  # fmt: skip
-        assert self.system.decode is not None
-        return Chooser(
-            select=self.system.decode, limit=limit, first=first, probes=probes, window=window,
-            source=source, widths=self.profile.widths, packs=self.profile.packs,
-            recorded=self.profile.text(), always=always, apart=apart,
-        )  # fmt: skip
-
-    def _segments_of(self, store: ChunkStore, tokens: int) -> Segments | None:
-        """What moves texts onto what they generated, where texts choose at all. Several processes
-        have only a part each of what is to be stored."""
-        if self.system.decode is None or not tokens or not self._peers.alone:
-            return None
-        return Segments(
-            store, self.leases, self.plan, self.system.coder, tokens=tokens,
-            open_packs=self.packs, chooser=self._chooser,
-        )  # fmt: skip
-
-    def _begin_text(self, sequence: Sequence, trace: Trace) -> None:
-        assert sequence.sampling is not None
-        text = Text(self._tokenizer, sequence.sampling, self.layers.config.eos_token_ids)
-        sequence.begin_text(text, trace)
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -413,20 +313,6 @@ class Worker:
     def end(self, error: CkvError) -> None:
         """See `scheduler.Worker`."""
         self._running.end(error)
-
-    def _decoder(self, streams: Lease | None) -> Decoder:
-        streaming = None
-        if streams is not None:
-            streaming = Streaming(
-                self.layers, self.memory, self.plan, lambda: self.packs([streams.source], Trace())
-            )
-        return Decoder(self.layers, self.memory, self.plan, self._rows, streaming=streaming)
-
-    def _choices(self) -> Choices:
-        return Choices(
-            self._choice_calls, self.plan, self.system, self.residents, self.memory,
-            open_packs=self.packs,
-        )  # fmt: skip
 
     # -- prefills ---------------------------------------------------------------------------------
 
@@ -465,6 +351,5 @@ class Worker:
         if self.reorderer is not None:
             self.reorderer.close()
         self.prefetcher.close()
-        if self._segments is not None:
-            self._segments.close()
+        self.decoding.close()
         self.leases.close()

@@ -209,7 +209,6 @@ class KernelRead:
     ) -> None:
         count, size = len(offsets), out[0].nbytes
         self._queues, self._fd, self._out = queues, fd, out
-        self._queue = 0
         self._lock = threading.Lock()
         self._left = count  # not handed over yet
         self._flying = 0

@@ -26,8 +26,8 @@ from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment import probe_reads
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.open_segments import Opened
-from ckv_jax.storage.segment.pack_reads import PackReads
-from ckv_jax.storage.segment.proof import Proof, Report, is_gone
+from ckv_jax.storage.segment.pack_read import PackRead
+from ckv_jax.storage.segment.proof import Proof, is_gone
 from ckv_jax.storage.segment.runs import Runs
 from ckv_jax.storage.segment.segment import Segment
 
@@ -45,15 +45,14 @@ class PrefixReader:
         *,
         deadline_s: float,
         gate: Gate,
-        report: Report,
+        proof: Proof,
         count: Callable[[str], None],
         patience: Patience,
         release: Callable[[Sequence[Opened]], None],
     ) -> None:
         self.prefix = prefix
-        self._runs = Runs(prefix, segments)
-        self._proof = Proof(report, patience)
-        self._packs = PackReads(self._runs, self._proof, patience)
+        self._runs = Runs.of(prefix, segments)
+        self._proof = proof
         self._deadline_s = deadline_s
         self._gate = gate
         self._release = release
@@ -105,7 +104,9 @@ class PrefixReader:
         data = out.view(layout.disk_dtype) if layout.codec == PLAIN else out
         places = np.arange(len(chunks)) if rows is None else rows
         with self._deadline(deadline_s) as deadline:
-            return self._packs.read(group, chunks, data, places, deadline)
+            return PackRead(
+                self._runs, self._proof, self._patience, group, chunks, data, places, deadline
+            ).run()
 
     # -- probe -----------------------------------------------------------------------------------
 

@@ -94,6 +94,11 @@ class SegmentWriter:
             raise
 
     @property
+    def segment_id(self) -> str:
+        """Of the segment that `commit` publishes."""
+        return self._draft.segment_id
+
+    @property
     def layout(self) -> Layout:
         """The segment's layout."""
         return self._draft.layout

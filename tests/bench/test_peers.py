@@ -68,7 +68,8 @@ def keeping(rows: np.ndarray) -> Callable[[Any], contextlib.AbstractContextManag
     @contextlib.contextmanager
     def press(model: Any) -> Iterator[None]:
         def hook(module: Any, _: object, kwargs: dict[str, Any], output: Any) -> Any:
-            cached = kwargs["past_key_values"].layers[module.layer_idx]
+            name = "cache" if "cache" in kwargs else "past_key_values"  # before transformers 5.24
+            cached = kwargs[name].layers[module.layer_idx]
             cached.keys, cached.values = cached.keys[:, :, rows], cached.values[:, :, rows]
             return output
 

@@ -149,6 +149,25 @@ def test_a_pinned_page_stays_in_the_host_though_it_is_worth_more() -> None:
     assert tiers.admit(ids(1), slots).kept.tolist() == [True]
 
 
+def test_a_pin_of_a_page_that_is_nowhere_does_not_keep_it_out() -> None:
+    tiers = Tiers(1, 1, 1, ATTENTION)
+    tiers.register(4)
+    tiers.pin(ids(2))
+    tiers.record(ids(2), np.array([0.5]))
+    assert tiers.admit(ids(2), tiers.take(1)).kept.tolist() == [True]
+
+
+def test_pages_that_make_room_and_find_some_in_the_host_are_not_dropped() -> None:
+    tiers = Tiers(3, 2, 1, ATTENTION)
+    tiers.register(4)
+    for page, attention in enumerate((0.5, 0.25, 0.125)):
+        use(tiers, {page: attention})
+    moves = tiers.make_room(4)
+    assert moves.demote_pages.tolist() == [0, 1] and moves.dropped.tolist() == [2]
+    assert sorted(tiers.lookup(ids(0, 1))[1].tolist()) == [0, 1]
+    assert tiers.stats.demotions == 2 and tiers.stats.dropped == 1
+
+
 def test_a_second_copy_of_a_cached_page_is_freed() -> None:
     tiers = Tiers(2, 0, 2, ATTENTION)
     tiers.register(4)
@@ -158,6 +177,19 @@ def test_a_second_copy_of_a_cached_page_is_freed() -> None:
     moves = tiers.admit(ids(0), slots[1:])
     assert moves.kept.tolist() == [False]
     assert moves.freed.tolist() == slots[1:].tolist()
+
+
+def test_pages_get_the_slots_they_are_to_own_unless_they_have_some() -> None:
+    tiers = Tiers(1, 1, 2, ATTENTION)
+    tiers.register(4)
+    use(tiers, {0: 0.5})
+    use(tiers, {1: 0.25})
+    assert tiers.lookup(ids(1))[1].tolist() == [0]
+    had, slots = tiers.lookup(ids(0))[0], tiers.take(2)
+    tiers.own(ids(0, 1), slots)  # one is cached, one in the host tier
+    device, host = tiers.lookup(ids(0, 1))
+    assert device.tolist() == [had[0], slots[1]] and host.tolist() == [-1, -1]
+    assert tiers.free_slots == 1 and tiers.take(1).tolist() == [slots[0]]
 
 
 def test_an_equal_score_does_not_displace() -> None:

@@ -75,6 +75,74 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceComparisonOperator_Eq_GtE",
         'value = jnp.where(real, scores, 0.0 if pool == "mean" else -jnp.inf) ~0 @44 #0',
     ): "of the names that come here only mean is no less than mean",
+    (
+        "storage/digest/pq.py",
+        "core/ReplaceTrueWithFalse",
+        "for part, book, code in zip(parts, flat, codes, strict=True): ~0 @55 #0",
+    ): "there are as many parts as codebooks, and a row of codes for each",
+    (
+        "ckv_jax/pipeline/asking.py",
+        "core/ReplaceComparisonOperator_Eq_Is",
+        "if len(groups[-1]) == _MOST: ~0 @19 #0",
+    ): "whole numbers so small are one object each",
+    (
+        "ckv_jax/reads/residents.py",
+        "core/ReplaceTrueWithFalse",
+        "heads = dict(zip(layout.digest_layers, layout.digest_heads, strict=True)) ~0 @67 #0",
+    ): "a layout names a head for each layer of its digest",
+    (
+        "storage/segment/manifest.py",
+        "core/ReplaceComparisonOperator_IsNot_NotEq",
+        'if type(value["salt"]) is not str: ~0 @23 #0',
+    ): "types are equal where they are the same",
+    (
+        "storage/quantised.py",
+        "core/ReplaceTrueWithFalse",
+        "for part, bits in zip(parts, pair, strict=True) ~0 @42 #0",
+    ): "keys and values, and the bits of both",
+    (
+        "ckv_jax/cache/heap.py",
+        "core/ReplaceTrueWithFalse",
+        "return list(zip(scores.view(np.uint64).tolist(), (_LAST - pages).tolist(), strict=True)) "
+        "~0 @82 #0",
+    ): "a score for each page",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/ReplaceTrueWithFalse",
+        "for row, (sequence, i) in enumerate(zip(batch, which, strict=True) if texts else ()) "
+        "~0 @61 #0",
+    ): "every sequence of a batch has its place among the leases",
+    (
+        "storage/index/eviction.py",
+        "core/NumberReplacer",
+        "self._fresh = sum(scores) / len(scores) if scores else 0.0 ~0 @55 #1",
+    ): "where no segment has a score all are worth the same, whatever that is",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), "
+        "prefix.num_chunks) ~0 @67 #1",
+    ): "one pack less than one read has at most is compiled for as many",
+    (
+        "ckv_jax/memory/pages.py",
+        "core/ReplaceBinaryOperator_Add_BitOr",
+        "keys = jnp.where(slot >= 0, (slot * pack + index % pack) * 2, -1) ~0 @41 #0",
+    ): "a pack has 1, 2 or 4 layers: the sum has no carry",
+    (
+        "storage/tools/inspect.py",
+        "core/ReplaceBinaryOperator_Sub_BitOr",
+        "besides = store.files.segment_ids() - {s.id for s in segments} ~0 @36 #0",
+    ): "those that are known have manifests, and only those without are named",
+    (
+        "storage/place/local.py",
+        "core/ReplaceBinaryOperator_BitOr_BitXor",
+        "flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC ~0 @52 #0",
+    ): "two flags that share no bit",
+    (
+        "ckv_jax/memory/memory.py",
+        "core/ReplaceComparisonOperator_Lt_LtE",
+        "if self.tiers.free_slots < n: ~0 @25 #0",
+    ): "where as many are free as are wanted no room is made",
 }
 """(file, operator, place) -> why."""
 

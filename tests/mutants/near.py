@@ -25,7 +25,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         for name in (
             "round_trip", "landmarks", "quantised", "codec", "provenance", "limits", "mending",
             "remaking", "tensorstore", "kernel_queue", "writer_memory", "promises", "durability",
-            "faults", "unknown", "tenants",
+            "faults", "unknown", "tenants", "probe_spans",
         )
     ),
     "storage/tools": (
@@ -34,6 +34,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_pins.py", "tests/test_cli.py",
     ),
     "storage/index": (
+        "tests/storage/test_database.py",
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
         "tests/storage/test_probe_spans.py", "tests/storage/test_places.py",
         "tests/storage/test_bounds.py", "tests/storage/test_tools.py",
@@ -49,6 +50,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "ckv_jax/reads": (
         "tests/reads", "tests/test_engine.py", "tests/pipeline/test_same_answers.py",
+        "tests/test_hints.py",
     ),
     "ckv_jax/selection": (
         "tests/selection", "tests/rivals", "tests/pipeline/test_layerwise.py",
@@ -56,13 +58,14 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/pipeline": (
         "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_decode_choices.py",
-        "tests/serving/test_compaction.py", "tests/test_any_traffic.py",
+        "tests/test_decode_prefixes.py", "tests/serving/test_compaction.py",
+        "tests/test_any_traffic.py",
     ),
     "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
-        "tests/test_budget.py",
+        "tests/test_budget.py", "tests/test_hints.py",
     ),
 }  # fmt: skip
 """Folder -> test files and folders. Those that are not there are left out."""

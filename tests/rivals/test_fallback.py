@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
@@ -102,27 +101,29 @@ def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     k = rng.normal(size=(2, 6, heads, dim)).astype(np.float32)
     slots = np.array([2, 0, 1], np.int32)
     trusted = Choice(
-        ids=jnp.arange(2 * n, dtype=jnp.int32).reshape(2, n),
-        counts=jnp.full((2, chunks), 7, jnp.int32),
-        mass=jnp.array([0.5, 0.25]),
-        similarity=jnp.array([0.9, 0.1]),
-        importance=jnp.zeros(chunks * size),
+        ids=np.arange(2 * n, dtype=np.int32).reshape(2, n),
+        counts=np.full((2, chunks), 7, np.int32),
+        mass=np.array([0.5, 0.25], np.float32),
+        similarity=np.array([0.9, 0.1], np.float32),
+        importance=np.zeros(chunks * size, np.float32),
     )
-    ids, counts, mass, _, _ = _by_heads_of(Target.here())(
-        (q, k, k), np.array([6, 6]), pages, slots, np.int32(20), np.array([n, n]), trusted,
-        np.array([True, False]), n=n,
+    by_heads = jax.jit(_by_heads_of(Target.here()), static_argnames="n")
+    found = by_heads(
+        (q, k, k), np.array([6, 6], np.int32), pages, slots, np.int32(20),
+        np.array([n, n], np.int32), trusted, np.array([True, False]), n=n,
     )  # fmt: skip
+    ids, counts, mass, _, _ = map(np.asarray, found)
     keys = pages[slots].reshape(-1, heads, dim)
-    sums = column_sums(*map(jnp.asarray, (q[1], keys, k[1])), jnp.arange(24) < 20, jnp.int32(6))
-    own = np.argsort(-np.asarray(sums), axis=1, kind="stable")[:, :n]
+    sums = np.asarray(jax.jit(column_sums)(q[1], keys, k[1], np.arange(24) < 20, np.int32(6)))
+    own = np.argsort(-sums, axis=1, kind="stable")[:, :n]
     np.testing.assert_array_equal(ids[1], np.sort(own, axis=1))
     assert set(own[0].tolist()) != set(own[1].tolist())
     held = sum(float(sums[head, token]) for head in range(heads) for token in own[head])
-    valid = np.asarray(sums)[:, :20]
+    valid = sums[:, :20]
     assert float(mass[1]) == pytest.approx(held / valid.sum(), rel=1e-5)
     assert counts[1].sum() == pytest.approx(n)
     np.testing.assert_array_equal(ids[0], np.broadcast_to(np.arange(n), (heads, n)))
-    assert float(mass[0]) == 0.5 and set(np.asarray(counts[0]).tolist()) == {7.0}
+    assert float(mass[0]) == 0.5 and set(counts[0].tolist()) == {7.0}
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
@@ -134,8 +135,8 @@ def test_a_device_gathers_whole_rows_for_tokens_of_single_heads(
     slots, chunk, heads, dim = 8, 4, MODEL.num_kv_heads, MODEL.head_dim
     rng = np.random.default_rng(0)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
 
     pages, hidden = normal(slots, 1, 1, chunk, heads * dim), normal(2, 3, MODEL.hidden_size)
     qkv = (normal(2, 3, MODEL.num_heads, dim), normal(2, 3, heads, dim), normal(2, 3, heads, dim))
@@ -156,7 +157,7 @@ def test_a_device_gathers_whole_rows_for_tokens_of_single_heads(
         monkeypatch.setattr(layers, "attend_rows", dense)
         graph, state = nnx.split(model.layers[0])
         call = _attend_tokens_of(lambda state: nnx.merge(graph, state), target)
-        out = call(state, hidden, qkv, pages, keys, values, jnp.asarray(ids, jnp.int32))
+        out = jax.jit(call)(state, hidden, qkv, pages, keys, values, ids.astype(np.int32))
         return np.asarray(out)
 
     np.testing.assert_array_equal(of(Target(platform=platform)), of(Target(platform="cpu")))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from engine_support import SMALL, scale_error, small_engine, tokens
@@ -64,17 +64,18 @@ def test_bytes_of_the_probe_and_the_answer(
 def test_each_query_head_votes_by_itself() -> None:
     rng = np.random.default_rng(3)
     size, dim, group, n = 40, 8, 4, 5
-    q = jnp.asarray(rng.normal(size=(1, 6, 2 * group, dim)), jnp.float32) * 4
-    k = jnp.asarray(rng.normal(size=(1, 6, 2, dim)), jnp.float32)
-    probe = jnp.asarray(rng.normal(size=(size, 1, dim)), jnp.float32)
-    lengths, limits = jnp.array([6]), jnp.array([n])
-    ids, _, _, agreement, _ = _by_probe(
-        (q, k, k), lengths, probe, jnp.int32(size), limits, n=n, heads=3, chunk_tokens=8
+    q = rng.normal(size=(1, 6, 2 * group, dim)).astype(np.float32) * 4
+    k = rng.normal(size=(1, 6, 2, dim)).astype(np.float32)
+    probe = rng.normal(size=(size, 1, dim)).astype(np.float32)
+    lengths, limits = np.array([6], np.int32), np.array([n], np.int32)
+    by_probe = jax.jit(_by_probe, static_argnames=("n", "heads", "chunk_tokens"))
+    ids, _, _, agreement, _ = by_probe(
+        (q, k, k), lengths, probe, np.int32(size), limits, n=n, heads=3, chunk_tokens=8
     )
     sets = []
     for head in range(3):
         one = (q[0, :, head : head + 1], probe, k[0, :, :1])
-        sums = column_sums(*one, jnp.ones(size, bool), jnp.int32(6))
+        sums = jax.jit(column_sums)(*one, np.ones(size, bool), np.int32(6))
         sets.append(set(np.argsort(-np.asarray(sums[0]), kind="stable")[:n].tolist()))
     pairs = [(0, 1), (0, 2), (1, 2)]
     expected = np.mean([len(sets[a] & sets[b]) / len(sets[a] | sets[b]) for a, b in pairs])

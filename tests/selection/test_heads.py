@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from engine_sharp import MODEL, PERIOD, Sharp
@@ -18,7 +18,7 @@ from ckv_jax import Blend, Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.fitting import check_split
 from ckv_jax.heads import heads_of, read_heads
-from ckv_jax.kernels_pallas.score.api import score
+from ckv_jax.kernels_pallas.score import api, together
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
     Int4Keys,
@@ -31,7 +31,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     TokenProbe,
     TurnedKeys,
 )
-from ckv_jax.kernels_pallas.score.together import score_together
 from ckv_jax.kernels_pallas.score.turned import turn
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.reads.digest import Digest
@@ -44,6 +43,8 @@ HEADS = ((1, 1), (4, 0), (5, 1))
 """Two of the first period's layers, and the second's only one."""
 C, T, K, G, D = 16, 128, 2, 3, 8
 CPU = Target(platform="cpu")
+score = jax.jit(api.score, static_argnames=("chunk_tokens", "target", "heads"))
+score_together = jax.jit(together.score_together, static_argnames="chunk_tokens")
 
 
 def _probes() -> list[TokenProbe | Landmarks]:
@@ -55,42 +56,43 @@ def _probes() -> list[TokenProbe | Landmarks]:
     means, high = (rng.normal(size=(T // C, K, D)).astype(np.float32) for _ in range(2))
     int8 = rng.integers(-127, 128, (T, K, D), dtype=np.int8)
     return [
-        Int8Keys(jnp.asarray(int8), jnp.asarray(scale / 16)),
-        Keys(jnp.asarray(rng.normal(size=(T, K, D)).astype(np.float32))),
-        Int4Keys(jnp.asarray(codes), jnp.asarray(scale)),
-        PqKeys(jnp.asarray(pq), jnp.asarray(books)),
-        MeanKeys(jnp.asarray(means), jnp.zeros((T // C, K), jnp.float32)),
-        BoundKeys(jnp.asarray(means), jnp.asarray(means + np.abs(high))),
+        Int8Keys(int8, scale / 16),
+        Keys(rng.normal(size=(T, K, D)).astype(np.float32)),
+        Int4Keys(codes, scale),
+        PqKeys(pq, books),
+        MeanKeys(means, np.zeros((T // C, K), np.float32)),
+        BoundKeys(means, means + np.abs(high)),
     ]
 
 
 def _alone(probe: TokenProbe | Landmarks, head: int) -> OneHead:
-    def part(array: object, axis: int = 1) -> jnp.ndarray:
-        return jnp.take(jnp.asarray(array), jnp.array([head]), axis=axis)
+    def part(array: np.ndarray, axis: int = 1) -> np.ndarray:
+        return np.take(array, [head], axis=axis)
 
     fields = {
         field.name: part(getattr(probe, field.name), 0 if field.name == "codebooks" else 1)
         for field in dataclasses.fields(probe)
     }
-    return OneHead(type(probe)(**fields), jnp.asarray(head, jnp.int32), K)
+    return OneHead(type(probe)(**fields), np.int32(head), K)
 
 
 @pytest.mark.parametrize("probe", _probes(), ids=lambda probe: type(probe).__name__)
 @pytest.mark.parametrize("head", [0, 1])
 def test_one_head_gives_its_part_of_what_all_give(probe: TokenProbe | Landmarks, head: int) -> None:
     rng = np.random.default_rng(1)
-    q = jnp.asarray(rng.normal(size=(2, 3, K * G, D)).astype(np.float32))
+    q = rng.normal(size=(2, 3, K * G, D)).astype(np.float32)
     how = {
-        "num_tokens": jnp.int32(T - 5), "q_lengths": jnp.array([3, 2], jnp.int32),
+        "num_tokens": np.int32(T - 5), "q_lengths": np.array([3, 2], np.int32),
         "chunk_tokens": C, "target": CPU,
     }  # fmt: skip
     every = score(q, probe, heads="each", **how)  # [B, K, M]
     alone = score(q, _alone(probe, head), **how)
+    every, alone = map(np.asarray, (every, alone))
     np.testing.assert_allclose(alone[:, 0], every[:, head], rtol=1e-5, atol=1e-6)
     if not isinstance(probe, Landmarks):
         one = score_together(
-            [q[:1]], [_alone(probe, head)], num_tokens=jnp.array([T - 5], jnp.int32),
-            q_length=jnp.int32(3), chunk_tokens=C,
+            [q[:1]], [_alone(probe, head)], num_tokens=np.array([T - 5], np.int32),
+            q_length=np.int32(3), chunk_tokens=C,
         )  # fmt: skip
         np.testing.assert_allclose(one, every[:1, head], rtol=1e-5, atol=1e-6)
 
@@ -100,16 +102,18 @@ def test_turned_keys_of_one_head_are_its_part_of_those_of_all(head: int) -> None
     probe = next(one for one in _probes() if isinstance(one, Int4Keys))
     alone = _alone(probe, head)
     assert isinstance(alone.probe, Int4Keys)
-    q = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, K * G, D)).astype(np.float32))
+    q = np.random.default_rng(1).normal(size=(1, 2, K * G, D)).astype(np.float32)
     how = {
-        "num_tokens": jnp.int32(T), "q_lengths": jnp.array([2], jnp.int32), "chunk_tokens": C,
+        "num_tokens": np.int32(T), "q_lengths": np.array([2], np.int32), "chunk_tokens": C,
         "target": CPU,
     }  # fmt: skip
-    every = score(q, turn(probe, dims=5), heads="each", **how)
+    every = np.asarray(score(q, turn(probe, dims=5), heads="each", **how))
     digest = Digest({3: alone}, turns=True)
     (rough,) = digest.rough([3])
     assert isinstance(rough, OneHead) and isinstance(rough.probe, TurnedKeys)
-    np.testing.assert_allclose(score(q, rough, **how)[:, 0], every[:, head], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(score(q, rough, **how))[:, 0], every[:, head], rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -44,21 +45,30 @@ def stages_of(coarse: Coarse, limits: list[int]) -> Stages | None:
     return coarse.stages(np.array(limits, np.int32), M)
 
 
+@partial(jax.jit, static_argnames="stages")
+def jitted(
+    queries: list[np.ndarray], probes: list[Probe], limits: np.ndarray, lengths: np.ndarray,
+    before: np.ndarray | None, *, stages: Stages | None,
+) -> Scored:  # fmt: skip
+    """As an engine calls it, in one program."""
+    return scored(
+        queries, probes, score=attention_mass, stages=stages, num_tokens=jnp.int32(T),
+        num_chunks=jnp.int32(M), q_lengths=lengths, limits=limits, chunk_tokens=C, target=CPU,
+        whole=lambda x: x, before=before,
+    )  # fmt: skip
+
+
 def run(
     coarse: Coarse | None, limits: list[int], lengths: list[int], *,
     probes: list[Probe] | None = None, queries: np.ndarray | None = None,
     before: np.ndarray | None = None,
 ) -> Scored:  # fmt: skip
-    found = probes or [Keys(jnp.asarray(layer)) for layer in keys_of(0)]
     asked = queries_of(len(limits)) if queries is None else queries
-    given = np.array(limits, np.int32)
-    return scored(
-        list(map(jnp.asarray, asked)), found, score=attention_mass,
-        stages=coarse and coarse.stages(given, M), num_tokens=jnp.int32(T),
-        num_chunks=jnp.int32(M), q_lengths=jnp.asarray(np.array(lengths, np.int32)),
-        limits=jnp.asarray(given), chunk_tokens=C, target=CPU, whole=lambda x: x,
-        before=None if before is None else jnp.asarray(before),
+    found = jitted(
+        list(asked), probes or list(map(Keys, keys_of(0))), np.array(limits, np.int32),
+        np.array(lengths, np.int32), before, stages=coarse and stages_of(coarse, limits),
     )  # fmt: skip
+    return jax.tree.map(np.asarray, found)
 
 
 def by_chunk(q: np.ndarray, keys: np.ndarray, chunks: np.ndarray) -> np.ndarray:
@@ -110,11 +120,16 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
         q = asked[:, row, : lengths[row]]
         scores, left = two_stages(coarse, limits[row], q)
         assert np.flatnonzero(found.left[row]).tolist() == left.tolist()
-        np.testing.assert_allclose(np.asarray(found.scores)[row], scores, rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(found.scores[row], scores, rtol=2e-4, atol=1e-5)
         # Nothing of Equation 1's whole is lost: shares of it are of all attention.
         total = lengths[row] * LAYERS * K * G
-        np.testing.assert_allclose(np.asarray(found.scores)[row].sum(), total, rtol=1e-4)
-    assert not np.asarray(found.left)[2].any()
+        np.testing.assert_allclose(found.scores[row].sum(), total, rtol=1e-4)
+    assert not found.left[2].any()
+
+
+def test_the_last_query_of_the_middle_layer_asks_unless_others_are_named() -> None:
+    assert Coarse().layers(LAYERS) == [1]
+    assert Coarse() == Coarse(score_layers=1, queries=1, survivors=8, fewest=None, least=1)
 
 
 def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
@@ -124,7 +139,7 @@ def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
     wanted, left = two_stages(coarse, 2, queries_of(1)[:, 0, :1], before[0])
     assert 40 in left and found.left is not None
     assert np.flatnonzero(found.left[0]).tolist() == left.tolist()
-    np.testing.assert_allclose(np.asarray(found.scores)[0], wanted, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(found.scores[0], wanted, rtol=2e-4, atol=1e-5)
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.integers(0, 2**20))
@@ -141,8 +156,8 @@ def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
     assert plain.left is None
     for row, limit in enumerate(limits):
         if 4 * 4 * limit > M:
-            assert found.left is None or np.asarray(found.left)[row].all()
-            assert (np.asarray(found.scores)[row] == np.asarray(plain.scores)[row]).all()
+            assert found.left is None or found.left[row].all()
+            assert (found.scores[row] == plain.scores[row]).all()
         else:
             assert found.left is not None and int(found.left[row].sum()) == 4 * limit
     wider = run(Coarse(survivors=9, fewest=4), limits, lengths, queries=queries)
@@ -156,23 +171,23 @@ def test_rows_that_keep_too_much_are_scored_in_one_stage_bit_for_bit(
 def _int4(rng: np.random.Generator) -> Probe:
     codes = rng.integers(0, 256, (C * M, K, D // 2), dtype=np.uint8)
     scale = rng.uniform(0.2, 0.4, (C * M, K)).astype(np.float32)
-    return Int4Keys(jnp.asarray(codes), jnp.asarray(scale))
+    return Int4Keys(codes, scale)
 
 
 def _pq(rng: np.random.Generator) -> Probe:
     codes = rng.integers(0, 256, (C * M, K, 1), dtype=np.uint8)
     books = rng.normal(size=(K, 1, 256, D)).astype(np.float32)
-    return PqKeys(jnp.asarray(codes), jnp.asarray(books))
+    return PqKeys(codes, books)
 
 
 def _means(rng: np.random.Generator) -> Probe:
     mean = rng.normal(size=(M, K, D)).astype(np.float32)
-    return MeanKeys(jnp.asarray(mean), jnp.zeros((M, K), jnp.float32))
+    return MeanKeys(mean, np.zeros((M, K), np.float32))
 
 
 def _bounds(rng: np.random.Generator) -> Probe:
     low = rng.normal(size=(M, K, D)).astype(np.float32)
-    return BoundKeys(jnp.asarray(low), jnp.asarray(low + 1))
+    return BoundKeys(low, low + 1)
 
 
 @pytest.mark.parametrize("make", [_int4, _pq, _means, _bounds])
@@ -188,10 +203,8 @@ def test_of_every_probe_the_best_of_what_is_left_are_chosen(
     n = jnp.asarray(np.array(limits, np.int32))
     ids = [choose(x.scores, 4, n, among=x.left).ids for x in (plain, found)]
     assert np.intersect1d(*map(np.asarray, ids)).size > 3  # shares of fewer heads weigh otherwise
-    outside = ~np.asarray(found.left)
-    np.testing.assert_allclose(
-        np.asarray(found.scores)[outside], np.asarray(plain.scores)[outside], rtol=1e-4, atol=1e-6
-    )
+    outside = ~found.left
+    np.testing.assert_allclose(found.scores[outside], plain.scores[outside], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.scores.sum(1), plain.scores.sum(1), rtol=1e-4)
 
 
@@ -259,6 +272,10 @@ def test_one_loop_serves_any_number_of_rows() -> None:
     """A batch of rows is one program of one kernel each, not one for every row."""
     text = {}
     for rows in (2, 8):
-        made = jax.make_jaxpr(lambda rows=rows: run(Coarse(), [1] * rows, [4] * rows).scores)()
-        text[rows] = str(made).count("dot_general")
+        limits, lengths = np.full(rows, 1, np.int32), np.full(rows, 4, np.int32)
+        made = jitted.trace(
+            list(queries_of(rows)), list(map(Keys, keys_of(0))), limits, lengths, None,
+            stages=Coarse().stages(limits, M),
+        )  # fmt: skip
+        text[rows] = str(made.jaxpr).count("dot_general")
     assert text[2] == text[8]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import runpy
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from server.serving import KEYS, MODEL, Served, metric, wait_for
 
@@ -39,15 +41,18 @@ def test_langchain_over_one_document(
     run_example(*command, "How many stairs?")
     read = int(capsys.readouterr().out.rpartition("[")[2].split()[0])
     assert read > 1000
-    model = langchain.ChatOpenAI(
-        base_url=f"{served.url}/v1", api_key=KEYS["alice"], model=MODEL, max_tokens=4
-    )
+    model = partial(
+        langchain.ChatOpenAI,
+        base_url=f"{served.url}/v1", api_key=KEYS["alice"], model=MODEL, max_tokens=4,
+    )  # fmt: skip
 
     async def streamed() -> str:
-        return "".join([chunk.content async for chunk in model.astream("Hello")])
+        async with httpx.AsyncClient() as web:
+            said = model(http_async_client=web).astream("Hello")
+            return "".join([chunk.content async for chunk in said])
 
     assert asyncio.run(streamed())
-    assert len(model.batch(["Hello"] * 3)) == 3
+    assert len(model().batch(["Hello"] * 3)) == 3
 
 
 @pytest.mark.filterwarnings("ignore")

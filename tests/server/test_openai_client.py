@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -15,9 +16,14 @@ ASKED = [
 WAY = {"model": MODEL, "messages": ASKED, "max_tokens": 12, "temperature": 1.0, "seed": 7}
 
 
+def asking(served: Served, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
+
+
 @pytest.fixture(scope="module")
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS["alice"], max_retries=0)
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with asking(served, KEYS["alice"]) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -195,22 +201,22 @@ def test_bodies_that_are_no_requests(served: Served) -> None:
 
 def test_keys_are_asked_for(served: Served) -> None:
     for key in ("wrong", KEYS["alice"] + "x"):
-        stranger = openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
-        with pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
-        with pytest.raises(openai.AuthenticationError) as told:
-            stranger.chat.completions.create(**WAY)
+        with asking(served, key) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                stranger.models.list()
+            with pytest.raises(openai.AuthenticationError) as told:
+                stranger.chat.completions.create(**WAY)
         assert told.value.code == "invalid_api_key"
     assert post(served.url, "chat/completions", WAY).status_code == 401
     assert post(served.url, "nothing", WAY).json()["error"]["code"] == "not_found"
 
 
 def test_a_tenant_has_as_many_requests_as_it_may(served: Served) -> None:
-    bob = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS["bob"], max_retries=0)
-    with pytest.raises(openai.RateLimitError) as told:
-        bob.chat.completions.create(**WAY, n=2)
-    assert int(told.value.response.headers["retry-after"]) >= 1
-    assert bob.chat.completions.create(**WAY).choices
+    with asking(served, KEYS["bob"]) as bob:
+        with pytest.raises(openai.RateLimitError) as told:
+            bob.chat.completions.create(**WAY, n=2)
+        assert int(told.value.response.headers["retry-after"]) >= 1
+        assert bob.chat.completions.create(**WAY).choices
 
 
 def test_the_log_has_no_text(served: Served, answer: openai.types.chat.ChatCompletion) -> None:

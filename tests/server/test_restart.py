@@ -18,12 +18,12 @@ WAY = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 5}
 
 
 def ask(url: str, question: str, **more: object) -> openai.types.chat.ChatCompletion:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     messages = [
         {"role": "system", "content": DOCUMENT},
         {"role": "user", "content": question},
     ]
-    return client.chat.completions.create(**WAY, messages=messages, **more)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        return client.chat.completions.create(**WAY, messages=messages, **more)
 
 
 def cached(answer: openai.types.chat.ChatCompletion) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from ckv_jax.config import EngineConfig
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.segments import most_buffered
-from ckv_jax.storage.errors import StoreFull
+from ckv_jax.storage.errors import StoreFull, StoreUnavailable
+from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -53,7 +55,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     """Nothing of any text is left."""
     kept = {span.segment_id for prefix in (document, *others) for span in prefix.spans}
-    segments = engine._worker._segments
+    segments = engine._worker.decoding.segments
     assert segments is not None
     wait_until(lambda: not engine.stats().running)
     engine._scheduler.call(lambda: None)  # by now the engine's thread has let go of what ran
@@ -64,6 +66,19 @@ def settled(engine: Engine, document: Prefix, *others: Prefix) -> None:
     assert stats.running == stats.pinned_packs == tiers.pinned_slots == 0
     known = [resident.prefix for resident in engine._worker.residents._known.values()]
     assert all(prefix == document for prefix in known)
+
+
+def once(error: Exception, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of an object, the first call of which fails."""
+    calls: list[object] = []
+
+    def call(self: object, *args: object, **named: object) -> object:
+        calls.append(self)
+        if len(calls) == 1:
+            raise error
+        return method(self, *args, **named)
+
+    return call
 
 
 def without_segments(engine: Engine, **config: object) -> EngineConfig:
@@ -215,6 +230,35 @@ def test_what_dead_processes_left_is_removed(engine: Engine, document: Prefix) -
         with engine.variant(engine.config) as other:
             other.generate(asked(document, 0.2), sampling).results()
             settled(other, document)
+
+
+def test_what_is_published_though_it_failed_is_removed(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its name is there, and then the index does not answer."""
+    settled(engine, document)
+    monkeypatch.setattr(Index, "add", once(StoreUnavailable("locked"), Index.add))
+    sampling = SamplingParams(max_tokens=120)
+    [text] = engine.generate(asked(document, 0.2), sampling).results()
+    assert text.trace.segments == 0
+    assert "a text keeps what it generated in memory: locked" in caplog.text
+    settled(engine, document)
+
+
+def test_a_sweep_that_got_no_answer_is_made_again(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = engine.store
+    private(store, engine, document, "dead")
+    monkeypatch.setattr(
+        ChunkStore, "prefixes", once(StoreUnavailable("locked"), ChunkStore.prefixes)
+    )
+    with engine.variant(engine.config) as other:
+        sampling = SamplingParams(max_tokens=LENGTH)  # two segments would be written
+        [text] = other.generate(asked(document, 0.2), sampling).results()
+        assert text.trace.segments == 0
+        settled(other, document)
 
 
 def test_what_somebody_reads_is_removed_later(

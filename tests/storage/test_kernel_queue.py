@@ -468,3 +468,8 @@ def test_a_fault_found_directly_is_read_again(folder: Path, queues: KernelQueues
         assert (found.right, found.refused, found.wrong) == (PAGES.groups * 4 - 1, 1, 0)
         again = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=PAGES)
         assert again.num_tokens == 32
+
+
+def test_calls_have_the_numbers_of_linux_tables() -> None:
+    """io_setup, io_destroy, io_submit, io_getevents: `syscall_64.tbl`, `asm-generic/unistd.h`."""
+    assert kernel_queue._CALLS == {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}

@@ -18,6 +18,7 @@ from ckv_jax.storage import (
     Layout,
     Prefix,
     PrefixNotFound,
+    StoreUnavailable,
     chain,
     fingerprint,
     hash_files,
@@ -148,6 +149,20 @@ def test_prefixes_by_id(store: ChunkStore) -> None:
         store.prefix("../../etc/passwd")
 
 
+def test_a_segment_that_cannot_be_looked_at_now_counts_as_unread(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (span,) = ingest(store, some_tokens(40)).spans
+
+    def late(_: str) -> None:
+        raise StoreUnavailable("the disk has not answered")
+
+    monkeypatch.setattr(store.index, "find", late)
+    before = store.stats()["unread"]
+    assert store.index.load(span.segment_id) is None
+    assert store.stats()["unread"] == before + 1
+
+
 def test_another_models_prefix_is_refused_with_what_differs(store: ChunkStore) -> None:
     prefix = ingest(store, some_tokens(32))
     other = Fingerprint({"weights": "truth", "dtype": "float32", "rope": "yarn"})
@@ -180,7 +195,7 @@ def test_file_hashes_follow_content_and_are_cached(
 
 def test_files_are_private_and_hex(store: ChunkStore, folder: Path) -> None:
     ingest(store, some_tokens(100))
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode == (0o700 if path.is_dir() else 0o600), path
     for path in (folder / "segments").glob("*/*"):

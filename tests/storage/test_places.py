@@ -24,6 +24,7 @@ from ckv_jax.storage import (
     verify_store,
 )
 from ckv_jax.storage.place import marker
+from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.place.local import LocalFiles
 
 
@@ -187,6 +188,54 @@ def test_a_new_folder_opened_by_many_at_once_becomes_a_store_for_all(tmp_path: P
                 opened.result()
 
 
+def test_who_looks_while_another_makes_a_store_waits_for_its_marker_to_be_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other is as fast as can be: whenever the marker has been read, it has gone on."""
+    (folder / "tmp" / ("ab" * 16)).mkdir(parents=True)
+    read, written = marker._read, [marker.DATA[:9], marker.DATA]
+
+    def between(root: Path) -> bytes | None:
+        seen = read(root)
+        if written:
+            (root / marker.FILE).write_bytes(written.pop(0))
+        return seen
+
+    monkeypatch.setattr(marker, "_read", between)
+    assert marker.check(folder)
+    assert not written
+
+
+def test_what_lies_behind_a_symlink_is_not_read(folder: Path, tmp_path: Path) -> None:
+    files, name = LocalFiles(folder), "ab" * 16
+    path = folder / "segments" / name[:2] / name / "packs"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"ours")
+    assert files.read(name, "packs", 1, 3) == b"urs"
+    path.rename(tmp_path / "theirs")
+    assert files.read(name, "packs", 0, 4) is None
+    path.symlink_to(tmp_path / "theirs")
+    assert files.read(name, "packs", 0, 4) is None  # as good as absent
+
+
+def test_holds_in_a_file_that_was_deleted_are_seen_by_who_comes_later(tmp_path: Path) -> None:
+    name = "ab" * 16
+    one, other = Holds(tmp_path), Holds(tmp_path)
+    first = one.hold(name)
+    (tmp_path / "holds").unlink()
+    second = one.hold(name)
+    assert first is not None and second is not None
+    assert other.claim(name) is None  # though the first is in a file that is gone
+    second.release()
+    claim = other.claim(name)
+    assert claim is not None
+    assert one.hold(name) is None
+    for held in (first, claim):
+        held.release()
+    one.close()
+    other.close()
+
+
 @pytest.mark.parametrize("nest", [b"[", b'{"a":'])
 def test_a_marker_that_nests_without_end_is_none(folder: Path, nest: bytes) -> None:
     folder.mkdir()
@@ -210,6 +259,9 @@ def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:
         place.set_pin("ab" * 16, b"")
         found = json.loads((tmp_path / "bucket" / marker.FILE).read_bytes())
         assert found["format"] == "ckv-store"
+        (tmp_path / "bucket" / marker.FILE).unlink()
+        place.set_pin("cd" * 16, b"")
+        assert not (tmp_path / "bucket" / marker.FILE).exists()  # it is written once
         (tmp_path / "bucket" / marker.FILE).write_text('{"format": "ckv-store", "version": 1}')
         with pytest.raises(StoreError, match="version 1, expected 2"):
             objects.ObjectFiles(url, ts.Context(), 5.0)

@@ -9,7 +9,8 @@ import pytest
 
 from bench.fault_kinds.tally import LAYOUT, Served, read_prefix
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Prefix, verify_store
+from ckv_jax.storage import ChunkStore, Prefix, StoreError, verify_store
+from ckv_jax.storage.segment.runs import Runs
 
 TOKENS = some_tokens(200)
 BEGIN = 8
@@ -47,6 +48,18 @@ def test_packs_probes_and_digest_of_such_a_prefix_are_right(folder: Path) -> Non
         prefix = two_segments(store, folder)
         assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
         assert read_prefix(store, prefix) == Served(True, 0)
+
+
+def test_a_chunk_is_located_where_it_is_read(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        found = two_segments(store, folder)
+    segments = [StoreError("the first"), StoreError("the second")]
+    runs = Runs(found, segments)
+    for chunk in range(found.num_chunks):
+        ((segment, _, (local,)),) = runs.split(np.array([chunk]))
+        assert runs.locate(chunk) == (segment, local)
+        assert segment is segments[chunk >= BEGIN]
+        assert local == (chunk if chunk < BEGIN else chunk - 5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, inspect_store, verify_store
 from ckv_jax.storage.codec import CODECS, codec_id, codec_named, codec_of, decoded, encoded
-from ckv_jax.storage.quantised import Quantised
+from ckv_jax.storage.quantised import Quantised, _upward
 
 NAMES = ("int8", "k8v4", "int4-rotated")
 KV_BYTES = {"int8": 28.875, "k8v4": 21.875, "int4-rotated": 14.875}  # KiB a token of a 7B model
@@ -89,6 +89,12 @@ def test_every_device_reads_the_same_bits(name: str) -> None:
     here = decoded(codec, stored, 0, layout)
     there: Any = jax.jit(lambda rows: codec.decode(rows, layout))(stored)
     np.testing.assert_array_equal(here.view(np.uint16), np.asarray(there).view(np.uint16))
+
+
+def test_a_scale_is_the_bfloat16_above_that_no_device_takes_for_zero() -> None:
+    tiny = float(np.finfo(np.float32).tiny)
+    found = _upward(np.array([0, 1e-45, tiny / 2, tiny, 1, 1.001], np.float32))
+    assert found.tolist() == [0, tiny, tiny, tiny, 1, 1.0078125]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -221,6 +221,17 @@ def test_a_digest_is_of_all_layers_or_of_some() -> None:
         Layout(**SHAPE, digest_layers=(0,))
 
 
+def test_full_keys_lie_in_blocks_of_1024_tokens() -> None:
+    from ckv_jax.storage.segment.arrays import array_specs
+
+    layout = Layout(**SHAPE)
+    probe = array_specs(layout, 5008)["probe"]
+    rows = len(layout.probe_layers)
+    assert probe.shape == probe.shard == (rows, 5 * 1024, 4, 16)
+    assert probe.inner == (1, 1024, 4, 16) and probe.entries == 5 * rows
+    assert array_specs(layout, 50)["probe"].shape == (rows, 64, 4, 16)
+
+
 def test_files_stay_few() -> None:
     from ckv_jax.storage.segment.arrays import array_specs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import zarr
 from matplotlib.figure import Figure
+from segment_support import segment_folder
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
@@ -24,6 +26,11 @@ from ckv_jax.storage import (
     plot_importance,
     verify_store,
 )
+from ckv_jax.storage.digest import pq
+from ckv_jax.storage.digest.data import quantise, turn
+from ckv_jax.storage.layout import PQ_CODES, PQ_DIM
+from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.tools.verify import Damage, VerifyReport, _check, ranges
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}
 
@@ -44,6 +51,51 @@ def write(store: ChunkStore, layout: Layout, tokens: np.ndarray, kv: np.ndarray,
         for start in range(0, len(tokens), 64):
             writer.write(start, kv[:, :, start : start + 64])
         return writer.commit()
+
+
+def test_a_code_of_pq_is_the_nearest_centroid() -> None:
+    rng = np.random.default_rng(3)
+    keys = rng.normal(size=(50, 2, 2 * PQ_DIM)).astype(np.float32)
+    books = rng.normal(size=(2, 2, PQ_CODES, PQ_DIM)).astype(np.float32)
+    parts = keys.reshape(50, 2, 2, 1, PQ_DIM)
+    nearest = np.square(parts - books).sum(-1).argmin(-1)
+    np.testing.assert_array_equal(pq.encode(keys, books), nearest)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_is_turned_to_the_mean_that_it_has_stays_as_it_is(kind: str) -> None:
+    rng = np.random.default_rng(4)
+    codes, scale = quantise(rng.normal(size=(50, 2, 32)).astype(np.float32), kind)
+    mean = rng.normal(size=2 * 32).astype(np.float32)
+    turned, same = turn(Layout(**WIDE, digest=kind), codes, scale, mean, mean)
+    np.testing.assert_array_equal(turned, codes)
+    np.testing.assert_allclose(same, scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["damages", "unread", "unindexed"])
+def test_one_thing_that_is_not_as_it_was_written_is_enough(name: str) -> None:
+    assert VerifyReport().ok
+    assert not VerifyReport(**{name: ["something"]}).ok
+
+
+def test_of_a_segment_that_went_away_nothing_can_be_served(store: ChunkStore, folder: Path) -> None:
+    prefix = ingest(store, some_tokens(40))
+    ((id_, manifest, checksum, _),) = store.index.manifests([prefix.spans[0].segment_id])
+    assert isinstance(manifest, Manifest)
+    shutil.rmtree(segment_folder(folder, prefix))
+    damages, unread, torn = _check(store, manifest, checksum, VerifyReport())
+    assert [(d.segment_id, d.chunk) for d in damages] == [(id_, 0)]
+    assert not unread and torn == {0}
+
+
+def test_damages_are_told_in_runs_of_neighbours() -> None:
+    found = [Damage("a", chunk, f"chunk {chunk} is bad") for chunk in (3, 1, 2, 7, 2)]
+    many = [Damage("c", 2 * chunk, "torn") for chunk in range(10)]
+    assert ranges([*found, Damage("b", 0, "gone"), *many]) == [
+        "a, 4 chunks: 1 to 3, 7: chunk 3 is bad",
+        "b, chunk 0: gone",
+        "c, 10 chunks: 0, 2, 4, 6, 8, 10, 12, 14 and 2 more runs: torn",
+    ]
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2), (1,)], ids=str)

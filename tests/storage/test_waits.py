@@ -21,6 +21,7 @@ from bench.fault_kinds.tally import LAYOUT
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, ReadTimeout, StoreConfig, StoreError, StoreUnavailable, Wish
 from ckv_jax.storage.place.patience import Patience, progress
+from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
 
 QUICK = StoreConfig(wait_s=0.4, write_s=0.6, deadline_s=0.5)
@@ -224,6 +225,14 @@ def test_a_read_that_cannot_even_start_is_late(
                 time.sleep(0.01)
             assert error.value.settled()
             assert reader.read_packs(0, np.arange(4), out).all()
+
+
+def test_a_read_that_waited_too_long_for_others_takes_no_room() -> None:
+    gate = Gate(10)
+    assert gate.enter(8, 0)
+    assert not gate.enter(8, 0) and gate.bytes == 8
+    gate.leave(8)
+    assert gate.bytes == 0 and gate.enter(80, 0)  # nothing else is read
 
 
 def test_nothing_is_locked_while_gigabytes_are_deleted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,35 @@ def test_a_writer_that_is_left_waits_for_its_writes(
         assert count >= SMALL.groups
         assert not list((folder / "tmp").iterdir()) and store.usage() == 0
     assert len(ended) == count
+
+
+def test_three_blocks_may_wait_for_a_slow_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, real = threading.Event(), ArrayWriter.put
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> Any:
+        assert go.wait(SECONDS)
+        real(self, entry, data, offset)
+
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 1)  # a block for each chunk
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    size = SMALL.chunk_tokens
+    tokens = some_tokens(4 * size)
+    kv = kv_of(SMALL, tokens)
+    with (
+        ThreadPoolExecutor(1) as caller,
+        ChunkStore.open(folder) as store,
+        store.writer(fingerprint=FINGERPRINT, layout=SMALL, tokens=tokens) as writer,
+    ):
+        blocks = [
+            caller.submit(writer.write, start, kv[:, :, start : start + size])
+            for start in range(0, len(tokens), size)
+        ]
+        try:
+            blocks[2].result(SECONDS)
+            assert not blocks[3].done()
+        finally:
+            go.set()
+        blocks[3].result(SECONDS)
+        assert writer.commit().num_tokens == len(tokens)

@@ -1,0 +1,151 @@
+"""How texts go on from their first token: what each then holds, chooses by and is decoded with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+from ckv_jax.config import SystemConfig
+from ckv_jax.memory.memory import Memory
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.pipeline.choice_calls import ChoiceCalls
+from ckv_jax.pipeline.choices import Choices
+from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.pipeline.decode import Decoder, Row
+from ckv_jax.pipeline.executor import FirstToken
+from ckv_jax.pipeline.kv_rows import KvRows
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.streaming import Streaming
+from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.probes import Probes
+from ckv_jax.reads.source import Source
+from ckv_jax.serving.going import Going
+from ckv_jax.serving.lease import Lease, Leases
+from ckv_jax.serving.profiling import Profile
+from ckv_jax.serving.segments import Segments
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.text import Text
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.trace import Trace
+
+
+class Decoding:
+    """Makes what running texts of one engine need. Engine thread only, except `close`."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        memory: Memory,
+        plan: Plan,
+        system: SystemConfig,
+        *,
+        store: ChunkStore,
+        leases: Leases,
+        profile: Profile,
+        tokenizer: Tokenizer | None,
+        segment_tokens: int,
+        open_packs: Callable[[Several[Source], Trace], Packs],
+    ) -> None:
+        """`segment_tokens`: of a segment of what a text generates, where texts have such (0: no);
+        `open_packs`: the packs of some prefixes, for one use."""
+        self._layers = layers
+        self._memory = memory
+        self._plan = plan
+        self._system = system
+        self._residents = leases.residents
+        self._profile = profile
+        self._tokenizer = tokenizer
+        self._open_packs = open_packs
+        self._rows = KvRows(layers)
+        self._choice_calls = ChoiceCalls(layers)
+        self.segments: Segments | None = None
+        """What moves texts onto what they generated, where texts choose at all. Several processes
+        have only a part each of what is to be stored."""
+        if system.decode is not None and segment_tokens and layers.peers.alone:
+            self.segments = Segments(
+                store, leases, plan, system.coder, tokens=segment_tokens,
+                open_packs=open_packs, chooser=self.chooser,
+            )  # fmt: skip
+
+    def begin(self, sequence: Sequence, trace: Trace) -> None:
+        """A sequence's first token is about to be chosen."""
+        assert sequence.sampling is not None
+        text = Text(self._tokenizer, sequence.sampling, self._layers.config.eos_token_ids)
+        sequence.begin_text(text, trace)
+
+    def going(
+        self,
+        sequence: Sequence,
+        lease: Lease,
+        probes: Probes,
+        first: FirstToken,
+        row: int,
+        trace: Trace,
+        *,
+        hold: bool,
+    ) -> Going:
+        """A sequence that goes on after row `row` of `first`, with its packs pinned if they may
+        stay (`hold`) and all are there."""
+        chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
+        window = Window(lease.resident, self._memory, self._plan, held=False)
+        held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
+        window.held = bool(self._layers.peers.least(int(held)))
+        for choice, ids in enumerate(chosen):
+            window.choose(choice, ids)
+        limit = max(map(len, chosen))  # as attention decided, or the whole budget
+        chooser = None
+        if self._system.decode is not None and limit < lease.resident.num_chunks:
+            suffix = len(sequence.suffix)
+            chooser = self.chooser(
+                limit, probes, window, lease.source,
+                first=suffix, always=sequence.made_up, apart=sequence.apart,
+            )  # fmt: skip
+        self.begin(sequence, trace)
+        return Going(
+            sequence=sequence,
+            row=Row(
+                start=lease.resident.prefix.num_tokens, length=len(sequence.suffix), window=window
+            ),
+            lease=lease.shared(),
+            window=window,
+            chooser=chooser,
+            tail=None if self.segments is None else self.segments.tail(sequence, window, limit),
+        )
+
+    def chooser(
+        self, limit: int, probes: Probes, window: Window, source: Source, *, first: int = 0,
+        always: bool = False, apart: bool = False,
+    ) -> Chooser:  # fmt: skip
+        """What a text of `limit` chunks a choice chooses by (`Chooser`)."""
+        assert self._system.decode is not None
+        return Chooser(
+            select=self._system.decode, limit=limit, first=first, probes=probes, window=window,
+            source=source, widths=self._profile.widths, packs=self._profile.packs,
+            recorded=self._profile.text(), always=always, apart=apart,
+        )  # fmt: skip
+
+    def decoder(self, streams: Lease | None) -> Decoder:
+        """An empty batch; with a lease, one for a single row whose packs stream."""
+        streaming = None
+        if streams is not None:
+            streaming = Streaming(
+                self._layers, self._memory, self._plan,
+                lambda: self._open_packs([streams.source], Trace()),
+            )  # fmt: skip
+        return Decoder(self._layers, self._memory, self._plan, self._rows, streaming=streaming)
+
+    def choices(self) -> Choices | None:
+        """What a batch's rows choose anew; None where the system does not."""
+        if self._system.decode is None:
+            return None
+        return Choices(
+            self._choice_calls, self._plan, self._system, self._residents, self._memory,
+            open_packs=self._open_packs,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends what is being written. All texts have ended."""
+        if self.segments is not None:
+            self.segments.close()

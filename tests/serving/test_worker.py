@@ -1,0 +1,84 @@
+"""What the engine thread makes of what it is asked for, and who goes on meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from engine_support import tokens
+from engine_tiny import tiny_engine
+
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.running import Running
+
+
+def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix, worker = engine.ingest(tokens(40)), engine._worker
+        lost: Any = SimpleNamespace(prefix=prefix)
+        job = worker.recovery(RecoveryNeeded(lost, 20))
+        assert worker.recovery(RecoveryNeeded(lost, 10)) is job
+        assert worker.recovery(RecoveryNeeded(SimpleNamespace(prefix=prefix), 10)) is not job  # type: ignore[arg-type]
+        more = worker.recovery(RecoveryNeeded(lost, 40))
+        assert more is not job and worker.recovery(RecoveryNeeded(lost, 40)) is more
+        more.future.set_result(None)
+        assert worker.recovery(RecoveryNeeded(lost, 10)) is not more
+
+
+def test_a_block_of_a_prefill_takes_the_keys_and_values_of_its_tokens(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        layout = engine.layout
+        shape = (layout.num_layers, 2, 3, layout.num_kv_heads, layout.head_dim)
+        assert engine._worker.prefill_bytes(3) == np.empty(shape, layout.numpy_dtype).nbytes
+
+
+def test_only_the_batch_that_waits_for_a_recovery_has_no_token() -> None:
+    def batch(name: str, waits_for: Job | None) -> Any:
+        return SimpleNamespace(waits_for=waits_for, going={0: SimpleNamespace(sequence=name)})
+
+    class Noting(Running):
+        """Notes which batches have a token, and whose texts are looked after."""
+
+        def __init__(self, *batches: Any) -> None:
+            self._batches = list(batches)
+            self._peers: Any = SimpleNamespace(together=nullcontext)
+            self._check = lambda sequence: checked.append(sequence)
+            self._step = lambda batch: stepped.append(batch)  # type: ignore[assignment]
+
+    stepped: list[Any] = []
+    checked: list[Any] = []
+    job = Job(iter(()))  # type: ignore[arg-type]
+    waiting, going = batch("waiting", job), batch("going", None)
+    running = Noting(waiting, going)
+    assert running.step() == []
+    assert stepped == [going] and checked == ["waiting"]
+    job.future.set_result(None)
+    assert running.step() == []
+    assert stepped == [going, waiting, going] and waiting.waits_for is None
+
+
+def test_windows_share_what_those_that_only_hold_leave_over() -> None:
+    """Of four texts two choose, of which one has a window; one holds what it chose at first."""
+
+    def going(held: bool | None, chooses: int = 0, holds: int = 0) -> Any:
+        chooser = SimpleNamespace(slots=chooses, resize=widths.append) if chooses else None
+        window = None if held is None else SimpleNamespace(held=held, slots_held=holds)
+        return SimpleNamespace(window=window, chooser=chooser)
+
+    class Holding(Running):
+        def __init__(self, most: float) -> None:
+            texts = [going(None), going(False, chooses=5), going(True, chooses=7)]
+            texts.append(going(True, holds=3))
+            self._batches: Any = [SimpleNamespace(going=dict(enumerate(texts)), stale=False)]
+            self._hold_slots, self._window = 24, most
+
+    widths: list[float] = []
+    assert Holding(8.0)._needs() == (7, 3)
+    for most, expected in ((8.0, 3.0), (2.0, 2.0)):
+        Holding(most)._widen()
+        assert widths == [expected] * 2  # of both that choose
+        widths.clear()
