@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckv_jax.storage.grouping import RUN, TOGETHER, alike
+
 __all__ = ["balanced", "by_position", "kmeans"]
 
-CHUNK = 4
-"""Tokens side by side that stay together."""
-SEGMENT = 8192
 _ROUNDS = 10
 
 
@@ -29,55 +28,34 @@ def by_position(tokens: int, unit_tokens: int) -> np.ndarray:
 def balanced(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
     """Units of exactly `unit_tokens` alike tokens of `keys` [T, D].
 
-    Each segment's chunk means are halved at the median of their first principal direction until
-    `unit_tokens / 4` of them are left together. Raises ValueError where that does not come out
-    even: T must be `unit_tokens` times a power of two, or a multiple of 8,192.
+    See `storage.grouping`, which groups what is stored. Raises ValueError where T is no multiple of
+    `unit_tokens`.
     """
-    size = unit_tokens // CHUNK
     parts, base = [], 0
-    for start in range(0, len(keys), SEGMENT):
-        means = _chunk_means(keys[start : start + SEGMENT])
-        leaves = [np.arange(len(means))]
-        while len(leaves[0]) > size and len(leaves[0]) % 2 == 0:
-            leaves = [half for leaf in leaves for half in _halves(means, leaf)]
-        if len(leaves[0]) != size:
-            raise ValueError(
-                f"got {len(means) * CHUNK} tokens, expected {unit_tokens} x a power of two"
-            )
-        unit = np.empty(len(means), np.int32)
-        for number, leaf in enumerate(leaves):
-            unit[leaf] = base + number
-        base += len(leaves)
-        parts.append(np.repeat(unit, CHUNK))
+    for start in range(0, len(keys), RUN):
+        unit = alike(keys[start : start + RUN], unit_tokens)
+        parts.append(base + unit)
+        base += len(unit) // unit_tokens
     return np.concatenate(parts)
 
 
 def kmeans(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
     """Clusters of alike tokens of `keys` [T, D], `T / unit_tokens` of them and of any size."""
     parts, base = [], 0
-    for start in range(0, len(keys), SEGMENT):
-        means = _chunk_means(keys[start : start + SEGMENT])
-        count = max(1, len(means) * CHUNK // unit_tokens)
+    for start in range(0, len(keys), RUN):
+        means = _chunk_means(keys[start : start + RUN])
+        count = max(1, len(means) * TOGETHER // unit_tokens)
         owner = np.asarray(_lloyd(jnp.asarray(means), count))
-        parts.append(np.repeat(base + owner.astype(np.int32), CHUNK))
+        parts.append(np.repeat(base + owner.astype(np.int32), TOGETHER))
         base += count
     return np.concatenate(parts)
 
 
 def _chunk_means(keys: np.ndarray) -> np.ndarray:
-    if len(keys) % CHUNK:
-        raise ValueError(f"got {len(keys)} tokens, expected a multiple of {CHUNK}")
-    means: np.ndarray = keys.reshape(-1, CHUNK, keys.shape[-1]).mean(1, dtype=np.float32)
+    if len(keys) % TOGETHER:
+        raise ValueError(f"got {len(keys)} tokens, expected a multiple of {TOGETHER}")
+    means: np.ndarray = keys.reshape(-1, TOGETHER, keys.shape[-1]).mean(1, dtype=np.float32)
     return means
-
-
-def _halves(means: np.ndarray, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A leaf's members below and above the median of its first principal direction."""
-    centred = means[leaf] - means[leaf].mean(0)
-    direction = np.linalg.eigh(centred.T @ centred)[1][:, -1]
-    order = np.argsort(centred @ direction, kind="stable")
-    half = len(leaf) // 2
-    return np.sort(leaf[order[:half]]), np.sort(leaf[order[half:]])
 
 
 @partial(jax.jit, static_argnums=1)

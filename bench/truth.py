@@ -85,17 +85,19 @@ def ingest(
 
 
 def packs_of(layout: Layout, tokens: np.ndarray, group: int, order: np.ndarray) -> np.ndarray:
-    """[M, *pack]: what the packs of a group must hold for `tokens` stored in `order`, [T] or [L, T]
-    of each layer."""
+    """[M, *pack]: what the packs of a group must hold for `tokens` stored in `order`, [T], [L, T]
+    of each layer, or [groups, T] of alike tokens."""
+    if layout.alike:
+        order = order[group]
     chunks = layout.num_chunks(len(tokens))
     kv = stored_kv(kv_of(layout, tokens), order)
     full = np.zeros((layout.num_layers, 2, chunks * layout.chunk_tokens, *kv.shape[3:]), kv.dtype)
     full[:, :, : len(tokens)] = kv
     layers = layout.group_layers(group)
-    part = full[layers.start : layers.stop]
+    part = full[layers.start : layers.stop, ..., layout.group_heads(group), :]
     if not layout.kv_together:
         part = part[:, group % 2 : group % 2 + 1]
-    shape = (*part.shape[:2], chunks, layout.chunk_tokens, *kv.shape[3:])
+    shape = (*part.shape[:2], chunks, layout.chunk_tokens, *part.shape[3:])
     packs = np.zeros((chunks, *layout.pack_shape), kv.dtype)
     packs[:, : len(layers)] = part.reshape(shape).transpose(2, 0, 1, 3, 4, 5)
     return packs

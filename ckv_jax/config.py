@@ -10,7 +10,9 @@ from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import WHOLE_QUESTION, Select
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
-from ckv_jax.storage.layout import PROBE_HEADS, Layout
+from ckv_jax.storage.grouping import TOGETHER
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import LANDMARKS, PROBE_HEADS
 from ckv_jax.validate import WrongType, check_number, check_text, check_whole
 
 Selector = Literal["none", "all", "chunk", "h2o", "impress"]
@@ -64,6 +66,13 @@ class SystemConfig:
     """Layers whose K and V of one chunk are one read."""
     kv_together: bool = True
     """K and V of a chunk are one read; False: a read each."""
+    heads_apart: bool = False
+    """Each KV head of a period chooses chunks for itself, by its own queries, and has packs of its
+    own: it attends to what it asked for and to nothing that others did, in smaller reads."""
+    grouping: Literal["position", "alike"] = "position"
+    """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
+    to a layer's KV head (KVDrive §4). A text's first 16 and last 64 tokens are then in chunks of
+    their own, which are attended to whatever the budget, beside it."""
     period: int = 8
     """Layers that share one selection."""
     subperiod: int = 4
@@ -137,6 +146,7 @@ class SystemConfig:
                 f"period={self.period}, expected each to divide the next"
             )
         self._check_heads()
+        self._check_apart()
         if self.probe_heads < 1:
             raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
         _one_of("probe_unit", self.probe_unit, Literal["query", "kv"])
@@ -185,6 +195,40 @@ class SystemConfig:
         if heads and self.probe != "digest":
             raise ValueError(f"got heads={heads!r} without a resident digest")
 
+    def _check_apart(self) -> None:
+        _one_of("grouping", self.grouping, Literal["position", "alike"])
+        if self.grouping == "alike":
+            whole = self.chunk_tokens % TOGETHER == 0 and self.digest in LANDMARKS
+            if not (self.heads_apart and self.pack_layers == 1 and whole):
+                raise ValueError(
+                    "got grouping='alike', expected heads apart in packs of one layer, a digest of "
+                    f"landmarks and chunk_tokens a multiple of {TOGETHER}"
+                )
+            if self.choose.pool != "none" or (self.decode and self.decode.pool != "none"):
+                raise ValueError(
+                    "got a pool with grouping='alike', whose chunks have no neighbours"
+                )
+        if not self.heads_apart:
+            return
+        if not self.chunked or self.probe != "digest" or self.heads or not self.kv_together:
+            raise ValueError(
+                "got heads_apart=True, expected a system that chooses chunks, by the digest of all "
+                "heads, with keys and values together"
+            )
+        if self.coder is not None:
+            raise ValueError(f"got heads_apart=True with codec={self.codec!r}, expected none")
+        if self.prefetch == "inter":
+            raise ValueError(
+                "got heads_apart=True with prefetch='inter', expected 'intra': what one head "
+                "chose says little of another's choice"
+            )
+        for select in (self.choose, self.decode):
+            if select is not None and (select.coarse is not None or select.score is not None):
+                raise ValueError(
+                    "got heads_apart=True with a coarse pass or a score of one's own, whose "
+                    "scores are of all heads together"
+                )
+
     @property
     def chunked(self) -> bool:
         """Whether the unit of selection is the unit of reading (ours), not tokens (rivals)."""
@@ -228,6 +272,8 @@ class SystemConfig:
             chunk_tokens=self.chunk_tokens,
             pack_layers=self.pack_layers,
             kv_together=self.kv_together,
+            heads_apart=self.heads_apart,
+            grouping=self.grouping,
             probe="none" if self.probe == "digest" else self.probe,
             probe_width=width,
             digest=self.digest,
@@ -303,6 +349,11 @@ class EngineConfig:
             "prefill_window", "max_batch", "admit_bytes", "tensor_parallel", "processes",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
+        if system_of(self.system).heads_apart and self.tensor_parallel > 1:
+            raise ValueError(
+                f"got tensor_parallel={self.tensor_parallel} for a system whose heads have packs "
+                "of their own, expected 1"
+            )
         if self.tensor_parallel % self.processes:
             raise ValueError(
                 f"got processes={self.processes} for tensor_parallel={self.tensor_parallel} "

@@ -37,4 +37,4 @@ def heads_for(system: SystemConfig, layout: Layout) -> Heads:
     heads, size = heads_of(layout), system.period
     periods = [range(first, first + size) for first in range(0, layout.num_layers, size)]
     scored = system.digest == layout.digest and all(scoring_layers(p, 1, heads) for p in periods)
-    return heads if scored else ()
+    return heads if scored and not system.heads_apart else ()

@@ -68,6 +68,8 @@ class Mending:
                         continue
                     if not todo:
                         return stored
+                if whole.layout.alike:  # a chunk's tokens are from all over: it is stored again
+                    return stored
                 todo = self._bad_packs(whole, np.array(todo))
                 if not todo:  # it is probes or the digest that are bad, and want other packs first
                     tried.update(bad.tolist())

@@ -13,7 +13,7 @@ from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.parts.blend import Blend
 from ckv_jax.storage import tenant
-from ckv_jax.storage.layout import PLAIN
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 from ckv_jax.validate import WrongType, check_number

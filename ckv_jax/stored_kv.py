@@ -9,6 +9,7 @@ import numpy as np
 from ckv_jax.errors import CkvError
 from ckv_jax.storage.codec import Codec, check_codec, decoded
 from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.grouping import LAST
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -79,10 +80,13 @@ def read_kv(
 ) -> np.ndarray:
     """Keys and values [L, 2, T, K, D] of a stored prefix, T from the first token of `first_chunk`.
 
-    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read.
+    `codec` is the one that its layout names. Raises `SegmentDamaged` for what cannot be read, and
+    where chunks of alike tokens come before the last, which are in no order of their positions.
     """
     check_codec(codec, prefix.layout)
     layout = prefix.layout
+    if layout.alike and first_chunk < (prefix.num_tokens - LAST) // layout.chunk_tokens:
+        raise SegmentDamaged(f"chunk {first_chunk}: tokens from there on are grouped")
     chunks = np.arange(first_chunk, prefix.num_chunks)
     with store.reader(prefix) as reader:
 
@@ -113,9 +117,10 @@ def _kv_of(
     read: Callable[[int, np.ndarray, slice], np.ndarray],
 ) -> np.ndarray:
     """[layers, 2, chunks x C, K, D], from layers `places` of packs, `read(group, chunks, places)`
-    [n, places, 2, C, K, D]."""
-    size, heads, dim = layout.chunk_tokens, layout.num_kv_heads, layout.head_dim
-    out = np.empty((len(layers), 2, len(chunks), size, heads, dim), layout.numpy_dtype)
+    [n, places, 2, C, heads of a pack, D]."""
+    heads, dim = layout.num_kv_heads, layout.head_dim
+    shape = (len(layers), 2, len(chunks), layout.chunk_tokens, heads, dim)
+    out = np.empty(shape, layout.numpy_dtype)
     for group in range(layout.groups):
         held = layout.group_layers(group)
         first, stop = max(held.start, layers.start), min(held.stop, layers.stop)
@@ -125,5 +130,6 @@ def _kv_of(
         # [M, layers, 2, C, K, D] -> [layers, 2, M, C, K, D]
         rows = packs.transpose(1, 2, 0, 3, 4, 5)
         kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
-        out[first - layers.start : stop - layers.start, kinds] = rows
+        of_layers = slice(first - layers.start, stop - layers.start)
+        out[of_layers, kinds, ..., layout.group_heads(group), :] = rows
     return out.reshape(len(layers), 2, -1, heads, dim)

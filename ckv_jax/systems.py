@@ -52,17 +52,23 @@ def _decode_rival(
     sequential: bool = True,
     guessed: bool = False,
     question: int | None = None,
+    each: bool = True,
+    grouping: Literal["position", "alike"] = "position",
 ) -> SystemConfig:
-    """Every layer chooses by itself at every token; see `docs/decode.md` for what is simplified."""
+    """Every layer chooses by itself at every token, with `each` every KV head of it; see
+    `docs/decode.md` for what is simplified."""
     return SystemConfig(
         name=name,
         selector="chunk",
         chunk_tokens=chunk_tokens,
         pack_layers=1,
+        heads_apart=each,
+        grouping=grouping,
         period=1,
         subperiod=1,
         probe="digest",
         digest=digest,
+        prefetch="intra" if each else "inter",
         choose=Select(queries=question),
         decode=Select(guessed=guessed),
         window=window,
@@ -88,9 +94,9 @@ DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
             _everything("flexgen", pack_layers=1),
             _decode_rival("quest", digest="bounds", chunk_tokens=8, window=0),
             _decode_rival("shadowkv", digest="means", chunk_tokens=8, window=1),
-            _decode_rival("retroinfer", digest="means", window=2),
-            _decode_rival("infinigen", digest="int4", window=0, guessed=True),
-            _decode_rival("pqcache", digest="pq", window=2, keep="lfu"),
+            _decode_rival("retroinfer", digest="means", window=2, grouping="alike"),
+            _decode_rival("infinigen", digest="int4", window=0, guessed=True, each=False),
+            _decode_rival("pqcache", digest="pq", window=2, keep="lfu", each=False),
             _decode_rival(
                 "kvdrive",
                 digest="means",
@@ -98,6 +104,7 @@ DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 keep="lookahead",
                 widths="profiled",
                 sequential=False,
+                grouping="alike",
             ),
         )
     }

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckv_jax.storage.bits_table import TABLES, bits_named
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.quantised import Quantised
 
 

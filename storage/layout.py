@@ -14,23 +14,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-VERSION = 2
-"""Version of the on-disk format; part of every fingerprint of a layout."""
-CODED_VERSION = 3
-"""Of layouts with a codec: what knows none leaves their segments alone."""
-LANDMARKS_VERSION = 4
-"""Of layouts whose digest has one landmark for each chunk: likewise."""
-PROBE_VERSION = 5
-"""Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
-TABLE_VERSION = 6
-"""Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
-ORDERS_VERSION = 7
-"""Of layouts whose segments have an order of their tokens for each layer: likewise."""
-HEADS_VERSION = 8
-"""Of layouts whose digest has one head of each of its layers: likewise."""
-VERSIONS = tuple(range(VERSION, HEADS_VERSION + 1))
-PLAIN = "none"
-"""The codec of packs that lie on disk as they are in memory."""
+from ckv_jax.storage.grouping import FIRST, LAST, RUN, TOGETHER
+from ckv_jax.storage.layout_versions import (
+    LANDMARKS,
+    PLAIN,
+    PROBE_HEADS,
+    fields_of,
+    versioned,
+)
 
 _DTYPES: dict[str, tuple[Any, str]] = {
     "bfloat16": (ml_dtypes.bfloat16, "uint16"),
@@ -38,12 +29,9 @@ _DTYPES: dict[str, tuple[Any, str]] = {
     "float32": (np.float32, "float32"),
 }
 _PROBES = ("keys", "heads", "none")
-LANDMARKS = ("means", "bounds")
-"""Digests that keep a landmark for each chunk, not for each token."""
+_GROUPINGS = ("position", "alike")
 _DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
-_SHORT_CODEC = 64  # letters of a codec's name in older versions
-PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
 PQ_DIM = 8  # dims of one sub-vector: one byte for 8 bf16 values, 1/16
@@ -55,7 +43,8 @@ class Layout:
     """Shapes and packing of a segment; two stores of one model may hold several layouts.
 
     One pack is one chunk over `pack_layers` layers, keys and values together: the unit of a read.
-    With `kv_together=False` (baselines) a pack holds the keys or the values of one layer.
+    With `kv_together=False` (baselines) a pack holds the keys or the values of one layer, with
+    `heads_apart=True` the keys and values of one KV head.
 
     Attributes:
       num_layers: L.
@@ -79,6 +68,11 @@ class Layout:
         §5); else one for all of them.
       codec: "none", or name and version of what encodes packs (`codec.py`).
       codec_bytes: bytes of one encoded pack; 0 without a codec.
+      heads_apart: every KV head has packs of its own, so that each can be read by itself.
+      grouping: what a chunk is: tokens at neighbouring positions ("position"), or of each layer and
+        KV head those whose keys are "alike" (`grouping.py`). Which ones is kept beside the packs,
+        as are those of a text's beginning and end, which stay where they are. Segments are used
+        whole then, or up to the end of a run.
     """
 
     num_layers: int
@@ -97,13 +91,15 @@ class Layout:
     layer_orders: bool = False
     codec: str = PLAIN
     codec_bytes: int = 0
+    heads_apart: bool = False
+    grouping: str = "position"
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "chunk_tokens", "probe_width"):
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= 1 << 20:
                 raise ValueError(f"{name}: got {value!r}, expected an int in [1, 2**20]")
-        for name in ("kv_together", "reordered", "layer_orders"):
+        for name in ("kv_together", "reordered", "layer_orders", "heads_apart"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a bool")
         if self.layer_orders and not self.reordered:
@@ -122,6 +118,7 @@ class Layout:
             object.__setattr__(self, "digest_layers", tuple(range(self.num_layers)))
         self._check_digest_layers()
         self._check_codec()
+        self._check_apart()
         if self.pack_bytes > _MAX_PACK:
             raise ValueError(f"pack: got {self.pack_bytes} bytes, expected at most {_MAX_PACK}")
         if self.digest == "int4" and self.head_dim % 2:
@@ -155,6 +152,22 @@ class Layout:
         if type(size) is not int or not least <= size <= most:
             raise ValueError(f"codec_bytes: got {size!r}, expected one in [{least}, {most}]")
 
+    def _check_apart(self) -> None:
+        """Packs of one head are only made of keys and values together, as they are."""
+        for name, expected in (("kv_together", True), ("reordered", False), ("codec", PLAIN)):
+            if self.heads_apart and getattr(self, name) != expected:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)!r}, expected {expected!r} with heads apart"
+                )
+        if self.grouping not in _GROUPINGS:
+            raise ValueError(f"grouping: got {self.grouping!r}, expected one of {_GROUPINGS}")
+        fits = self.heads_apart and self.pack_layers == 1 and self.probe == "none"
+        if self.alike and not (fits and self.chunk_tokens % TOGETHER == 0):
+            raise ValueError(
+                "grouping: got 'alike', expected heads apart in packs of one layer, no probe, and "
+                f"chunk_tokens a multiple of {TOGETHER}"
+            )
+
     # -- packs -----------------------------------------------------------------------------------
 
     @cached_property
@@ -170,14 +183,26 @@ class Layout:
 
     @cached_property
     def groups(self) -> int:
-        """Layer groups; with K and V apart, `2 * layer` holds keys and `2 * layer + 1` values."""
-        return -(-self.num_layers // self.pack_layers) * (1 if self.kv_together else 2)
+        """Layer groups; with K and V apart, `2 * layer` holds keys and `2 * layer + 1` values; with
+        heads apart, K of them in a row hold one KV head each of the same layers."""
+        return -(-self.num_layers // self.pack_layers) * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Groups that have the same layers: K with heads apart, 2 with K and V apart, else 1."""
+        return self.num_kv_heads if self.heads_apart else 1 if self.kv_together else 2
+
+    @property
+    def pack_heads(self) -> int:
+        """KV heads in one pack."""
+        return 1 if self.heads_apart else self.num_kv_heads
 
     @cached_property
     def pack_shape(self) -> tuple[int, int, int, int, int]:
-        """`(pack_layers, 2, C, K, D)`, or `(1, 1, C, K, D)` with K and V apart."""
+        """`(pack_layers, 2, C, K, D)`; `(1, 1, C, K, D)` with K and V apart, `(pack_layers, 2, C,
+        1, D)` with heads apart."""
         kv = 2 if self.kv_together else 1
-        return (self.pack_layers, kv, self.chunk_tokens, self.num_kv_heads, self.head_dim)
+        return (self.pack_layers, kv, self.chunk_tokens, self.pack_heads, self.head_dim)
 
     @cached_property
     def pack_bytes(self) -> int:
@@ -203,13 +228,44 @@ class Layout:
         """The layers in `group`; the last group may hold fewer than `pack_layers`."""
         if not 0 <= group < self.groups:
             raise ValueError(f"group: got {group}, expected one in [0, {self.groups})")
-        first = group * self.pack_layers if self.kv_together else group // 2
+        first = group // self.parts * self.pack_layers
         return range(first, min(first + self.pack_layers, self.num_layers))
+
+    def group_heads(self, group: int) -> slice:
+        """The KV heads in `group`."""
+        head = group % self.parts
+        return slice(head, head + 1) if self.heads_apart else slice(None)
 
     @property
     def orders(self) -> int:
         """Mapping lists of a segment."""
         return self.num_layers if self.layer_orders else int(self.reordered)
+
+    @property
+    def alike(self) -> bool:
+        """Whether chunks are of alike tokens, and have an assignment beside them."""
+        return self.grouping == "alike"
+
+    def cut(self, wanted: int, tokens: int) -> int:
+        """The most tokens of a segment of `tokens` that can be used where its first `wanted` are:
+        all, or so many chunks that hold the first tokens and no others."""
+        whole = wanted // self.chunk_tokens * self.chunk_tokens
+        if wanted == tokens or not (self.reordered or self.alike):
+            return wanted if wanted == tokens else whole
+        if self.reordered:
+            return 0
+        tail = (tokens - LAST) // self.chunk_tokens * self.chunk_tokens
+        run = max(1, RUN // self.chunk_tokens) * self.chunk_tokens
+        return whole if whole >= tail else whole // run * run
+
+    def steady_chunks(self, tokens: int) -> int:
+        """How many chunks of a prefix are attended to whatever is chosen: those that hold some of
+        its first and last tokens, of a layout of alike tokens."""
+        if not self.alike:
+            return 0
+        chunks = self.num_chunks(tokens)
+        first, tail = -(-FIRST // self.chunk_tokens), (tokens - LAST) // self.chunk_tokens
+        return min(chunks, first + chunks - max(0, tail))
 
     def num_chunks(self, tokens: int) -> int:
         """Chunks that hold `tokens` tokens; the last one may be partial."""
@@ -220,7 +276,7 @@ class Layout:
     @property
     def shard_groups(self) -> int:
         """Layer groups in one shard file."""
-        return (max(self.pack_layers, 2) // self.pack_layers) * (1 if self.kv_together else 2)
+        return (max(self.pack_layers, 2) // self.pack_layers) * self.parts
 
     @property
     def shards(self) -> int:
@@ -294,43 +350,13 @@ class Layout:
     # -- identity and size -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form, with the format version. Older versions say nothing of codecs, of the probe's
-        width only the last four do, of orders by layer the last two, of the digest's heads the
-        last."""
-        values = dataclasses.asdict(self)
-        if self.digest_heads:
-            return {"version": HEADS_VERSION, **values}
-        del values["digest_heads"]
-        if self.layer_orders:
-            return {"version": ORDERS_VERSION, **values}
-        del values["layer_orders"]
-        if len(self.codec.partition(":")[0]) > _SHORT_CODEC:
-            return {"version": TABLE_VERSION, **values}
-        if self.probe_width != PROBE_HEADS:
-            return {"version": PROBE_VERSION, **values}
-        del values["probe_width"]
-        if self.digest in LANDMARKS:
-            return {"version": LANDMARKS_VERSION, **values}
-        if self.codec == PLAIN:
-            del values["codec"], values["codec_bytes"]
-            return {"version": VERSION, **values}
-        return {"version": CODED_VERSION, **values}
+        """JSON form, with the format version."""
+        return versioned(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, value: Any) -> Layout:
         """Inverse of `to_dict`; raises ValueError for anything else."""
-        if not isinstance(value, dict) or value.get("version") not in VERSIONS:
-            raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
-        names = {f.name for f in dataclasses.fields(cls)}
-        for version, since in (
-            (HEADS_VERSION, {"digest_heads"}), (ORDERS_VERSION, {"layer_orders"}),
-            (PROBE_VERSION, {"probe_width"}), (CODED_VERSION, {"codec", "codec_bytes"}),
-        ):  # fmt: skip
-            if value["version"] < version:
-                names -= since
-        if set(value) - {"version"} != names:
-            raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-        fields = {n: value[n] for n in names}
+        fields = fields_of(value, {f.name for f in dataclasses.fields(cls)})
         for name in ("digest_layers", "digest_heads"):  # JSON has no tuples
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
@@ -352,5 +378,5 @@ class Layout:
         probe *= self.probe_heads * self.head_dim * self.disk_dtype.itemsize
         digest = sum(self.digest_record(tokens)) * len(self.digest_layers)
         tables = (self.groups + len(self.probe_layers)) * chunks * 24
-        tables += tokens * (12 + 6 * self.orders)
+        tables += tokens * (12 + 6 * self.orders + 2 * self.groups * self.alike)
         return self.groups * chunks * self.stored_bytes + probe + digest + tables + (1 << 14)

@@ -202,6 +202,8 @@ class ChunkStore(OpenStore):
           SegmentDamaged: the segment is gone.
         """
         check_codec(codec, prefix.layout)
+        if prefix.layout.alike:
+            raise ValueError("prefix: got one of alike tokens, which is stored again as a whole")
         span, first = locate(prefix, first_chunk, kv)
 
         def work() -> int:

@@ -81,12 +81,13 @@ class NumpyQwen:
     def layer(
         self, layer: int, hidden: np.ndarray, positions: np.ndarray, kv: LayerKv, seen: np.ndarray
     ) -> np.ndarray:
-        """The hidden states [S, E] after a layer whose queries see the tokens `seen` [S, T]."""
+        """The hidden states [S, E] after a layer whose queries see the tokens `seen` [S, T], or
+        [H, S, T]."""
         config, at = self.config, f"model.layers.{layer}"
         group = config.num_heads // config.num_kv_heads
         keys, values = (np.repeat(x, group, axis=1) for x in kv)  # [T, H, D]
         logits = np.einsum("shd,thd->hst", self.query(layer, hidden, positions), keys)
-        weights = softmax(np.where(seen[None], logits * config.head_dim**-0.5, -np.inf))
+        weights = softmax(np.where(seen, logits * config.head_dim**-0.5, -np.inf))
         heads = np.einsum("hst,thd->shd", weights, values).reshape(len(hidden), -1)
         hidden = hidden + heads @ self._of(f"{at}.self_attn.o_proj.weight").T
         x = self._norm(hidden, f"{at}.post_attention_layernorm.weight")

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, DigestData, Prefix, StoreConfig
-from ckv_jax.storage.layout import LANDMARKS
+from ckv_jax.storage.layout_versions import LANDMARKS
 
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""

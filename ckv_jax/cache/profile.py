@@ -26,33 +26,35 @@ class Recorded:
         self._ids: dict[int, list[np.ndarray]] = defaultdict(list)
         self._scores: dict[int, list[np.ndarray]] = defaultdict(list)
 
-    def add(self, period: int, ids: np.ndarray, scores: np.ndarray) -> None:
-        """A token chose chunks `ids` int [n] of a period, which gave all chunks `scores` [M]."""
-        self._ids[period].append(ids)
-        self._scores[period].append(scores)
+    def add(self, choice: int, ids: np.ndarray, scores: np.ndarray) -> None:
+        """A token took chunks `ids` int [n] for a choice, which gave all chunks `scores` [M]."""
+        self._ids[choice].append(ids)
+        self._scores[choice].append(scores)
 
-    def arrays(self, periods: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [T, 1, P, N], scores float32 [T, 1, P, M]), as `misses_by_width` takes them;
+    def arrays(self, choices: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [T, 1, R, N], scores float32 [T, 1, R, M]), as `misses_by_width` takes them;
         T = 0 where there is nothing. Choices of an unfinished token are left out."""
-        steps = min((len(self._ids[period]) for period in range(periods)), default=0)
+        steps = min((len(self._ids[choice]) for choice in range(choices)), default=0)
         if not steps:
-            return np.zeros((0, 1, periods, 1), np.int32), np.zeros((0, 1, periods, 1), np.float32)
-        count = max(len(ids) for period in range(periods) for ids in self._ids[period])
-        ids = np.full((steps, 1, periods, count), -1, np.int32)
-        for period in range(periods):
-            for step, chosen in enumerate(self._ids[period][:steps]):
-                ids[step, 0, period, : len(chosen)] = chosen
-        scores = [self._scores[period][:steps] for period in range(periods)]
+            return np.zeros((0, 1, choices, 1), np.int32), np.zeros((0, 1, choices, 1), np.float32)
+        count = max(len(ids) for choice in range(choices) for ids in self._ids[choice])
+        ids = np.full((steps, 1, choices, count), -1, np.int32)
+        for choice in range(choices):
+            for step, chosen in enumerate(self._ids[choice][:steps]):
+                ids[step, 0, choice, : len(chosen)] = chosen
+        scores = [self._scores[choice][:steps] for choice in range(choices)]
         return ids, np.stack([np.stack(one) for one in scores], axis=1)[:, None].astype(np.float32)
 
 
 def widths_of(
-    texts: list[Recorded], packs: np.ndarray, times: float, keep: Keep, *, first: int = FIRST
-) -> Widths:
+    texts: list[Recorded], packs: np.ndarray, times: float, keep: Keep, *, rows: int = 1,
+    first: int = FIRST,
+) -> Widths:  # fmt: skip
     """The widths that leave these texts least to fetch, of windows of `times` choices on average.
 
     Args:
-      packs: int [P], packs of one chunk in each period.
+      packs: int [P], packs of one chunk in each choice of a period.
+      rows: choices of each period: one, or one for each KV head.
       first: tokens of each text that fill its windows.
 
     Raises:
@@ -60,6 +62,7 @@ def widths_of(
     """
     if times <= 1:
         raise ValueError(f"got window={times:g}, expected more than one choice to be spread")
+    packs = np.repeat(packs, rows)
     missed = np.zeros((len(packs), len(TIMES)), np.int64)
     counted = 0
     for text in texts:
@@ -76,4 +79,5 @@ def widths_of(
         )
     cost = np.round(np.array(TIMES) * _FINE).astype(np.int64)[None, :] * packs[:, None]
     option = spread(-missed * packs[:, None], cost, int(times * _FINE) * int(packs.sum()))
-    return Widths(times=tuple((TIMES[taken],) for taken in option))
+    found = [TIMES[taken] for taken in option]
+    return Widths(times=tuple(zip(*[iter(found)] * rows, strict=True)))

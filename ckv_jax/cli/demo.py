@@ -62,7 +62,7 @@ def demo(
         from ckv_jax import compilation_cache
         from ckv_jax.demo import Demo
         from ckv_jax.folders import cache_folder
-        from ckv_jax.storage.layout import VERSION
+        from ckv_jax.storage.layout_versions import VERSION
 
         compilation_cache.enable()
         folder = cache or cache_folder()

@@ -26,7 +26,8 @@ from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.memory.pages import slot_shape
 from ckv_jax.storage.codec import Codec
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 
 Settled = Callable[[], bool]
 """Whether a read that was given up has ended, so that it no longer writes."""

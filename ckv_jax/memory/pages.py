@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,17 +51,14 @@ def positions(start: Int32[Array, " B"], length: int) -> Int32[Array, "B S"]:
     )
 
 
-def page_tables(pages: Array, slots: Array) -> tuple[Array, Callable[[int], tuple[Array, Array]]]:
-    """The pool as pages of one layer's K or V, and each layer's two tables into it.
+def layer_pages(
+    pages: Array, slots: Array, index: Array | int
+) -> tuple[Array, tuple[Array, Array]]:
+    """The pool as pages of one layer's K or V, and the two tables into it of layer `index` of its
+    packs.
 
-    `pages` [slots, pl, 2, C, K*D]; `slots` [P, B, N], -1 where there is none.
+    `pages` [slots, pl, 2, C, K*D]; `slots` [..., N], -1 where there is none.
     """
-    pack = pages.shape[1]
     pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K*D]
-
-    def tables(index: int) -> tuple[Array, Array]:
-        slot = slots[index // pack]  # [B, N]
-        keys = jnp.where(slot >= 0, (slot * pack + index % pack) * 2, -1)
-        return keys, jnp.where(slot >= 0, keys + 1, -1)
-
-    return pool, tables
+    keys = jnp.where(slots >= 0, (slots * pages.shape[1] + index) * 2, -1)
+    return pool, (keys, jnp.where(slots >= 0, keys + 1, -1))

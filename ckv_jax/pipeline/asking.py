@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,8 +32,9 @@ class Call:
         return Outcome.of(self.chosen)
 
 
-Moving = tuple[Chooser, np.ndarray, np.ndarray, np.ndarray]
-"""A row that chose: its ids, the window's slots of them, and those of them that it lacks."""
+Moving = tuple[Chooser, int, np.ndarray, np.ndarray, np.ndarray]
+"""A choice of a row: which it is, its ids, the window's slots of them, and those of them that it
+lacks."""
 
 
 @dataclass(slots=True)
@@ -47,6 +48,8 @@ class Asking:
     """int32 [b]: tokens in each row's buffers."""
     limits: np.ndarray
     """int32 [b], how much each row is to choose; 0: it need not."""
+    parts: int
+    """J: choices of a row, one after the other in what comes of them."""
     probes: Sequence[Probe] = ()
     """One for each of n layers."""
     rough: Sequence[Probe] = ()
@@ -65,10 +68,16 @@ class Asking:
         """What a call asks of."""
         return OfPrefix(self.on.resident, self.probes, self.rough)
 
-    @property
-    def missing(self) -> np.ndarray:
-        """Chunks that its rows' windows lack, each once, int64 [n]."""
-        return chunks_of([misses for _, _, _, misses in self.moving])
+    def choosing(self) -> Iterator[tuple[Chooser, int, int]]:
+        """Each row that is to choose, with each of its J choices: (whose, row of the outcome,
+        which of them)."""
+        for row in np.flatnonzero(self.limits).tolist():
+            for part in range(self.parts):
+                yield self.on.choosers[row], row * self.parts + part, part
+
+    def missing(self, choice: int) -> np.ndarray:
+        """Chunks that its rows' windows lack for a choice, each once, int64 [n]."""
+        return chunks_of([misses for _, of, _, _, misses in self.moving if of == choice])
 
     @property
     def window(self) -> Window:
@@ -80,12 +89,14 @@ class Asking:
         """What its rows chose; waits for it."""
         if self._outcome is None:
             assert self.call is not None
-            self._outcome = self.call.outcome.rows(slice(self.first, self.first + len(self.limits)))
+            count = len(self.limits) * self.parts
+            self._outcome = self.call.outcome.rows(slice(self.first, self.first + count))
         return self._outcome
 
-    def guess(self) -> np.ndarray:
-        """What its rows chose or nearly chose, int64 [n]; waits for it."""
-        return chunks_of([self.outcome.ids, self.outcome.near])
+    def guess(self) -> list[np.ndarray]:
+        """What its rows chose or nearly chose, int64 [n] of each of J choices; waits for it."""
+        found = [self.outcome.part(part, self.parts) for part in range(self.parts)]
+        return [chunks_of([one.ids, one.near]) for one in found]
 
 
 def in_calls(asking: Sequence[Asking]) -> list[list[Asking]]:

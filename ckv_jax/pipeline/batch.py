@@ -103,25 +103,29 @@ class Batch:
         return cls(tokens=tokens, lengths=lengths, limits=most, start=start, members=tuple(members))
 
     def by_row(self, found: Sequence[np.ndarray]) -> np.ndarray:
-        """Chosen ids int32 [B, N] of all rows, from those of each member's rows, [b, n]."""
-        chosen = np.full((len(self.lengths), max(ids.shape[1] for ids in found)), -1, np.int32)
+        """Chosen ids int32 [J, B, N] of all rows, J choices each, from those of each member's rows,
+        [b, J, n]."""
+        parts, most = found[0].shape[1], max(ids.shape[2] for ids in found)
+        chosen = np.full((parts, len(self.lengths), most), -1, np.int32)
         for member, ids in zip(self.members, found, strict=True):
-            chosen[member.real, : ids.shape[1]] = ids[member.lengths > 0]
+            chosen[:, member.real, : ids.shape[2]] = ids[member.lengths > 0].swapaxes(0, 1)
         return chosen
 
     def valid(self, chosen: np.ndarray) -> np.ndarray:
-        """Valid tokens int32 [B, N] of each chosen chunk, 0 where there is none."""
+        """Valid tokens int32 [J, B, N] of each chosen chunk, 0 where there is none."""
         lengths = np.zeros(chosen.shape, np.int32)
         for member in self.members:
-            ids = chosen[member.real]
-            lengths[member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
+            ids = chosen[:, member.real]
+            lengths[:, member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
         return lengths
 
     def masses(self, picks: Sequence[Selection]) -> np.ndarray:
-        """Share of attention float32 [B] that each row's selection covers, from each member's."""
+        """Share of attention float32 [B] that each row's selection covers, from each member's; the
+        mean of its choices."""
         mass = np.zeros(len(self.lengths), np.float32)
         for member, pick in zip(self.members, picks, strict=True):
-            mass[member.real] = np.asarray(pick.mass)[member.lengths > 0]
+            by_row = np.asarray(pick.mass).reshape(len(member.rows), -1).mean(axis=1)
+            mass[member.real] = by_row[member.lengths > 0]
         return mass
 
     def owners(self) -> np.ndarray:

@@ -19,11 +19,11 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.residents import Resident
-from ckv_jax.selection.base import Selection, choose, pooled
+from ckv_jax.selection.base import Selection, before_others, choose, pooled, steady_chunks
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.select import Pool
-from ckv_jax.selection.two_stages import Scored, scored
+from ckv_jax.selection.two_stages import Scored, rows_of, scored
 
 
 class OfPrefix(NamedTuple):
@@ -42,7 +42,8 @@ class OfPrefix(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What the R rows of one call chose, on the device."""
+    """What the R rows of one call chose, on the device; each KV head of a row is a row where heads
+    choose for themselves."""
 
     selection: Selection
     near: Array
@@ -51,7 +52,7 @@ class Chosen(NamedTuple):
     own: Float32[Array, "R M"]
     """What the tokens themselves give every chunk."""
     window: WindowArrays
-    """The windows [B, W] of all rows of the batch, after this choice."""
+    """The windows [B, W] of all rows of the batch, [B*K, W] of their heads, after this choice."""
 
 
 class ChoiceCalls:
@@ -64,7 +65,7 @@ class ChoiceCalls:
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens", "stages", "pool"),
+            static=("score", "keep", "n", "chunk_tokens", "stages", "pool", "each", "steady"),
         )
         asking = layers.once(_queries_of, layers.layer_of)
         self._queries = layers.programs.jit(layers.split(asking, (BY_NAME,), HEADS))
@@ -96,6 +97,8 @@ class ChoiceCalls:
         n: int,
         stages: Stages | None = None,
         pool: Pool = "none",
+        each: bool = False,
+        steady: bool = False,
     ) -> Chosen:
         """The `limits[i]` <= n best chunks for each of `rows` of hidden [B, 1, E].
 
@@ -103,11 +106,16 @@ class ChoiceCalls:
         equal shapes. `start`: positions of the rows' tokens; a row whose limit is 0 chooses
         nothing, and its window stays. `near[i]` <= n: how many of the best are chosen or near
         misses. `window`: [B, W], W >= n; `before`: scores of earlier tokens, which count as well;
-        `stages`: see `two_stages`; `pool`: see `base.pooled`.
+        `stages`: see `two_stages`; `pool`: see `base.pooled`. `each`: every KV head chooses for
+        itself: `window` is [B*K, W] and `before` [R*K, M], a row's heads one after the other.
+        `steady`: see `Layers.select`.
         """
         slots = window.chunk.shape
         shapes = of[0].shapes
-        key = (hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool)
+        key = (
+            hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool, each,
+            steady,
+        )  # fmt: skip
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple((tuple(one.probes), tuple(one.rough)) for one in of),
@@ -116,6 +124,7 @@ class ChoiceCalls:
             limits, near, window, np.int32(step), before,
             score=score, keep=keep, n=n,
             chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, pool=pool,
+            each=each, steady=steady,
         )  # fmt: skip
         return found
 
@@ -132,6 +141,7 @@ def _choose_of(
         probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
         limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
         score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None, pool: Pool,
+        each: bool, steady: bool,
     ) -> Chosen:  # fmt: skip
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
         size = len(rows) // len(probes)  # of each prefix
@@ -143,23 +153,33 @@ def _choose_of(
                 num_tokens=num_tokens[prefix], num_chunks=num_chunks[prefix],
                 q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine],
                 chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-                before=before[mine], rough=probes[prefix][1], pool=pool,
+                before=before[mine], rough=probes[prefix][1], pool=pool, each=each,
             )  # fmt: skip
 
         own, left = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
         scores = own + before
-        count = jnp.repeat(num_chunks, size)[:, None]  # [R, 1]
+        count = rows_of(num_chunks, scores)[:, None]  # [R, 1]
+        heads = len(scores) // len(rows)
+        batch = hidden.shape[0] * heads
+        rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
+        limits, near = rows_of(limits, scores), rows_of(near, scores)
         chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
         allowed = jnp.where(chunks < count, scores, -jnp.inf)
-        selection = choose(allowed, n, limits, among=left, pool=pool)._replace(scores=scores)
+        sure = None
+        if steady:
+            of_row = rows_of(num_tokens, scores)
+            sure = steady_chunks(scores, of_row, chunk_tokens)
+        selection = choose(allowed, n, limits, among=left, pool=pool, sure=sure)
+        selection = selection._replace(scores=scores)
         mine = WindowArrays(*(part[rows] for part in window))
         after, moves = advance(mine, Choice(selection.ids, scores), step, keep)
-        chose = jnp.where(limits > 0, rows, hidden.shape[0])  # the others' stay
+        chose = jnp.where(limits > 0, rows, batch)  # the others' stay
         window = WindowArrays(
             *(part.at[chose].set(new, mode="drop") for part, new in zip(window, after, strict=True))
         )
         ranked = pooled(allowed, pool)
         ranked = ranked if left is None else jnp.where(left, ranked, -jnp.inf)
+        ranked = before_others(ranked, sure)
         return Chosen(selection, _near_misses(ranked, n, limits, near), moves, own, window)
 
     return choose_anew

@@ -60,6 +60,8 @@ class Choices:
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
+        self._each = system.heads_apart
+        self._steady = system.grouping == "alike"
         self._sequential = system.sequential
         self._near = system.overfetch
         self._ahead = Guesses(system.decode.ahead, system.overfetch, plan)
@@ -69,7 +71,7 @@ class Choices:
         self._rows: dict[int, Chooser] = {}
         self._prefixes: list[PrefixRows] | None = None
         self._windows: dict[int, WindowArrays] = {}
-        """Period -> those of all rows [B, W], on the device."""
+        """Period -> those of all rows [B, W], or of all heads of each [B*K, W], on the device."""
         self._n = 0
         self._packs: Packs | None = None
         self._guesses: list[Asking] | None = None
@@ -177,7 +179,7 @@ class Choices:
         that only guess what it will choose."""
         layers = self._plan.scoring_layers(period, self._select.score_layers)
         asking = [
-            Asking(which, on, lengths[on.rows], limits)
+            Asking(which, on, lengths[on.rows], limits, self._plan.parts)
             for which, on in enumerate(self._prefixes or ())
             if (limits := on.limits(lengths)).any()
         ]
@@ -192,7 +194,7 @@ class Choices:
             made = Call(self._ask(call, period, layers, hidden, starts, lengths, window))
             window = made.chosen.window
             for place, one in enumerate(call):
-                one.call, one.first = made, place * len(one.limits)
+                one.call, one.first = made, place * len(one.limits) * one.parts
         return [one for call in calls for one in call]
 
     def _scored_by(self, one: Asking, period: int, layers: Sequence[int]) -> None:
@@ -235,12 +237,13 @@ class Choices:
         self._n = choice_bucket(max(int(on.near.max()) for on in self._prefixes))
         widest = max(int(chooser.widths(self._slots).max()) for chooser in self._rows.values())
         slots = max(self._n, choice_bucket(widest))
+        parts = self._plan.parts
         for period in range(self._plan.periods):
-            held = np.full((3, batch, slots), CLOSED, np.int32)
+            held = np.full((3, batch * parts, slots), CLOSED, np.int32)
             for row, chooser in self._rows.items():
-                if chooser.window.held:
-                    state = chooser.window.state(period)
-                    held[:, row, : len(state[0])] = state
+                for choice in self._plan.choices_of(period) if chooser.window.held else ():
+                    state = chooser.window.state(choice)
+                    held[:, row * parts + choice % parts, : len(state[0])] = state
             self._windows[period] = WindowArrays(*map(jax.device_put, held))
 
     def _ask(
@@ -257,50 +260,57 @@ class Choices:
         rows = every([one.on.rows for one in call], first.on.rows)
         limits = every([one.limits for one in call], np.zeros_like(first.limits))
         near = every([one.on.near for one in call], first.on.near)
-        before = [one.on.before(period, lengths) for one in call]
+        before = [one.on.before(self._plan.choices_of(period), lengths) for one in call]
         return self._calls.choose(
             layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
             limits, np.where(limits > 0, near, 0), window, self._step, every(before, before[0]),
             score=self._score, keep=self._keep, n=self._n, stages=first.stages,
-            pool=self._select.pool,
+            pool=self._select.pool, each=self._each, steady=self._steady,
         )  # fmt: skip
 
     def _demand(self, one: Asking, period: int) -> None:
         """Makes room for what the windows of a prefix's rows lack, and starts reading it."""
         found = one.outcome
-        for row in np.flatnonzero(one.limits).tolist():
-            chooser = one.on.choosers[row]
+        for chooser, row, part in one.choosing():
+            choice = self._plan.choices_of(period)[part]
             ids, table, misses = found.ids[row], found.table[row], found.misses[row]
-            self._look_up(chooser, period, ids, misses)
+            self._look_up(chooser, choice, ids, misses)
             chooser.forget(period)  # until its window is whole again
             if chooser.window.held:
-                chooser.window.make_way(period, table, misses)
-                one.moving.append((chooser, ids, table, misses))
+                chooser.window.make_way(choice, table, misses)
+                one.moving.append((chooser, choice, ids, table, misses))
             else:
-                chooser.window.rechoose(period, ids[ids >= 0])
-        missing = one.missing
-        if len(missing):
-            for group in self._plan.groups(period):
-                self._opened().demand(one.which, group, missing)
+                chooser.window.rechoose(choice, ids[ids >= 0])
+        for group, missing in self._lacking(one, period):
+            self._opened().demand(one.which, group, missing)
 
     def _collect(self, one: Asking, period: int) -> None:
-        missing = one.missing
-        if len(missing):
-            for group in self._plan.groups(period):
-                self._opened().collect(one.which, group, missing)
+        lacking = self._lacking(one, period)
+        for group, missing in lacking:
+            self._opened().collect(one.which, group, missing)
+        if lacking:
             self._opened().keep(one.which)
-        for chooser, ids, table, misses in one.moving:
-            chooser.window.move(period, ids, table, misses, self._step)
+        for chooser, choice, ids, table, misses in one.moving:
+            chooser.window.move(choice, ids, table, misses, self._step)
         if one.queries is not None:  # not before: a token that fails is tried again
             for row in np.flatnonzero(one.limits).tolist():
                 one.on.choosers[row].chose(period, one.queries[row])
 
-    def _look_up(self, chooser: Chooser, period: int, ids: np.ndarray, misses: np.ndarray) -> None:
+    def _lacking(self, one: Asking, period: int) -> list[tuple[int, np.ndarray]]:
+        """The layer groups that the windows of a prefix's rows lack something of, and what."""
+        return [
+            (group, missing)
+            for choice in self._plan.choices_of(period)
+            if len(missing := one.missing(choice))
+            for group in self._plan.groups(choice)
+        ]
+
+    def _look_up(self, chooser: Chooser, choice: int, ids: np.ndarray, misses: np.ndarray) -> None:
         """Counts where a row's packs are before anything is read."""
         told, window = chooser.told, chooser.window
         lacks = misses if window.held else ids
         lacks = lacks[lacks >= 0]
-        groups = self._plan.groups(period)
+        groups = self._plan.groups(choice)
         kept = (int((ids >= 0).sum()) - len(lacks)) * len(groups)
         told.device_hits += kept
         for group in groups if len(lacks) else ():
@@ -323,19 +333,24 @@ class Choices:
         return self._packs
 
     def _record(self, asked: Sequence[Asking], period: int) -> None:
+        choices, parts = self._plan.choices_of(period), self._plan.parts
         for one in asked:
-            on, found = one.on, one.outcome
-            for row in np.flatnonzero(one.limits).tolist():
-                chooser = on.choosers[row]
-                chooser.told.choices += 1
-                chooser.masses[period] = float(found.selection.mass[row])
-                chooser.remember(period, int(one.lengths[row]), found.own[row].copy())
+            found = one.outcome
+            for chooser, row, part in one.choosing():
+                chooser.told.choices += not part
+                chooser.masses[choices[part]] = float(found.selection.mass[row])
+                length = int(one.lengths[row // parts])
+                chooser.remember(choices[part], length, found.own[row].copy())
                 if chooser.recorded is not None:
                     ids, scores = found.ids[row], np.array(found.selection.scores[row])
-                    chooser.recorded.add(period, ids[ids >= 0], scores)
-            on.resident.last_selection[period] = chunks_of([found.ids])
-            if self._ahead.near:
-                self._ahead.nearly(one.which, one.window, found.near_misses())
-        if asked:
-            chosen = [(one.on.resident, one.outcome.selection) for one in asked]
-            self._residents.record_all(self._plan.groups(period), chosen)
+                    chooser.recorded.add(choices[part], ids[ids >= 0], scores)
+        for part, choice in enumerate(choices) if asked else ():
+            of_all = [one.outcome.part(part, parts) for one in asked]
+            for one, found in zip(asked, of_all, strict=True):
+                one.on.resident.last_selection[choice] = chunks_of([found.ids])
+                if self._ahead.near:
+                    self._ahead.nearly(one.which, one.window, choice, found.near_misses())
+            chosen = [
+                (one.on.resident, found.selection) for one, found in zip(asked, of_all, strict=True)
+            ]
+            self._residents.record_all(self._plan.groups(choice), chosen)

@@ -32,8 +32,8 @@ class Chooser:
         apart: bool = False,
     ) -> None:
         """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
-        was generated; `source`: where the packs of its prefix come from; `widths`: how periods
-        share the room for its windows, by the `packs` int [P] of a chunk in each of them;
+        was generated; `source`: where the packs of its prefix come from; `widths`: how choices
+        share the room for its windows, by the `packs` int [P] of a chunk in each period's;
         `recorded`: where its choices are written down; `always`: every token chooses, whatever
         `select` says of that; `apart`: it is asked by itself, also where others stand on its
         prefix."""
@@ -46,7 +46,7 @@ class Chooser:
         self.told = TokenTrace()
         """Of the token under way."""
         self.masses: dict[int, float] = {}
-        """Of the latest choice of each period."""
+        """Of the latest of each choice (`Plan.choices`)."""
         assert select.queries is not None
         self._every = select.every
         self._queries = select.queries
@@ -64,8 +64,8 @@ class Chooser:
         return self.limit * self.window.resident.prefix.layout.groups
 
     def widths(self, times: float) -> np.ndarray:
-        """Slots int [P] of its windows where they may hold so many choices on average."""
-        slots = self._widths.slots(self.limit, times, self._packs)[:, 0]
+        """Slots int [choices] of its windows where they may hold so many choices on average."""
+        slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
         widths: np.ndarray = np.minimum(slots, self.window.resident.num_chunks)
         return widths
 
@@ -106,26 +106,26 @@ class Chooser:
         self._anew = length
         chunks = self.window.resident.probe_chunks
         self._recent = {
-            period: {
+            choice: {
                 at - tokens: np.pad(scores, (0, chunks - len(scores)))
                 for at, scores in recent.items()
             }
-            for period, recent in self._recent.items()
+            for choice, recent in self._recent.items()
         }
 
-    def before(self, period: int, length: int) -> np.ndarray:
+    def before(self, choice: int, length: int) -> np.ndarray:
         """Scores float32 [M] of the tokens before row `length` that choose with it; [1]: none."""
-        recent = self._recent.get(period, {})
+        recent = self._recent.get(choice, {})
         latest = [at for at in sorted(recent) if at < length][1 - self._queries :]
         if not latest:
             return np.zeros(1, np.float32)
         scores: np.ndarray = np.stack([recent[at] for at in latest]).sum(axis=0)
         return scores
 
-    def remember(self, period: int, length: int, scores: np.ndarray) -> None:
+    def remember(self, choice: int, length: int, scores: np.ndarray) -> None:
         """What the token at row `length` gives every chunk, float32 [M]."""
         if self._queries > 1:
-            recent = self._recent.setdefault(period, {})
+            recent = self._recent.setdefault(choice, {})
             recent[length] = scores  # a token that is tried again replaces itself
             for old in sorted(recent)[: -self._queries]:
                 del recent[old]

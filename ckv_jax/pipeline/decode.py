@@ -224,18 +224,24 @@ class Decoder:
         return hidden
 
     def _table(self, step: Step) -> tuple[Array, Array]:
-        """Slots [P, B, N] and valid lengths [B, N] of a step, on the device."""
+        """Slots [P, B, N] and valid lengths [B, N] of a step, on the device; lengths [K, B, N]
+        where heads choose for themselves."""
         windows = [row.window if row is not None else None for row in self.rows]
         widest = max((window.widest for window in windows if window is not None), default=1)
         shape = (len(windows), chunk_bucket(widest))
         slots = np.full((len(step.groups), *shape), -1, np.int32)
-        lengths = np.zeros(shape, np.int32)
+        lengths = np.zeros((self._plan.parts, *shape), np.int32)
         for place, window in enumerate(windows):
-            if window is not None:
-                count = len(window.ids(step))
-                slots[:, place, :count] = window.slots(step)
-                lengths[place, :count] = window.lengths(step)
-        return jax.device_put(slots), jax.device_put(lengths)
+            if window is None:
+                continue
+            for index, group in enumerate(step.groups):
+                choice = self._plan.choice_of(step, group)
+                ids = window.ids(choice)
+                slots[index, place, : len(ids)] = window.lookup(group, ids)[0]
+                part = choice % self._plan.parts
+                lengths[part, place, : len(ids)] = window.lengths(choice)
+        valid = lengths if self._plan.parts > 1 else lengths[0]
+        return jax.device_put(slots), jax.device_put(valid)
 
     def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
         """One row of a batch's (K, V), [1, R, K*D] each, at least as long as the buffers."""

@@ -23,6 +23,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.outcome import chunks_of
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
@@ -44,7 +45,8 @@ class FirstToken:
     attention_mass: np.ndarray
     """float32 [periods, B]: share of the probe's attention that the selection covers."""
     selections: list[np.ndarray]
-    """Per period the selected chunk ids, int32 [B, N], -1 where there is none."""
+    """Of each choice (`Plan.choices`) the selected chunk ids, int32 [B, N], -1 where there is
+    none."""
     kv: list[LayerKv]
     """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nobody decodes."""
 
@@ -91,14 +93,16 @@ class Executor:
         with trace.span("dispatch", lane="host"):
             hidden = self._layers.embed(batch.tokens)
         room = self._memory.step_slots
-        masses, selections, kv = [], [], []
+        masses, kv = [], []
+        selections: list[np.ndarray] = []
         for period in range(self._plan.periods):
             with trace.span("dispatch", lane="host"):
                 queries = [self._queries(batch, member, hidden) for member in batch.members]
             picks, found = self._select(batch, queries, hidden, period, trace)
-            unions = [np.unique(ids[ids >= 0]) for ids in found]
+            unions = [[chunks_of([ids]) for ids in rows.swapaxes(0, 1)] for rows in found]
             chosen = batch.by_row(found)
-            fits = sum(map(len, unions)) * len(self._plan.groups(period)) <= room
+            packs_each = len(self._plan.groups(self._plan.choices_of(period)[0]))  # of a chunk
+            fits = sum(len(ids) for mine in unions for ids in mine) * packs_each <= room
             fits = bool(self._layers.peers.least(int(fits)))
             with trace.span("submit", lane="host", period=period):
                 guesses = self._ask(batch, packs, queries, period, picks, unions, fits, trace)
@@ -116,7 +120,7 @@ class Executor:
                 with trace.span("book", lane="host"):  # while the device computes
                     self._book(batch, period, picks, unions, trace)
             masses.append(picks)
-            selections.append(chosen)
+            selections.extend(chosen)
         began = time.perf_counter_ns()
         logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
         self.ahead.pace.read(trace.spans)  # while the device computes
@@ -136,7 +140,7 @@ class Executor:
     def _select(
         self, batch: Batch, queries: list[_Queries], hidden: Array, period: int, trace: Trace
     ) -> tuple[list[Selection], list[np.ndarray]]:
-        """Each member's selection of a period, and its ids on the host."""
+        """Each member's selection of a period, and its ids on the host, [b, J, n] of J choices."""
         with trace.span("dispatch", lane="host"):
             picks = [
                 self._choose(member, asking, period)
@@ -147,7 +151,7 @@ class Executor:
         ready = time.perf_counter_ns()
         trace.add("compute", "compute", began, ready, period=period - 1)
         found = [
-            member.trimmed(np.asarray(pick.ids))
+            member.trimmed(np.asarray(pick.ids)).reshape(len(member.rows), self._plan.parts, -1)
             for member, pick in zip(batch.members, picks, strict=True)
         ]
         selected = time.perf_counter_ns()
@@ -157,14 +161,14 @@ class Executor:
 
     def _ask(
         self, batch: Batch, packs: Packs, queries: list[_Queries], period: int,
-        picks: list[Selection], unions: list[np.ndarray], fits: bool, trace: Trace,
+        picks: list[Selection], unions: list[list[np.ndarray]], fits: bool, trace: Trace,
     ) -> list[Callable[[], np.ndarray]]:  # fmt: skip
         """Starts the reads of a period, and each member's guess at the next one."""
         guesses = []
         for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
             missing = self._submit(packs, which, period, union) if fits else 0
             if fits and self._inter(period):
-                guess = self._guess(member, queries[which], period, union, missing, trace)
+                guess = self._guess(member, queries[which], period, union[0], missing, trace)
                 guesses.append(guess)
             if member.probes.has_keys:
                 scores = np.asarray(picks[which].scores)[member.lengths > 0].sum(axis=0)
@@ -201,6 +205,8 @@ class Executor:
             "chunk_tokens": self._system.chunk_tokens,
             "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
             "pool": self._system.choose.pool,
+            "each": self._system.heads_apart,
+            "steady": self._system.grouping == "alike",
         }
 
     def _tokens(self, suffix: int) -> int:
@@ -257,11 +263,15 @@ class Executor:
         num_bytes = missing * member.resident.prefix.layout.pack_bytes
         return self.ahead.next_period(union, num_bytes, lookahead)
 
-    def _submit(self, packs: Packs, which: int, period: int, union: np.ndarray) -> int:
-        """Starts the reads of a period; how many of its packs are not cached."""
+    def _submit(self, packs: Packs, which: int, period: int, unions: list[np.ndarray]) -> int:
+        """Starts the reads of a period's choices; how many of their packs are not cached."""
         if self._system.prefetch == "none":
             return 0
-        return sum(packs.demand(which, group, union) for group in self._plan.groups(period))
+        return sum(
+            packs.demand(which, group, union)
+            for choice, union in zip(self._plan.choices_of(period), unions, strict=True)
+            for group in self._plan.groups(choice)
+        )
 
     def _read_ahead(self, packs: Packs, which: int, period: int, chunks: np.ndarray) -> None:
         if len(chunks):
@@ -270,7 +280,7 @@ class Executor:
 
     def _step(
         self, batch: Batch, packs: Packs, step: Step, chosen: np.ndarray,
-        unions: list[np.ndarray], hidden: Array, hold: bool, *, asked: bool,
+        unions: list[list[np.ndarray]], hidden: Array, hold: bool, *, asked: bool,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         lengths = batch.valid(chosen)
         with self._layers.peers.local() as agreed:
@@ -281,8 +291,9 @@ class Executor:
                 batch.start, packs, step, chosen, lengths, batch.owners(), hidden
             )
         hidden, kv = self._layers.run(
-            step.layers, hidden, batch.start, self._memory.pool.pages, tables, lengths
-        )
+            step.layers, hidden, batch.start, self._memory.pool.pages, tables,
+            lengths if self._plan.parts > 1 else lengths[0],
+        )  # fmt: skip
         if not hold:
             for which in range(len(unions)):
                 for group in step.groups:
@@ -290,37 +301,42 @@ class Executor:
         return hidden, kv
 
     def _tables(
-        self, packs: Packs, step: Step, chosen: np.ndarray, batch: Batch, unions: list[np.ndarray],
-        *, asked: bool,
+        self, packs: Packs, step: Step, chosen: np.ndarray, batch: Batch,
+        unions: list[list[np.ndarray]], *, asked: bool,
     ) -> np.ndarray | None:  # fmt: skip
         """Slots int32 [P, B, N] of a step's packs, once they are there; None: they do not fit."""
         try:
             if not asked or self._system.prefetch == "none":
-                for which, union in enumerate(unions):
+                for which, mine in enumerate(unions):
                     for group in step.groups:
-                        packs.demand(which, group, union)
-            tables = np.full((len(step.groups), *chosen.shape), -1, np.int32)
+                        packs.demand(which, group, mine[group % self._plan.parts])
+            tables = np.full((len(step.groups), *chosen.shape[1:]), -1, np.int32)
             for place, group in enumerate(step.groups):
-                for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
+                part = group % self._plan.parts
+                for which, (member, mine) in enumerate(zip(batch.members, unions, strict=True)):
                     slot_of = np.full(member.resident.num_chunks + 1, -1, np.int32)
-                    slot_of[union] = packs.collect(which, group, union)  # the last serves id -1
-                    tables[place, member.real] = slot_of[chosen[member.real]]
+                    slot_of[mine[part]] = packs.collect(which, group, mine[part])
+                    ids = chosen[part, member.real]  # the last of `slot_of` serves id -1
+                    tables[place, member.real] = slot_of[ids]
         except PoolExhausted:
             return None
         return tables
 
     def _book(
-        self, batch: Batch, period: int, picks: list[Selection], unions: list[np.ndarray],
+        self, batch: Batch, period: int, picks: list[Selection], unions: list[list[np.ndarray]],
         trace: Trace,
     ) -> None:  # fmt: skip
-        for member, pick, union in zip(batch.members, picks, unions, strict=True):
+        parts, choices = self._plan.parts, self._plan.choices_of(period)
+        for member, pick, mine in zip(batch.members, picks, unions, strict=True):
             resident = member.resident
-            self._residents.record(resident, self._plan.groups(period), pick)
+            for choice, selection, union in zip(choices, pick.parts(parts), mine, strict=True):
+                self._residents.record(resident, self._plan.groups(choice), selection)
+                resident.last_selection[choice] = union
             if period == 0:
                 self.ahead.remember(resident, pick)
-            resident.last_selection[period] = union
             taken = int((np.asarray(pick.ids) >= 0).sum())
-            trace.count_chunks(selected=taken, total=len(member.real) * resident.num_chunks)
+            total = len(member.real) * parts * resident.num_chunks
+            trace.count_chunks(selected=taken, total=total)
 
 
 def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:

@@ -7,7 +7,7 @@ probably choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -31,20 +31,23 @@ class Guesses:
         """Whether what is nearly chosen matters."""
         self._next = kind != "near"
         self._plan = plan
-        self._missed: list[tuple[int, Window, np.ndarray]] = []
-        self._asked: list[tuple[int, Window, Callable[[], np.ndarray]]] = []
+        self._missed: list[tuple[int, Window, int, np.ndarray]] = []
+        self._asked: list[tuple[int, Window, Callable[[], Sequence[np.ndarray]]]] = []
         self._open: set[tuple[int, int]] = set()  # (period, which) that is read for
 
-    def nearly(self, which: int, window: Window, chunks: np.ndarray) -> None:
-        """A prefix's rows nearly chose these chunks int [n] for a period, and none chose them."""
-        self._missed.append((which, window, chunks))
+    def nearly(self, which: int, window: Window, choice: int, chunks: np.ndarray) -> None:
+        """A prefix's rows nearly took these chunks int [n] for a choice, and none took them."""
+        self._missed.append((which, window, choice, chunks))
 
     def asks_after(self, period: int) -> bool:
         """Whether the period after this one is to be guessed."""
         return self._next and period + 1 < self._plan.periods
 
-    def next_period(self, which: int, window: Window, wait: Callable[[], np.ndarray]) -> None:
-        """A call is under way that guesses the next period's chunks; `wait` has them, int [n]."""
+    def next_period(
+        self, which: int, window: Window, wait: Callable[[], Sequence[np.ndarray]]
+    ) -> None:
+        """A call is under way that guesses the next period's chunks; `wait` has them, int [n] of
+        each of its choices."""
         self._asked.append((which, window, wait))
 
     def start(self, period: int, packs: Callable[[], Packs]) -> None:
@@ -56,13 +59,15 @@ class Guesses:
         self._asked, self._missed = [], []
         for which in [which for of, which in self._open if of == period]:
             self._open.remove((period, which))
-            for group in self._plan.groups(period) if not self.near else ():
-                packs().only_ahead(which, group, _NOTHING)
+            for choice in self._plan.choices_of(period) if not self.near else ():
+                for group in self._plan.groups(choice):
+                    packs().only_ahead(which, group, _NOTHING)
         for which, window, wait in asked:  # these are needed first
-            self._read(which, window, period + 1, wait(), packs, only=False)
+            for choice, guess in zip(self._plan.choices_of(period + 1), wait(), strict=True):
+                self._read(which, window, choice, guess, packs, only=False)
             self._open.add((period + 1, which))
-        for which, window, near in missed:
-            self._read(which, window, period, near, packs, only=True)
+        for which, window, choice, near in missed:
+            self._read(which, window, choice, near, packs, only=True)
 
     def forget(self) -> None:
         """Drops all guesses: their token has failed, and nothing is read for it any more."""
@@ -70,14 +75,14 @@ class Guesses:
         self._open.clear()
 
     def _read(
-        self, which: int, window: Window, period: int, chunks: np.ndarray,
+        self, which: int, window: Window, choice: int, chunks: np.ndarray,
         packs: Callable[[], Packs], *, only: bool,
     ) -> None:  # fmt: skip
         """Into memory for reads on their way, never into a window's slot. With `only`, earlier
-        guesses at the period are given up."""
+        guesses at the choice are given up."""
         if not window.held:
             return  # its packs come through the pool, which has no room to spare
-        for group in self._plan.groups(period):
+        for group in self._plan.groups(choice):
             device, host = window.lookup(group, chunks)
             absent = chunks[(device < 0) & (host < 0)]
             if only:

@@ -18,23 +18,23 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, as_rows, page_tables, positions, storage_dtype
+from ckv_jax.memory.pages import as_bits, as_rows, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
 from ckv_jax.peers import ALONE, Peers
+from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.selection.base import Selection, Share, choose
+from ckv_jax.selection.base import Selection, Share, choose, steady_chunks
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.select import Pool
-from ckv_jax.selection.two_stages import scored
+from ckv_jax.selection.two_stages import rows_of, scored
 
 LayerState = Any  # a pure pytree of one layer's arrays
-Pages = Array  # [slots, pl, 2, C, K*D], elements or their bit patterns
+Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
 """(K, V) [B, R, K*D] of each of some layers."""
 
@@ -79,7 +79,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score", "stages", "pool"),
+            static=("n", "window", "chunk_tokens", "score", "stages", "pool", "each", "steady"),
         )
         self._run = jit(
             split(
@@ -153,33 +153,42 @@ class Layers:
         stages: Stages | None = None,
         share: Share | None = None,
         pool: Pool = "none",
+        each: bool = False,
+        steady: bool = False,
     ) -> Selection:
         """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
         as many of them as hold a `share` of the score.
 
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
         token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`;
-        `pool`: see `base.pooled`.
+        `pool`: see `base.pooled`. `each`: every KV head chooses for itself, so that the selection
+        has K rows for each of these, one after the other. `steady`: the prefix's first and last
+        tokens are chosen before all others.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
             self._select_key(
-                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool
+                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool, each,
+                steady,
             ),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
             tuple(probes), num_tokens, num_chunks, limits, share,
             score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, pool=pool,
+            each=each, steady=steady,
         )  # fmt: skip
         return found
 
     def selects_without_compiling(
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
         score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None = None, pool: Pool = "none",
+        stages: Stages | None = None, pool: Pool = "none", each: bool = False,
+        steady: bool = False,
     ) -> bool:  # fmt: skip
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
-        key = self._select_key(layers, hidden, probes, score, n, window, chunk_tokens, stages, pool)
+        key = self._select_key(
+            layers, hidden, probes, score, n, window, chunk_tokens, stages, pool, each, steady
+        )
         return self._select.compiled(key)
 
     def _select_key(
@@ -195,14 +204,15 @@ class Layers:
         start: Int32[np.ndarray, " B"],
         pages: Pages,
         slots: Int32[np.ndarray, "P B N"],
-        lengths: Int32[np.ndarray, "B N"],
+        lengths: Int32[np.ndarray, "*K B N"],
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
         """`layers` over the selected pages and the suffix itself (causal).
 
         `slots[g]` is where the packs of the call's g-th layer group sit, `lengths` how many
-        tokens of each chunk are valid. Also returns each layer's suffix (K, V) [B, S, K*D].
+        tokens of each chunk are valid, [K, B, N] where heads choose apart. Also returns each
+        layer's suffix (K, V) [B, S, K*D].
         """
-        key = (len(layers), hidden.shape, pages.shape, slots.shape)
+        key = (len(layers), hidden.shape, pages.shape, slots.shape, lengths.shape)
         out, kv = self._run(key, self._states(layers), hidden, start, pages, slots, lengths)
         return out, kv
 
@@ -215,7 +225,7 @@ class Layers:
         at: Int32[np.ndarray, " B"],
         pages: Pages,
         slots: Int32[ArrayLike, "P B N"],
-        lengths: Int32[ArrayLike, "B N"],
+        lengths: Int32[ArrayLike, "*K B N"],
         *,
         context: int,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
@@ -226,7 +236,10 @@ class Layers:
         are this call: `start` is the position of the first new token.
         """
         rows = buffers[0][0].shape[1]
-        key = (len(layers), hidden.shape, rows, pages.shape, np.shape(slots), context)
+        key = (
+            len(layers), hidden.shape, rows, pages.shape, np.shape(slots), np.shape(lengths),
+            context,
+        )  # fmt: skip
         out, buffers = self._extend(
             key, self._states(layers), hidden, start, buffers, at, pages, slots, lengths,
             context=context,
@@ -285,7 +298,7 @@ def _select_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
         share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None, pool: Pool,
+        stages: Stages | None, pool: Pool, each: bool, steady: bool,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
@@ -294,11 +307,14 @@ def _select_of(
             [layer_of(state).query(hidden, at) for state in states], probes, score=score,
             stages=stages, num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths,
             limits=limits, chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-            pool=pool,
+            pool=pool, each=each,
         )  # fmt: skip
+        limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
+        sure = steady_chunks(found.scores, num_tokens, chunk_tokens) if steady else None
         return choose(
-            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool
-        )
+            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool,
+            sure=sure,
+        )  # fmt: skip
 
     return select
 
@@ -311,7 +327,6 @@ def _run_of(
         lengths: Array,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         at = positions(start, hidden.shape[1])
-        pool, tables = page_tables(pages, slots)
         zero = jnp.zeros(start.shape, jnp.int32)
         kv: list[tuple[Array, Array]] = []
 
@@ -320,7 +335,9 @@ def _run_of(
             def over_pages(q: Array, k: Array, v: Array, index: int = index) -> Array:
                 k, v = as_rows(k), as_rows(v)
                 kv.append((k, v))
-                return attend(q, pool, *tables(index), lengths, k, v, zero, target=target)[0]
+                return over_pages_and_rows(
+                    q, pages, slots, lengths, index, k, v, zero, target=target
+                )
 
             hidden = layer_of(state)(hidden, at, over_pages)
         return hidden, tuple(kv)
@@ -335,7 +352,6 @@ def _extend_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
         pages: Array, slots: Array, lengths: Array, *, context: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
-        pool, tables = page_tables(pages, slots)
         after: list[tuple[Array, Array]] = []
 
         for index, state in enumerate(states):
@@ -343,11 +359,10 @@ def _extend_of(
             def over_both(q: Array, k: Array, v: Array, index: int = index) -> Array:
                 keys, values = insert(buffers[index], (as_rows(k), as_rows(v)), at)
                 after.append((keys, values))
-                return attend(
-                    q, pool, *tables(index), lengths,
-                    as_bits(keys[:, :context], k.dtype), as_bits(values[:, :context], v.dtype), at,
-                    target=target,
-                )[0]  # fmt: skip
+                return over_pages_and_rows(
+                    q, pages, slots, lengths, index, as_bits(keys[:, :context], k.dtype),
+                    as_bits(values[:, :context], v.dtype), at, target=target,
+                )  # fmt: skip
 
             hidden = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_both)
         return hidden, tuple(after)

@@ -13,7 +13,7 @@ from ckv_jax.selection.base import Selection
 
 
 class Outcome(NamedTuple):
-    """What b rows chose, on the host."""
+    """What b rows chose, on the host; with J choices a row, these stand one after the other."""
 
     selection: Selection
     ids: np.ndarray
@@ -43,6 +43,10 @@ class Outcome(NamedTuple):
         """The same of some of them."""
         selection = Selection(*(part[rows] for part in self.selection))
         return Outcome(selection, *(part[rows] for part in self[1:]))
+
+    def part(self, part: int, parts: int) -> Outcome:
+        """The same of one of so many choices of every row."""
+        return self.rows(slice(part, None, parts))
 
     def near_misses(self) -> np.ndarray:
         """What the rows nearly chose and none of them did, ascending, int64 [n]."""

@@ -11,14 +11,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, as_rows, positions
+from ckv_jax.memory.pages import as_bits, as_rows, layer_pages, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
 from ckv_jax.pipeline.layers import Layers, LayerState, Pages, insert, merged
+from ckv_jax.pipeline.paged import over_one_head
 
 
 class Part(NamedTuple):
@@ -41,7 +43,7 @@ class Pieces:
         opened = once(_open_of, layers.layer_of)
         self._open = jit(split(opened, (BY_NAME, WHOLE, WHOLE), HEADS))
         over_pages = once(_over_pages_of, target)
-        self._pages = jit(split(over_pages, (HEADS, WHOLE, PAGES, WHOLE, WHOLE), HEADS))
+        self._pages = jit(split(over_pages, (HEADS, WHOLE, PAGES, WHOLE, WHOLE, WHOLE), HEADS))
         self._rows = jit(split(once(_over_rows_of, target), (HEADS, HEADS, HEADS), HEADS))
         self._join = jit(split(_join, (HEADS,), HEADS), static=("rows",))
         self._insert = jit(split(insert, (HEADS, HEADS, WHOLE), HEADS), donate=("buffers",))
@@ -64,10 +66,12 @@ class Pieces:
         pages: Pages,
         slots: Int32[np.ndarray, "B N"],
         lengths: Int32[np.ndarray, "B N"],
+        head: int = 0,
     ) -> Part:
-        """Attention to packs in the pool; `index`: the layer's place in its layer group."""
+        """Attention to packs in the pool; `index`: the layer's place in its layer group; `head`:
+        the KV head in the packs where heads are apart."""
         key = (part.q.shape, pages.shape, slots.shape)
-        done: Part = self._pages(key, part, np.int32(index), pages, slots, lengths)
+        done: Part = self._pages(key, part, np.int32(index), pages, slots, lengths, np.int32(head))
         return done
 
     def over_rows(self, part: Part, keys: Array | np.ndarray, values: Array | np.ndarray) -> Part:
@@ -120,14 +124,29 @@ def _open_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Part]:
 
 
 def _over_pages_of(target: Target) -> Callable[..., Part]:
-    def over_pages(part: Part, index: Array, pages: Array, slots: Array, lengths: Array) -> Part:
-        pool = pages.reshape(-1, *pages.shape[3:])  # [slots * pl * 2, C, K*D]
-        keys = jnp.where(slots >= 0, (slots * pages.shape[1] + index) * 2, -1)
-        values = jnp.where(slots >= 0, keys + 1, -1)
-        none = part.k[:, :0]
-        zero = jnp.zeros(slots.shape[:1], jnp.int32)
-        out, lse = attend(part.q, pool, keys, values, lengths, none, none, zero, target=target)
-        return _joined(part, out, lse)
+    def over_pages(
+        part: Part, index: Array, pages: Array, slots: Array, lengths: Array, head: Array
+    ) -> Part:
+        parts = part.k.shape[2] // pages.shape[4]
+        if parts == 1:
+            pool, tables = layer_pages(pages, slots, index)
+            none = part.k[:, :0]
+            zero = jnp.zeros(slots.shape[:1], jnp.int32)
+            out, lse = attend(part.q, pool, *tables, lengths, none, none, zero, target=target)
+            return _joined(part, out, lse)
+        size = part.q.shape[2] // parts  # query heads of one KV head
+
+        def mine(of_heads: Array) -> Array:
+            return lax.dynamic_slice_in_dim(of_heads, head * size, size, axis=2)
+
+        out, lse = over_one_head(
+            mine(part.q), pages, slots, lengths, index, dtype=part.k.dtype, target=target
+        )
+        out, lse = merged(mine(part.out), mine(part.lse), out, lse)
+        return part._replace(
+            out=lax.dynamic_update_slice_in_dim(part.out, out, head * size, axis=2),
+            lse=lax.dynamic_update_slice_in_dim(part.lse, lse, head * size, axis=2),
+        )
 
     return over_pages
 

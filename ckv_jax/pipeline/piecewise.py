@@ -41,33 +41,39 @@ class Piecewise:
         """`Layers.run`, or with decode `buffers` `Layers.extend`, in parts.
 
         Args:
-            chosen, lengths: int32 [B, N], chunk ids (-1: none) and their valid tokens.
+            chosen, lengths: int32 [J, B, N], chunk ids (-1: none) and their valid tokens, of each
+                of a period's J choices.
             owners: int32 [B], the prefix of each row within `packs`, -1 for padding.
         """
         kv: list[tuple[Array, Array]] = []
-        for group in step.groups:
-            for which in np.unique(owners[owners >= 0]).tolist():
-                packs.start_over(which, group)
-            pack = self._memory.pool.pages.shape[1]
-            layers = [layer for layer in step.layers if layer // pack == group]
-            for layer in layers:
-                part = self._pieces.open(layer, hidden, start)
-                part = self._over_packs(part, layer % pack, packs, group, chosen, lengths, owners)
-                if buffers is None:
-                    kv.append((part.k, part.v))
-                    hidden = self._pieces.close(layer, hidden, part)
-                    continue
-                assert at is not None
-                own = self._pieces.insert(buffers[len(kv)], part, at)
-                kv.append(own)
-                hidden = self._pieces.close(layer, hidden, part, own, at)
+        pack, parts = self._memory.pool.pages.shape[1], len(chosen)
+        for layer in step.layers:
+            groups = range(layer // pack * parts, (layer // pack + 1) * parts)
+            if layer == step.layers[0] or layer % pack == 0:
+                for group in groups:
+                    for which in np.unique(owners[owners >= 0]).tolist():
+                        packs.start_over(which, group)
+            part = self._pieces.open(layer, hidden, start)
+            for head, group in enumerate(groups):
+                part = self._over_packs(
+                    part, layer % pack, head, packs, group, chosen[head], lengths[head], owners
+                )
+            if buffers is None:
+                kv.append((part.k, part.v))
+                hidden = self._pieces.close(layer, hidden, part)
+                continue
+            assert at is not None
+            own = self._pieces.insert(buffers[len(kv)], part, at)
+            kv.append(own)
+            hidden = self._pieces.close(layer, hidden, part, own, at)
         return hidden, tuple(kv)
 
     def _over_packs(
-        self, part: Part, index: int, packs: Packs, group: int, chosen: np.ndarray,
+        self, part: Part, index: int, head: int, packs: Packs, group: int, chosen: np.ndarray,
         lengths: np.ndarray, owners: np.ndarray,
     ) -> Part:  # fmt: skip
-        """Attention to all chosen packs of one layer, as many at a time as there are slots."""
+        """Attention to all chosen packs of one layer, or of one KV head of it where these are
+        apart, as many at a time as there are slots."""
         wanted = sorted(
             {
                 (int(owners[row]), int(chunk))
@@ -103,7 +109,7 @@ class Piecewise:
                     slots[row, : len(entries)], valid[row, : len(entries)] = zip(
                         *entries, strict=True
                     )
-            part = self._pieces.over_pages(part, index, self._memory.pool.pages, slots, valid)
+            part = self._pieces.over_pages(part, index, self._memory.pool.pages, slots, valid, head)
             for which in {which for which, _ in now}:
                 packs.give_up(which, group, part.lse)
         return part

@@ -14,7 +14,7 @@ class Step:
     index: int
     layers: range
     groups: range
-    """Layer groups (packs) of these layers."""
+    """Layer groups (packs) of these layers; with heads apart, those of each head in turn."""
     period: int
     selects: bool
     """Whether a selection is made before this step, at its first layer."""
@@ -26,22 +26,32 @@ class Plan:
 
     steps: tuple[Step, ...]
     periods: int
+    parts: int
+    """Choices that a period makes: one, or one for each KV head. Choice `period * parts + head`."""
     score_layers: int
     """How many layers of a period a question asks, at most."""
     heads: Heads = ()
     """`SystemConfig.heads`."""
 
     @classmethod
-    def of(cls, num_layers: int, system: SystemConfig) -> Plan:
-        """The plan of `num_layers` layers: period p, subperiod sp and pack of `system`."""
+    def of(cls, num_layers: int, system: SystemConfig, *, kv_heads: int = 0) -> Plan:
+        """The plan of `num_layers` layers: period p, subperiod sp and pack of `system`.
+
+        `kv_heads`: of each layer, for a system whose heads are apart.
+        """
         if num_layers < 1:
             raise ValueError(f"got num_layers={num_layers}, expected at least 1")
-        pack = system.pack_layers
+        if system.heads_apart and kv_heads < 1:
+            raise ValueError(f"got kv_heads={kv_heads} with heads apart, expected at least 1")
+        pack, parts = system.pack_layers, kv_heads if system.heads_apart else 1
         steps = tuple(
             Step(
                 index=index,
                 layers=range(first, min(first + system.subperiod, num_layers)),
-                groups=range(first // pack, -(-min(first + system.subperiod, num_layers) // pack)),
+                groups=range(
+                    first // pack * parts,
+                    -(-min(first + system.subperiod, num_layers) // pack) * parts,
+                ),
                 period=first // system.period,
                 selects=first % system.period == 0,
             )
@@ -50,6 +60,7 @@ class Plan:
         return cls(
             steps=steps,
             periods=-(-num_layers // system.period),
+            parts=parts,
             score_layers=system.choose.score_layers,
             heads=system.heads,
         )
@@ -75,7 +86,21 @@ class Plan:
         layers = self.scoring_layers(period)
         return layers if self.heads else layers[:1]
 
-    def groups(self, period: int) -> range:
-        """The layer groups of a period, in layer order."""
+    @property
+    def choices(self) -> int:
+        """Of all periods."""
+        return self.periods * self.parts
+
+    def choices_of(self, period: int) -> range:
+        """The choices that a period makes, in the order of the heads that make them."""
+        return range(period * self.parts, (period + 1) * self.parts)
+
+    def choice_of(self, step: Step, group: int) -> int:
+        """The choice that decides what is attended to of one of a step's layer groups."""
+        return step.period * self.parts + group % self.parts
+
+    def groups(self, choice: int) -> range:
+        """The layer groups that a choice is made for, in layer order."""
+        period, part = divmod(choice, self.parts)
         steps = self.period_steps(period)
-        return range(steps[0].groups[0], steps[-1].groups[-1] + 1)
+        return range(steps[0].groups[0] + part, steps[-1].groups[-1] + 1, self.parts)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import cached_property
 
 import numpy as np
 
 from ckv_jax.pipeline.prefill import Prefill, Prefills
 from ckv_jax.storage.prefix import Prefix
+
+Order = Callable[[], np.ndarray | None]
+"""The order of a prefix, when somebody asks. Raises a `StoreError` where it cannot be read."""
 
 _KEPT = 4  # prefixes whose recomputed KV stays, in files without a name
 
@@ -38,13 +42,14 @@ class Recovered:
     """The dense KV of one prefix's first tokens, shared by all who wait for some of it.
 
     Engine thread only. Args:
-        order: int [L, T], the position of each token as stored, of a reordered prefix.
+        order: asked for once, where it is needed: int [L, T], the position of each token as stored,
+            of a reordered prefix, [groups, T] of one of alike tokens; None: as they are.
     """
 
-    def __init__(self, prefix: Prefix, prefills: Prefills, order: np.ndarray | None) -> None:
+    def __init__(self, prefix: Prefix, prefills: Prefills, order: Order) -> None:
         self.prefix = prefix
         self._prefills = prefills
-        self._order = order
+        self._order_of = order
         self._kv: np.ndarray | None = None
         self._prefill: Prefill | None = None
         self.tokens = 0
@@ -89,14 +94,16 @@ class Recovered:
         size, total = layout.chunk_tokens, self.prefix.num_tokens
         layers = layout.group_layers(group)
         stored = [np.arange(c * size, min((c + 1) * size, total)) for c in chunks.tolist()]
-        wanted = [[self._positions(layer, at) for layer in layers] for at in stored]
+        rows = [group] * len(layers) if layout.alike else layers
+        wanted = [[self._positions(row, at) for row in rows] for at in stored]
         self._require(max(int(tokens.max()) for row in wanted for tokens in row) + 1)
         assert self._kv is not None
         out = np.zeros((len(chunks), *layout.pack_shape), layout.numpy_dtype)
         kinds = slice(None) if layout.kv_together else slice(group % 2, group % 2 + 1)
+        heads = layout.group_heads(group)
         for row, by_layer in enumerate(wanted):
             for place, (layer, tokens) in enumerate(zip(layers, by_layer, strict=True)):
-                out[row, place, :, : len(tokens)] = self._kv[layer, kinds][:, tokens]
+                out[row, place, :, : len(tokens)] = self._kv[layer, kinds, :, heads][:, tokens]
         return out
 
     def keys(self, layer: int) -> np.ndarray:
@@ -104,11 +111,24 @@ class Recovered:
         self._require(self.prefix.num_tokens)
         assert self._kv is not None
         keys: np.ndarray = self._kv[layer, 0]
-        return keys if self._order is None else keys[self._order[layer]]
+        layout = self.prefix.layout
+        if self._order is None:
+            return keys
+        if not layout.alike:
+            by_layer: np.ndarray = keys[self._order[layer]]
+            return by_layer
+        first = layer * layout.parts
+        of_heads = self._order[first : first + layout.parts].T  # [T, K]
+        stored: np.ndarray = np.take_along_axis(keys, of_heads[:, :, None], axis=0)
+        return stored
 
-    def _positions(self, layer: int, stored: np.ndarray) -> np.ndarray:
-        """The positions in the prefix of tokens as stored in a layer."""
-        positions: np.ndarray = stored if self._order is None else self._order[layer, stored]
+    @cached_property
+    def _order(self) -> np.ndarray | None:
+        return self._order_of()
+
+    def _positions(self, row: int, stored: np.ndarray) -> np.ndarray:
+        """The positions in the prefix of tokens as stored in a row of its order."""
+        positions: np.ndarray = stored if self._order is None else self._order[row, stored]
         return positions
 
     def _require(self, tokens: int) -> None:
@@ -123,7 +143,7 @@ class Recoveries:
         self._prefills = prefills
         self._known: OrderedDict[str, Recovered] = OrderedDict()
 
-    def of(self, prefix: Prefix, order: np.ndarray | None) -> Recovered:
+    def of(self, prefix: Prefix, order: Order) -> Recovered:
         """What has been recomputed of a prefix, perhaps nothing."""
         known = self._known.get(prefix.id)
         if known is None or known.prefix != prefix:

@@ -53,12 +53,16 @@ class Streaming:
 
         `chooses`: each period has its own choice, which is not known before that period.
         """
-        packs, ids = self._packs, window.ids(step)
+        packs, plan = self._packs, self._plan
         assert packs is not None
-        size = chunk_bucket(len(ids))
-        chosen = np.full((len(at), size), -1, np.int32)
-        lengths = np.zeros((len(at), size), np.int32)
-        chosen[0, : len(ids)], lengths[0, : len(ids)] = ids, window.lengths(step)
+        choices = plan.choices_of(step.period)
+        size = chunk_bucket(max(len(window.ids(choice)) for choice in choices))
+        chosen = np.full((plan.parts, len(at), size), -1, np.int32)
+        lengths = np.zeros(chosen.shape, np.int32)
+        for part, choice in enumerate(choices):
+            ids = window.ids(choice)
+            chosen[part, 0, : len(ids)] = ids
+            lengths[part, 0, : len(ids)] = window.lengths(choice)
         if not self._fits(step, window):
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             return self._pieces.run(
@@ -68,15 +72,16 @@ class Streaming:
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
         with self._layers.peers.local():
             for group in step.groups:
-                packs.demand(0, group, ids)
+                packs.demand(0, group, window.ids(plan.choice_of(step, group)))
             for place, group in enumerate(step.groups):
+                ids = window.ids(plan.choice_of(step, group))
                 slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
             for other in then:
                 for group in other.groups:
-                    packs.ahead(0, group, window.ids(other), sure=True)
+                    packs.ahead(0, group, window.ids(plan.choice_of(other, group)), sure=True)
         hidden, buffers = self._layers.extend(
-            step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots, lengths,
-            context=buffers[0][0].shape[1],
+            step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots,
+            lengths if plan.parts > 1 else lengths[0], context=buffers[0][0].shape[1],
         )  # fmt: skip
         for group in step.groups:
             packs.give_up(0, group, hidden)
@@ -94,4 +99,5 @@ class Streaming:
     def _fits(self, step: Step, window: Window) -> bool:
         """Whether the pool has room for all packs of a step."""
         room = self._layers.peers.least(self._memory.step_slots)
-        return len(window.ids(step)) * len(step.groups) <= room
+        ids = (window.ids(self._plan.choice_of(step, group)) for group in step.groups)
+        return sum(map(len, ids)) <= room

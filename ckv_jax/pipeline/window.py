@@ -6,12 +6,12 @@ import numpy as np
 
 from ckv_jax.cache.window import FREE
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.reads.residents import Resident
 
 
 class _Kept:
-    """What a period chose last, and what its window holds: slot by slot, as the device has it."""
+    """What was chosen last, and what its window holds: slot by slot, as the device has it."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
@@ -21,9 +21,10 @@ class _Kept:
 
 
 class Window:
-    """Pins of one sequence on cached packs, period by period. Engine thread only.
+    """Pins of one sequence on cached packs, choice by choice (`Plan.choices`: one of each period,
+    or of each of its KV heads). Engine thread only.
 
-    Every chunk of a period that is in the window is pinned in all the period's layer groups, so
+    Every chunk of a choice that is in the window is pinned in all its layer groups, so
     sequences over one prefix share packs, and what leaves goes back to the caches. A window that
     is not `held` only knows what was chosen: its packs come through the pool anew for every token
     (`Streaming`).
@@ -36,29 +37,29 @@ class Window:
         self._plan = plan
         self._kept: dict[int, _Kept] = {}
 
-    def choose(self, period: int, ids: np.ndarray) -> None:
-        """Begins a period with these chunks (ascending), which must be cached."""
-        assert not self.held or period not in self._kept
-        self._kept[period] = _Kept(ids)
-        self._pin(period, ids)
+    def choose(self, choice: int, ids: np.ndarray) -> None:
+        """Begins a choice with these chunks (ascending), which must be cached."""
+        assert not self.held or choice not in self._kept
+        self._kept[choice] = _Kept(ids)
+        self._pin(choice, ids)
 
-    def cached(self, period: int, ids: np.ndarray) -> bool:
+    def cached(self, choice: int, ids: np.ndarray) -> bool:
         """Whether all packs of these chunks are in device slots now."""
         return all(
-            bool((self.lookup(group, ids)[0] >= 0).all()) for group in self._plan.groups(period)
+            bool((self.lookup(group, ids)[0] >= 0).all()) for group in self._plan.groups(choice)
         )
 
     @property
     def widest(self) -> int:
-        """Chunks of the period that has most."""
+        """Chunks of the choice that has most."""
         return max((len(kept.ids) for kept in self._kept.values()), default=0)
 
     @property
     def excess(self) -> int:
         """Device slots of what is kept beside the latest choices."""
         return sum(
-            (int((kept.chunk >= 0).sum()) - len(kept.ids)) * len(self._plan.groups(period))
-            for period, kept in self._kept.items()
+            (int((kept.chunk >= 0).sum()) - len(kept.ids)) * len(self._plan.groups(choice))
+            for choice, kept in self._kept.items()
             if self.held
         )
 
@@ -66,63 +67,58 @@ class Window:
     def slots_held(self) -> int:
         """Device slots of all that is kept."""
         return sum(
-            int((kept.chunk >= 0).sum()) * len(self._plan.groups(period))
-            for period, kept in self._kept.items()
+            int((kept.chunk >= 0).sum()) * len(self._plan.groups(choice))
+            for choice, kept in self._kept.items()
         )
 
-    def ids(self, step: Step) -> np.ndarray:
-        """Chunks int [n] of a step's period, ascending."""
-        return self._kept[step.period].ids
+    def ids(self, choice: int) -> np.ndarray:
+        """Chunks int [n] of a choice, ascending."""
+        return self._kept[choice].ids
 
-    def lengths(self, step: Step) -> np.ndarray:
+    def lengths(self, choice: int) -> np.ndarray:
         """Valid tokens int32 [n] of each of them."""
-        lengths: np.ndarray = self.resident.chunk_lengths[self.ids(step)]
+        lengths: np.ndarray = self.resident.chunk_lengths[self.ids(choice)]
         return lengths
-
-    def slots(self, step: Step) -> np.ndarray:
-        """Device slots int32 [P, n] of a held window's packs."""
-        tiers, ids = self._memory.tiers, self.ids(step)
-        return np.stack([tiers.lookup(self.resident.pages(group, ids))[0] for group in step.groups])
 
     def lookup(self, group: int, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Device slot and host slot of a layer group's packs, int32 [n] each; -1: not there."""
         return self._memory.tiers.lookup(self.resident.pages(group, chunks))
 
-    def state(self, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def state(self, choice: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What each slot of the window holds (FREE: nothing), the step that chose it last and how
         often it was chosen, int32 [W] each."""
-        kept = self._kept[period]
+        kept = self._kept[choice]
         return kept.chunk, kept.last, kept.uses
 
     def resize(self, widths: np.ndarray) -> None:
-        """Gives each period so many slots int [P], at least those of its latest choice; what was
+        """Gives each choice so many slots int [P], at least those of its latest choice; what was
         chosen longest ago leaves first."""
-        for period, kept in self._kept.items() if self.held else ():
-            size = max(int(widths[period]), len(kept.ids))
+        for choice, kept in self._kept.items() if self.held else ():
+            size = max(int(widths[choice]), len(kept.ids))
             if size == len(kept.chunk):
                 continue
             age = np.where(np.isin(kept.chunk, kept.ids), np.iinfo(np.int32).max, kept.last)
             order = np.argsort(np.where(kept.chunk < 0, -1, age), kind="stable")[::-1]
-            self._unpin(period, kept.chunk[order[size:]])
+            self._unpin(choice, kept.chunk[order[size:]])
             more = max(0, size - len(kept.chunk))
             for name, empty in (("chunk", FREE), ("last", -1), ("uses", 0)):
                 held = getattr(kept, name)[order[:size]]
                 setattr(kept, name, np.append(held, np.full(more, empty, np.int32)))
 
-    def make_way(self, period: int, table: np.ndarray, misses: np.ndarray) -> None:
+    def make_way(self, choice: int, table: np.ndarray, misses: np.ndarray) -> None:
         """Lets go of what stands where a choice's misses are to go (`cache.window.Moves`)."""
-        kept, places = self._kept[period], table[misses >= 0]
-        self._unpin(period, kept.chunk[places])
+        kept, places = self._kept[choice], table[misses >= 0]
+        self._unpin(choice, kept.chunk[places])
         kept.chunk[places] = FREE
 
     def move(
-        self, period: int, ids: np.ndarray, table: np.ndarray, misses: np.ndarray, step: int
+        self, choice: int, ids: np.ndarray, table: np.ndarray, misses: np.ndarray, step: int
     ) -> None:
         """A choice `ids` (-1 past its end) is complete: all its packs are in device slots."""
-        kept, taken = self._kept[period], ids >= 0
+        kept, taken = self._kept[choice], ids >= 0
         places = table[taken]
         came = misses[misses >= 0]
-        self._pin(period, came)
+        self._pin(choice, came)
         kept.ids = ids[taken]
         kept.chunk[places] = kept.ids
         kept.last[places] = step
@@ -138,9 +134,9 @@ class Window:
         """Its prefix continues: chunks are those of `resident` from now on, under the same numbers.
         What was partial lies elsewhere now, and is let go."""
         moved = self._moved(resident)
-        for period, kept in self._kept.items():
+        for choice, kept in self._kept.items():
             gone = np.isin(kept.chunk, moved)
-            self._unpin(period, kept.chunk[gone])
+            self._unpin(choice, kept.chunk[gone])
             kept.chunk[gone] = FREE
             kept.ids = np.setdiff1d(kept.ids, moved)
         self.resident = resident
@@ -151,36 +147,36 @@ class Window:
         moved: np.ndarray = own[self.resident.pages(0, own) != resident.pages(0, own)]
         return moved
 
-    def add(self, period: int, chunks: np.ndarray) -> None:
-        """All of these are attended to as well; they must be cached, and the period unchosen."""
-        kept = self._kept[period]
-        self._pin(period, chunks)
-        self._kept[period] = _Kept(np.union1d(kept.ids, chunks))
+    def add(self, choice: int, chunks: np.ndarray) -> None:
+        """All of these are attended to as well; they must be cached, and nothing chosen anew."""
+        kept = self._kept[choice]
+        self._pin(choice, chunks)
+        self._kept[choice] = _Kept(np.union1d(kept.ids, chunks))
 
     def forget(self) -> None:
         """Lets go of all that is kept; no call may be reading it."""
-        for period, kept in self._kept.items():
-            self._unpin(period, kept.chunk)
+        for choice, kept in self._kept.items():
+            self._unpin(choice, kept.chunk)
             kept.chunk[:] = FREE
         self._memory.trim()
 
-    def rechoose(self, period: int, ids: np.ndarray) -> None:
+    def rechoose(self, choice: int, ids: np.ndarray) -> None:
         """What a window that is not held attends to from now on."""
         assert not self.held
-        self._kept[period] = _Kept(ids)
+        self._kept[choice] = _Kept(ids)
 
     def close(self) -> None:
         """Unpins everything. Idempotent."""
-        for period, kept in self._kept.items():
-            self._unpin(period, kept.chunk)
+        for choice, kept in self._kept.items():
+            self._unpin(choice, kept.chunk)
         self._kept.clear()
         self._memory.trim()
 
-    def _pin(self, period: int, chunks: np.ndarray) -> None:
-        for group in self._plan.groups(period) if self.held else ():
+    def _pin(self, choice: int, chunks: np.ndarray) -> None:
+        for group in self._plan.groups(choice) if self.held else ():
             self._memory.tiers.pin(self.resident.pages(group, chunks))
 
-    def _unpin(self, period: int, chunks: np.ndarray) -> None:
+    def _unpin(self, choice: int, chunks: np.ndarray) -> None:
         chunks = chunks[chunks >= 0]
-        for group in self._plan.groups(period) if self.held else ():
+        for group in self._plan.groups(choice) if self.held else ():
             self._memory.tiers.unpin(self.resident.pages(group, chunks))

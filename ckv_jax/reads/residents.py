@@ -30,7 +30,8 @@ from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.probe_source import ProbeView
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.layout import LANDMARKS, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.store import ChunkStore

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from ckv_jax.selection.select import Pool
+from ckv_jax.storage.grouping import FIRST, LAST
 
 
 class Selection(NamedTuple):
@@ -28,6 +29,14 @@ class Selection(NamedTuple):
     """The share of the row's whole score that they hold."""
     scores: Float32[Array, "B M"]
     """The score of every unit, as given."""
+
+    def parts(self, count: int) -> list[Selection]:
+        """On the host, each of `count` choices of every row, which stand one after the other."""
+        whole = [np.asarray(part) for part in self]
+        return [
+            Selection(*(part[i::count] for part in whole))  # type: ignore[arg-type]
+            for i in range(count)
+        ]
 
 
 _MARGIN = 1e-5
@@ -57,12 +66,13 @@ def choose(
     among: Bool[Array, "B M"] | None = None,
     share: Share | None = None,
     pool: Pool = "none",
+    sure: Bool[Array, "B M"] | None = None,
 ) -> Selection:
     """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
     these.
 
     With `share`, only the best of those that together hold it of all scores. `pool` decides which
-    are best; what is told of them are their own scores.
+    are best; what is told of them are their own scores. What is `sure` comes before all others.
     """
     units = scores.shape[1]
     masked = scores
@@ -71,11 +81,15 @@ def choose(
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     ranked = pooled(masked, pool)
     allowed = ranked if among is None else jnp.where(among, ranked, -jnp.inf)
+    allowed = before_others(allowed, sure)
     values, best, chosen = _best(allowed, n, limits)
-    if pool != "none":
+    if pool != "none" or sure is not None:
         values = jnp.take_along_axis(masked, best, axis=1)
     if share is not None:
-        chosen &= _needed(values, masked, share)
+        needed = _needed(values, masked, share)
+        if sure is not None:
+            needed |= jnp.take_along_axis(sure, best, axis=1)
+        chosen &= needed
     ids, attention = lax.sort((jnp.where(chosen, best, units), values), num_keys=1)
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
@@ -87,6 +101,25 @@ def choose(
         mass=jnp.sum(attention, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny),
         scores=scores,
     )
+
+
+def before_others(ranked: Float32[Array, "B M"], sure: Array | None) -> Float32[Array, "B M"]:
+    """What ranks units where some, of those that may be chosen, come before all others."""
+    if sure is None:
+        return ranked
+    return jnp.where(sure & (ranked > -jnp.inf), jnp.inf, ranked)
+
+
+def steady_chunks(
+    scores: Float32[Array, "B M"], num_tokens: Array, chunk_tokens: int
+) -> Bool[Array, "B M"]:
+    """Which of the chunks that `scores` are of hold some of a prefix's first 16 or last 64 of
+    `num_tokens`, int32 [B] or one number: what texts of alike tokens always attend to
+    (`storage.grouping`)."""
+    rows, chunks = scores.shape
+    first = jnp.arange(chunks, dtype=jnp.int32)[None, :] * chunk_tokens
+    end = jnp.broadcast_to(num_tokens, (rows,))[:, None]
+    return (first < FIRST) | ((first + chunk_tokens > end - LAST) & (first < end))
 
 
 def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:

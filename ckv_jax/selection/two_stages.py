@@ -27,7 +27,8 @@ class Scored(NamedTuple):
     """What some queries say of every chunk of a prefix."""
 
     scores: Float32[Array, "B M"]
-    """Their scores; of chunks that a coarse pass left out an estimate, by that pass."""
+    """Their scores, K rows for each where every head has its own; of chunks that a coarse pass left
+    out an estimate, by that pass."""
     left: Bool[Array, "B M"] | None
     """Which may be chosen; None: all."""
 
@@ -48,12 +49,14 @@ def scored(
     before: Float32[Array, "B M"] | None = None,
     rough: Sequence[Probe] = (),
     pool: Pool = "none",
+    each: bool = False,
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
     `whole` makes one of sums over each device's heads. `before`: scores that count as well for
     what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores, one
     probe for each layer that it asks; none: the probes of these layers. `pool`: what ranks chunks.
+    `each`: Equation 1 for every KV head by itself, in one stage.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -81,6 +84,9 @@ def scored(
             )  # [B, K, M]  # fmt: skip
         return found
 
+    if each:
+        found = by_head(queries, probes, q_lengths, num_tokens)
+        return Scored(found.reshape(-1, found.shape[2]), None)
     if stages is None:
         return Scored(everything(), None)
     coarse = stages.coarse
@@ -118,6 +124,11 @@ def scored(
         scores = jnp.where(one_stage, everything(), scores)
         decides = decides | one_stage
     return Scored(scores, decides)
+
+
+def rows_of(of_row: Array, scores: Float32[Array, "B M"]) -> Array:
+    """What belongs to the rows of some queries, [b, ...], for each row of their `scores`."""
+    return jnp.repeat(of_row, scores.shape[0] // of_row.shape[0], axis=0)
 
 
 def _last(q: Array, q_lengths: Array, count: int) -> Array:

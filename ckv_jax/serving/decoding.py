@@ -90,10 +90,10 @@ class Decoding:
         stay (`hold`) and all are there."""
         chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
         window = Window(lease.resident, self._memory, self._plan, held=False)
-        held = hold and all(window.cached(p, ids) for p, ids in enumerate(chosen))
+        held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
         window.held = bool(self._layers.peers.least(int(held)))
-        for period, ids in enumerate(chosen):
-            window.choose(period, ids)
+        for choice, ids in enumerate(chosen):
+            window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         chooser = None
         if self._system.decode is not None and limit < lease.resident.num_chunks:

@@ -96,14 +96,18 @@ class Leases:
             reader = exit_.enter_context(self._store.reader(prefix, deadline_s=self._deadline_s))
             resident = exit_.enter_context(self.residents.using(prefix, room))
             order = reader.order if prefix.layout.reordered else None
-            return Lease(reader, resident, self._recoveries.of(prefix, order), exit_, order)
+            recovered = self._recoveries.of(
+                prefix, (lambda: self.order_of(prefix)) if prefix.layout.alike else lambda: order
+            )
+            return Lease(reader, resident, recovered, exit_, order)
         except BaseException:
             exit_.close()
             raise
 
     def order_of(self, prefix: Prefix) -> np.ndarray | None:
-        """The order of a prefix, as a lease has it. Raises a `StoreError` if it is gone."""
-        if not prefix.layout.reordered:
+        """The order of a prefix, as a lease has it, or of alike tokens. Raises a `StoreError` if it
+        is gone."""
+        if not (prefix.layout.reordered or prefix.layout.alike):
             return None
         with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
             return reader.order

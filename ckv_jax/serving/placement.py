@@ -21,7 +21,8 @@ from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.ways import Way
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
@@ -183,6 +184,11 @@ class Placement:
             raise ValueError(
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
                 "ckv and contiguous-kv do"
+            )
+        if self._system.heads_apart:
+            raise ValueError(
+                f"got parts, but heads of system {self._system.name!r} choose for themselves; ckv "
+                "and contiguous-kv put texts together"
             )
         if self._system.choose.pool != "none":
             raise ValueError(

@@ -21,16 +21,18 @@ class Profile:
         self, plan: Plan, system: SystemConfig, fingerprint: Fingerprint, *, kept: bool
     ) -> None:
         """`kept`: whether what has been profiled before may be used."""
-        self.packs = np.array([len(plan.groups(period)) for period in range(plan.periods)])
-        self.widths = Widths.even(2.0, groups=plan.periods, rows=1)
+        choices = range(0, plan.choices, plan.parts)
+        self.packs = np.array([len(plan.groups(choice)) for choice in choices])
+        self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
         """Of the texts that begin from now on."""
+        self._parts = plan.parts
         self._system = system
         self._fingerprint = fingerprint
         self._texts: list[Recorded] | None = None
         heads = hashlib.sha256(repr(system.heads).encode()).hexdigest()[:8] if system.heads else ""
         self._name = plain_name(f"{system.name}-{heads}" if heads else system.name)
         if kept and system.decode is not None and system.widths == "profiled":
-            found = load_widths(fingerprint, self._name, groups=plan.periods, rows=1)
+            found = load_widths(fingerprint, self._name, groups=plan.periods, rows=plan.parts)
             self.widths = found or self.widths
 
     def begin(self) -> None:
@@ -60,6 +62,6 @@ class Profile:
         can be kept.
         """
         system = self._system
-        widths = widths_of(texts, self.packs, system.window, KEEP[system.keep])
+        widths = widths_of(texts, self.packs, system.window, KEEP[system.keep], rows=self._parts)
         save_widths(widths, self._fingerprint, self._name)
         return widths

@@ -90,7 +90,9 @@ class SlotRoom:
         most: dict[str, list[int]] = {}
         for sequence in sequences:
             if sparse(sequence, self._system):
-                count = Budget.of(sequence.budget).chunks(sequence.prefix.num_chunks)
+                prefix = sequence.prefix
+                count = Budget.of(sequence.budget).chunks(prefix.num_chunks)
+                count += prefix.layout.steady_chunks(prefix.num_tokens)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         grown = sum(sequence.grown for sequence in sequences)
         return grown + sum(min(total, sum(counts)) for total, *counts in most.values())

@@ -196,17 +196,17 @@ class Segments:
         """Brings what a window lacks of a prefix onto the device, all of it to stay."""
         resident = lease.resident
         absent = window.absent(resident)
-        periods = range(self._plan.periods)
+        choices = range(self._plan.choices)
         with self._open_packs([lease.source], Trace()) as packs:
-            groups = [group for period in periods for group in self._plan.groups(period)]
+            groups = [group for choice in choices for group in self._plan.groups(choice)]
             for group in groups:
                 packs.demand(0, group, absent)
             for group in groups:
                 packs.collect(0, group, absent)
             packs.keep(0)
             window.onto(resident)
-            for period in periods:
-                window.add(period, absent)
+            for choice in choices:
+                window.add(choice, absent)
 
     def _write(self, tail: Tail, tokens: np.ndarray, kv: np.ndarray) -> Written:
         """Stores `tokens` int32 [n] after what the text stands on. In the thread."""

@@ -70,7 +70,7 @@ class Worker:
         `carry_over`: see `Reorderer`."""
         self.layers = layers
         self._peers = layers.peers
-        self.plan = Plan.of(layers.num_layers, system)
+        self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         self.residents = Residents(
             store,
@@ -199,7 +199,10 @@ class Worker:
                 asked = [Budget.of(sequence.budget) for sequence in batch]
                 rows = Batch.of(
                     [sequence.suffix for sequence in batch],
-                    [budget.chunks(n) for budget, n in zip(asked, units, strict=True)],
+                    [
+                        min(n, budget.chunks(n) + self._layout.steady_chunks(row.prefix.num_tokens))
+                        for budget, n, row in zip(asked, units, batch, strict=True)
+                    ],
                     prefixes,
                     which,
                     share_of(asked, units),

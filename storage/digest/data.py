@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckv_jax.storage.digest import pq
-from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout_versions import LANDMARKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

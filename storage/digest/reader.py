@@ -12,7 +12,8 @@ import tensorstore as ts
 from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, turn
 from ckv_jax.storage.errors import StoreError
-from ckv_jax.storage.layout import LANDMARKS, PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout import PQ_CODES, PQ_DIM, Layout
+from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.deadline import Deadline

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckv_jax.storage.digest import landmarks, pq
 from ckv_jax.storage.digest.data import as_float32, quantise
-from ckv_jax.storage.layout import LANDMARKS
+from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import block_keys
@@ -99,14 +99,16 @@ class DigestWriter:
         row_of = {layer: row for row, layer in enumerate(layout.digest_layers)}
         fresh = np.empty((len(row_of), layout.digest_params), np.float32)
         shape = (layout.digest_width, layout.head_dim // 8, 256, 8)
-        groups = range(0, layout.groups, 1 if layout.kv_together else 2)
-        for group in groups:
+        parts = layout.parts if layout.heads_apart else 1  # with K and V apart, keys alone
+        for group in range(0, layout.groups, layout.parts):
             layers = layout.group_layers(group)
             if row_of.keys().isdisjoint(layers):
                 continue
-            data = np.empty((chunks, *layout.pack_shape), layout.disk_dtype)
-            get(group * chunks, data)
-            step()
+            packs = np.empty((parts, chunks, *layout.pack_shape), layout.disk_dtype)
+            for part in range(parts):
+                get((group + part) * chunks, packs[part])
+                step()
+            data = packs[0] if parts == 1 else np.concatenate(packs, axis=4)
             for i, layer in enumerate(layers):
                 if layer not in row_of:
                     continue

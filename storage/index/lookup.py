@@ -68,10 +68,12 @@ class _Piece:
 
     @property
     def whole(self) -> int:
-        """Where the run's whole chunks end; 0 for a reordered one, which cannot be cut."""
-        layout = self.loaded.manifest.layout
-        whole = self.end // layout.chunk_tokens * layout.chunk_tokens
-        return 0 if layout.reordered and whole < self.end else whole
+        """Where the run's whole chunks end; at or before its start for what cannot be cut."""
+        manifest = self.loaded.manifest
+        size, start = manifest.layout.chunk_tokens, self.first * manifest.layout.chunk_tokens
+        if self.end % size == 0:
+            return self.end
+        return start + manifest.layout.cut(self.end // size * size - start, len(manifest.tokens))
 
 
 def longest(
@@ -176,15 +178,15 @@ def _match(loaded: Loaded, tokens: np.ndarray, way: _Way) -> _Piece | None:
     length = min(len(manifest.tokens), len(tokens) - start, loaded.usable * size)
     differ = manifest.tokens[:length] != tokens[start : start + length]
     same = int(differ.argmax()) if differ.any() else length
-    if same < len(manifest.tokens):
-        same = 0 if manifest.layout.reordered else same // size * size
+    same = manifest.layout.cut(same, len(manifest.tokens))
     return _Piece(loaded, start + same, way) if same else None
 
 
 def _joins(piece: _Piece, chunk: int) -> bool:
-    """Whether the run may be entered at `chunk`; a reordered segment only at its start."""
+    """Whether the run may be entered at `chunk`; what is not in its order only at its start."""
+    layout = piece.loaded.manifest.layout
     return piece.first <= chunk and not (
-        piece.loaded.manifest.layout.reordered and piece.first != chunk
+        (layout.reordered or layout.alike) and piece.first != chunk
     )
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from ckv_jax.storage.layout import PLAIN, Layout
+from ckv_jax.storage.grouping import RUN
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import PLAIN
 
 _MISSING = np.uint64(2**64 - 1)
 _DIGEST_PIECE = 4 << 20  # bytes of one read of a digest
@@ -31,7 +33,8 @@ class ArraySpec:
       shard: shape of one shard.
       inner: shape of one inner chunk, the unit of a read.
       entries: inner chunks that are really stored; shard slots past them are marked missing.
-      kv: inner chunks along the keys-values axis (2 when keys and values are apart).
+      parts: inner chunks that hold one pack's place together: 2 when keys and values are apart, K
+        when heads are.
       attributes: zarr attributes.
     """
 
@@ -41,7 +44,7 @@ class ArraySpec:
     shard: tuple[int, ...]
     inner: tuple[int, ...]
     entries: int
-    kv: int
+    parts: int
     attributes: dict[str, Any]
 
     @property
@@ -74,17 +77,17 @@ class ArraySpec:
     def offsets(self, row: int, columns: np.ndarray) -> tuple[int, np.ndarray]:
         """(shard, int64 [n]): where the inner chunks `columns` of a row lie in its shard file.
 
-        A row is a group of layers, or a layer of keys or values with both apart.
+        A row is a group of layers, or one part of it (`Layout.parts`).
         """
-        rows = self.shard[0] // self.inner[0] * self.kv
+        rows = self.shard[0] // self.inner[0] * self.parts
         first = row % rows * (self.shard_entries // rows)
         return row // rows, (first + columns.astype(np.int64)) * self.entry_bytes
 
     def index(self, shard: int) -> bytes:
         """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""
         steps = self.shard[0] // self.inner[0]
-        order = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.kv, -1)
-        slots = order.transpose(0, 2, 1).reshape(-1)  # zarr order has keys-values innermost
+        order = np.arange(self.shard_entries, dtype=np.uint64).reshape(steps, self.parts, -1)
+        slots = order.transpose(0, 2, 1).reshape(-1)  # zarr order has parts innermost
         table = np.empty((self.shard_entries, 2), "<u8")
         table[:, 0] = slots * np.uint64(self.entry_bytes)
         table[:, 1] = self.entry_bytes
@@ -120,13 +123,15 @@ class ArraySpec:
 
 
 def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
-    """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest" if any.
+    """The arrays of a segment of `tokens` tokens, by name: "packs", and "probe", "digest",
+    "assignment" if any.
 
     packs  [L, M, 2, C, K, D], L padded to whole groups: bit patterns of keys and values; with a
            codec uint8 [groups, M, codec_bytes].
     probe  [P, T, K', D], T padded to whole blocks: full keys of the probe layers, contiguous.
     digest uint8 [R, X]: a record of params, scales and codes for each digest layer, X padded to
            whole pieces.
+    assignment uint16 [groups, T]: the chunk of each token, counted in its run.
     """
     chunks = layout.num_chunks(tokens)
     dim, ct = layout.head_dim, layout.chunk_tokens
@@ -143,7 +148,7 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(rows, blocks * block * ct, ph, dim),
             inner=(1, block * ct, ph, dim),
             entries=rows * blocks,
-            kv=1,
+            parts=1,
             attributes={
                 "element_type": layout.dtype,
                 "axes": ["probe_layer", "token", "kv_head", "dim"],
@@ -162,13 +167,24 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             shard=(len(layout.digest_layers), pieces * piece),
             inner=(1, piece),
             entries=len(layout.digest_layers) * pieces,
-            kv=1,
+            parts=1,
             attributes={
                 "kind": layout.digest,
                 "layers": list(layout.digest_layers),
                 **({"heads": list(layout.digest_heads)} if layout.digest_heads else {}),
                 "record": list(layout.digest_record(tokens)),
             },
+        )
+    if layout.alike:
+        specs["assignment"] = ArraySpec(
+            name="assignment",
+            data_type="uint16",
+            shape=(layout.groups, tokens),
+            shard=(layout.groups, tokens),
+            inner=(1, tokens),
+            entries=layout.groups,
+            parts=1,
+            attributes={"axes": ["layer_head", "token"], "run": RUN},
         )
     return specs
 
@@ -184,19 +200,19 @@ def _packs(layout: Layout, tokens: int) -> ArraySpec:
             shard=(layout.shard_groups, chunks, size),
             inner=(1, 1, size),
             entries=layout.groups * chunks,
-            kv=1,
+            parts=1,
             attributes={"codec": layout.codec, "layers": layout.num_layers, "tokens": tokens},
         )
     heads, dim, ct = layout.num_kv_heads, layout.head_dim, layout.chunk_tokens
-    pl, kv = layout.pack_layers, 1 if layout.kv_together else 2
+    pl, kinds = layout.pack_layers, layout.pack_shape[1]
     return ArraySpec(
         name="packs",
         data_type=layout.disk_dtype.name,
         shape=(-(-layout.num_layers // pl) * pl, chunks, 2, ct, heads, dim),
         shard=(max(pl, 2), chunks, 2, ct, heads, dim),
-        inner=(pl, 1, 2 // kv, ct, heads, dim),
+        inner=(pl, 1, kinds, ct, layout.pack_heads, dim),
         entries=layout.groups * chunks,
-        kv=kv,
+        parts=layout.parts,
         attributes={
             "element_type": layout.dtype,
             "axes": ["layer", "chunk", "keys_values", "token", "kv_head", "dim"],

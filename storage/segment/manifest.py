@@ -15,7 +15,8 @@ import numpy as np
 from ckv_jax.storage import chain, tenant
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import VERSION, VERSIONS, Layout
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout_versions import VERSION, VERSIONS
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"
@@ -47,6 +48,7 @@ class Manifest:
       probe_crc: uint32 [P, M], P = 0 without a probe.
       digest_crc: uint32 [R, 3] for (params, scale, codes), a row per layer that has a digest.
       created: seconds since the epoch.
+      assignment_crc: uint32 [groups, 1] of a layout of alike tokens, else [0, 1].
     """
 
     layout: Layout
@@ -61,6 +63,9 @@ class Manifest:
     probe_crc: np.ndarray = field(repr=False)
     digest_crc: np.ndarray = field(repr=False)
     created: float
+    assignment_crc: np.ndarray = field(
+        default_factory=lambda: np.zeros((0, 1), np.uint32), repr=False
+    )
     provenance: str = chain.EXACT
 
     @property
@@ -112,6 +117,7 @@ class Manifest:
             "pack_crc": _pack(self.pack_crc),
             "probe_crc": _pack(self.probe_crc),
             "digest_crc": _pack(self.digest_crc),
+            **({"assignment_crc": _pack(self.assignment_crc)} if self.layout.alike else {}),
         }
         data = json.dumps(body, separators=(",", ":")).encode()
         digest = hashlib.sha256(data).hexdigest()
@@ -203,6 +209,7 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         probe_crc=_table(value["probe_crc"], len(layout.probe_layers), chunks),
         digest_crc=_table(value["digest_crc"], len(layout.digest_layers), 3),
         created=created,
+        assignment_crc=_table(value.get("assignment_crc", ""), layout.groups * layout.alike, 1),
     )
     if salt is not None and not starts(manifest, salt):
         raise ValueError("start: does not belong to this fingerprint, layout and salt")

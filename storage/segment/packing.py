@@ -19,7 +19,7 @@ def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
 
     Zeros fill a partial last chunk, and the layers that the last group lacks.
     """
-    layers, _, tokens, heads, dim = kv.shape
+    layers, _, tokens, _, dim = kv.shape
     size, chunks = layout.chunk_tokens, layout.num_chunks(tokens)
     whole = tokens // size
     shape = (layout.groups, chunks, *layout.pack_shape)
@@ -28,12 +28,12 @@ def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
         packs[...] = 0
     for group in range(layout.groups):
         span = layout.group_layers(group)
-        part = kv[span.start : span.stop]
+        part = kv[span.start : span.stop, :, :, layout.group_heads(group)]
         if not layout.kv_together:
             part = part[:, group % 2 : group % 2 + 1]
         out = packs[group, :, : len(span)].transpose(1, 2, 0, 3, 4, 5)  # [pl, kv, n, C, K, D]
         body = part[:, :, : whole * size]
-        out[:, :, :whole] = body.reshape(*part.shape[:2], whole, size, heads, dim)
+        out[:, :, :whole] = body.reshape(*part.shape[:2], whole, size, layout.pack_heads, dim)
         if whole < chunks:
             out[:, :, whole, : tokens - whole * size] = part[:, :, whole * size :]
     return packs
@@ -41,11 +41,15 @@ def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
 
 def block_keys(packs: np.ndarray, layer: int, layout: Layout) -> np.ndarray:
     """Bit patterns of the keys of one layer, [n * C, K, D], from packs [groups, n, *pack]."""
-    group, row = key_place(layer, layout)
-    keys = packs[group, :, row, 0]
+    groups, row = key_places(layer, layout)
+    parts = [packs[group, :, row, 0] for group in groups]  # [n, C, heads of a pack, D] each
+    keys = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
     return keys.reshape(-1, *keys.shape[2:])
 
 
-def key_place(layer: int, layout: Layout) -> tuple[int, int]:
-    """The layer group whose packs hold the keys of a layer, and their row in such a pack."""
-    return divmod(layer, layout.pack_layers) if layout.kv_together else (2 * layer, 0)
+def key_places(layer: int, layout: Layout) -> tuple[range, int]:
+    """The groups whose packs hold the keys of a layer, one head after the other where these are
+    apart, and their row in such a pack."""
+    group, row = divmod(layer, layout.pack_layers)
+    first = group * layout.parts
+    return range(first, first + (layout.parts if layout.heads_apart else 1)), row

@@ -18,7 +18,8 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.layout import PLAIN
+from ckv_jax.storage.grouping import order_of
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
@@ -223,24 +224,36 @@ class PrefixReader:
     @property
     def order(self) -> np.ndarray:
         """int32 [L, T]: the prefix position of each token as stored, in each layer; not the
-        identity if reordered.
+        identity if reordered. Of alike tokens [groups, T], in each layer group.
 
         Raises SegmentDamaged where that is lost with its segment: look the prefix up again; and
         StoreUnavailable where the segment cannot be opened just now.
         """
         self._open()
-        shape = (self.prefix.layout.num_layers, self.prefix.num_tokens)
+        layout = self.prefix.layout
+        shape = (layout.groups if layout.alike else layout.num_layers, self.prefix.num_tokens)
         order = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         for span, segment, start, end in self._runs.of_tokens():
             if isinstance(segment, StoreError):
-                if self.prefix.layout.reordered and is_gone(segment):
+                if (layout.reordered or layout.alike) and is_gone(segment):
                     raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
-                if self.prefix.layout.reordered:
+                if layout.reordered or layout.alike:
                     said = f"segment {span.segment_id}: its order cannot be read: {segment}"
                     raise StoreUnavailable(said)
+            elif layout.alike:
+                order[:, start:end] = start + self._grouped(segment)[:, : end - start]
             elif segment.manifest.order is not None:
                 order[:, start:end] = start + segment.manifest.order
         return order
+
+    def _grouped(self, segment: Segment) -> np.ndarray:
+        """The order of a segment of alike tokens, int32 [groups, T]."""
+        found = segment.assignment()
+        if isinstance(found, int):
+            deadline = self._deadline(None)
+            self._proof.prove(segment, "assignment", found, 0, 0, "assignment", deadline)
+            raise SegmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
+        return order_of(found, self.prefix.layout.chunk_tokens)
 
     # -- life ------------------------------------------------------------------------------------
 

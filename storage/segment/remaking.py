@@ -18,7 +18,7 @@ from ckv_jax.storage.place.files import Files
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.mending import Pieces, write_pieces
-from ckv_jax.storage.segment.packing import key_place
+from ckv_jax.storage.segment.packing import block_keys, key_places
 from ckv_jax.storage.segment.segment import Segment
 
 _BLOCK_BYTES = 32 << 20  # of packs that are read at once
@@ -61,15 +61,16 @@ def _probes(segment: Segment, parts: Pieces, codec: Codec | None) -> np.ndarray:
     table, ct = manifest.probe_crc.copy(), layout.chunk_tokens
     seed = crc.seed(segment.id, "probe")
     for row, layer in enumerate(layout.probe_layers):
-        group, at = key_place(layer, layout)
+        groups, _ = key_places(layer, layout)
         for chunk in range(manifest.chunks):
             if segment.reread("probe", row, chunk) is not None:
                 continue
-            pack = np.empty((1, *layout.pack_shape), layout.disk_dtype)
-            if not _read(segment, group, chunk, pack, codec):
+            packs = np.empty((layout.groups, 1, *layout.pack_shape), layout.disk_dtype)
+            if not all(_read(segment, group, chunk, packs[group], codec) for group in groups):
                 continue
             tokens = min(ct, len(manifest.tokens) - chunk * ct)
-            keys = np.ascontiguousarray(pack[0, at, 0, :tokens, : layout.probe_heads])
+            keys = block_keys(packs, layer, layout)[:tokens, : layout.probe_heads]
+            keys = np.ascontiguousarray(keys)
             data = crc.as_bytes(keys.reshape(1, -1))[0]
             table[row, chunk] = crc.checksum(seed, row, chunk, data)
             shard, offset = segment.locate("probe", row, chunk)
@@ -131,7 +132,7 @@ def _encode(
             raise SegmentDamaged(f"segment {segment.id}: some of group {group} is bad")
 
     writer = DigestWriter(draft, put, params)
-    groups = {key_place(layer, layout)[0] for layer in layout.digest_layers}
+    groups = {group for layer in layout.digest_layers for group in key_places(layer, layout)[0]}
     step = max(1, _BLOCK_BYTES // (layout.groups * layout.pack_bytes))
     for first in range(0, manifest.chunks if layout.digest != "pq" else 0, step):
         count = min(step, manifest.chunks - first)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckv_jax.storage.errors import StoreUnavailable
-from ckv_jax.storage.layout import PLAIN
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelRead, fits
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.segment import crc
@@ -18,7 +18,8 @@ from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 _NOTHING = np.zeros(0, np.uint8)
 _NOTHING.flags.writeable = False
-_TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc"}
+_TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
+           "assignment": "assignment_crc"}  # fmt: skip
 _PROBE_READ = 64  # pages of one direct read of a probe
 
 
@@ -69,9 +70,9 @@ class Segment:
             if kind != "packs" or layout.codec != PLAIN:
                 view = array[row]
             elif layout.kv_together:
-                first = row * layout.pack_layers
-                view = array[first : first + layout.pack_layers].transpose([1, 0, 2, 3, 4, 5])
-                view = view[ts.d[1].translate_to[0]]
+                first = row // layout.parts * layout.pack_layers
+                view = array[first : first + layout.pack_layers, ..., layout.group_heads(row), :]
+                view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 4].translate_to[0]]
             else:
                 view = array[row // 2 : row // 2 + 1, :, row % 2 : row % 2 + 1]
                 view = view.transpose([1, 0, 2, 3, 4, 5])[ts.d[1, 2].translate_to[0]]
@@ -229,6 +230,23 @@ class Segment:
             params[row] = np.frombuffer(data, np.uint8)
         return params.view(np.float32)
 
+    # -- assignment ------------------------------------------------------------------------------
+
+    def assignment(self) -> np.ndarray | int:
+        """uint16 [groups, T], the chunk of each token, counted in its run; or a row that is proven
+        to be bad.
+
+        Raises:
+          StoreUnavailable: some of it can neither be read nor proven bad.
+        """
+        found = np.empty((self._layout.groups, len(self.manifest.tokens)), "<u2")
+        for row in range(len(found)):
+            data = self.reread("assignment", row, 0)
+            if data is None:
+                return row
+            found[row] = np.frombuffer(data, "<u2")
+        return found
+
     # -- proof -------------------------------------------------------------------------------------
 
     def whole(self, manifest: Manifest, chunk: int) -> bool:
@@ -238,6 +256,7 @@ class Segment:
         if chunk == 0:  # marks on digests are put there
             rows = range(len(self._layout.digest_layers))
             wanted += [("digest", row, part) for row in rows for part in range(3)]
+            wanted += [("assignment", row, 0) for row in range(len(manifest.assignment_crc))]
         return all(self.reread(*place, manifest=manifest) is not None for place in wanted)
 
     def reread(
@@ -246,9 +265,9 @@ class Segment:
         """Read one checked piece again, past everything: its bytes, or None for proof of damage.
 
         Args:
-          kind: "packs", "probe" or "digest".
+          kind: "packs", "probe", "digest" or "assignment".
           row: layer group, probe layer or digest layer.
-          column: chunk, or for a digest the part: params, scale, codes.
+          column: chunk, or for a digest the part: params, scale, codes; 0 for an assignment.
           manifest: whose checksums count; default: the segment's own.
 
         Raises:
@@ -283,6 +302,8 @@ class Segment:
         if kind == "packs":
             return int(spec.offsets(row, np.array([column]))[1][0]), spec.entry_bytes
         start = row * (spec.entries // spec.shape[0]) * spec.entry_bytes
+        if kind == "assignment":
+            return start, spec.entry_bytes
         if kind == "digest":
             sizes = layout.digest_record(tokens)
             return start + sum(sizes[:column]), sizes[column]

@@ -26,6 +26,7 @@ from ckv_jax.storage.segment import manifest as manifests
 from ckv_jax.storage.segment.array_writer import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.packing import aligned, block_keys, pack
+from ckv_jax.storage.segment.regroup import regroup
 
 _BLOCK_BYTES = 32 << 20  # of KV that are packed and handed to the disk at once
 _DISK_THREADS = 4  # writes in flight
@@ -181,7 +182,7 @@ class SegmentWriter:
             for group, data in enumerate(stored):
                 crcs = crc.checksums(self._seeds["packs"], group, chunks, data, range(len(data)))
                 draft.pack_crc[group, chunks.start : chunks.stop] = crcs
-            if self._digest is not None:
+            if self._digest is not None and not layout.alike:
                 self._digest.add(first * layout.chunk_tokens, packs, tokens)
         finally:
             self._jobs.append(self._settler.submit(self._settle, writes, memory))
@@ -284,12 +285,28 @@ class SegmentWriter:
     def _finish(self) -> None:
         for job in (*self._blocks, *self._jobs):  # every block has its job by now
             job.result()
+        if self.layout.alike:
+            regroup(self._draft, self._arrays["packs"], self._arrays["assignment"], self._step)
+            self._add_grouped()
         if self._digest is not None:
             self._digest.finish(self._packs_back, self._step)
         for array in self._arrays.values():
             array.finish(self._step)
         write_file(self._workspace.path / "zarr.json", manifests.GROUP)
         write_file(self._workspace.path / manifests.FILE, self._draft.encode()[0])
+
+    def _add_grouped(self) -> None:
+        """The digest takes in packs as they lie on disk once their tokens are grouped."""
+        layout, draft, size = self.layout, self._draft, self.layout.chunk_tokens
+        for first in range(0, draft.chunks if self._digest is not None else 0, self._block_chunks):
+            count = min(self._block_chunks, draft.chunks - first)
+            packs = np.empty((layout.groups, count, *layout.pack_shape), layout.disk_dtype)
+            for group, out in enumerate(packs):
+                self._arrays["packs"].get(group * draft.chunks + first, out)
+            self._step()
+            tokens = min(count * size, len(draft.tokens) - first * size)
+            assert self._digest is not None
+            self._digest.add(first * size, packs, tokens)
 
     def _raise_failed(self) -> None:
         for job in (*self._blocks, *self._jobs):
@@ -366,4 +383,5 @@ def draft_manifest(
         probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
         digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),
         created=time.time(),
+        assignment_crc=np.zeros((layout.groups * layout.alike, 1), np.uint32),
     )

@@ -199,7 +199,7 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
     importance = importance_map(store, prefix)
     bad = 0
     layers = []
-    step = 1 if layout.kv_together else 2
+    step = layout.parts
     groups = layout.groups if known(layout) else 0
     with store.reader(prefix) as reader:
         for group in range(0, groups, step):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -235,6 +236,9 @@ def _check(
                     reader.read_packs(group, ids, out[: len(ids)])
                     report.packs += len(ids)
             at_packs = False
+            if layout.alike:
+                with contextlib.suppress(SegmentDamaged):  # which has been noted
+                    _ = reader.order
             shape = (len(manifest.tokens), layout.probe_heads, layout.head_dim)
             for layer in layout.probe_layers:
                 reader.read_probe(layer, np.empty(shape, layout.numpy_dtype))

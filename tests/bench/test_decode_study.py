@@ -9,11 +9,12 @@ import pytest
 
 from bench.decode_oracle import DecodeOracle, DecodeRule
 from bench.decode_study import rules, show, study
-from bench.grouping import CHUNK, balanced, by_position, kmeans
+from bench.grouping import balanced, by_position, kmeans
 from bench.oracle import Oracle
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import load_pretrained
+from ckv_jax.storage.grouping import TOGETHER
 
 EXACT = DecodeRule(budget=1.0, index="keys")
 
@@ -34,7 +35,7 @@ def oracle(model: Transformer) -> DecodeOracle:
 def planted(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Keys [256, 8] of eight far-apart kinds in shuffled runs of four, and each token's kind."""
     kinds = rng.permutation(np.repeat(np.arange(8), 8))
-    kind = np.repeat(kinds, CHUNK)
+    kind = np.repeat(kinds, TOGETHER)
     corners = 100 * (2.0 * ((np.arange(8)[:, None] >> np.arange(3)) & 1) - 1)
     corners *= np.array([1.0, 2.0, 4.0])  # each halving has a direction of its own
     keys = np.concatenate([corners[kind], np.zeros((256, 5))], axis=1)
@@ -47,7 +48,7 @@ def test_alike_tokens_come_together() -> None:
     assert (np.bincount(unit) == 32).all()
     for each in range(8):
         assert len(set(kind[unit == each])) == 1
-    assert (unit.reshape(-1, CHUNK) == unit[::CHUNK, None]).all()  # neighbours stay together
+    assert (unit.reshape(-1, TOGETHER) == unit[::TOGETHER, None]).all()  # neighbours stay together
 
 
 def test_clusters_cover_all_tokens_and_separate_what_is_far_apart() -> None:
@@ -58,9 +59,9 @@ def test_clusters_cover_all_tokens_and_separate_what_is_far_apart() -> None:
         assert len(set(kind[unit == each])) == 1
 
 
-def test_halves_that_do_not_come_out_even_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected 16 x a power of two"):
-        balanced(np.zeros((48 * 4, 4), np.float32), 16)
+def test_tokens_that_fill_no_units_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 196 tokens in units of 16"):
+        balanced(np.zeros((49 * 4, 4), np.float32), 16)
     np.testing.assert_array_equal(by_position(6, 4), [0, 0, 0, 0, 1, 1])
 
 

@@ -24,6 +24,10 @@ LAYOUTS = {
     ),
     "float32": Layout(**SHAPE, dtype="float32", digest="int8"),
     "float16": Layout(**SHAPE, dtype="float16"),
+    "heads apart": Layout(**SHAPE, pack_layers=1, heads_apart=True, digest="means"),
+    "heads apart, packs of 4, probe heads": Layout(
+        **SHAPE, heads_apart=True, probe="heads", digest="pq"
+    ),
     "one KV head": Layout(num_layers=2, num_kv_heads=1, head_dim=8, probe="heads"),
 }
 

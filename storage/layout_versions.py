@@ -1,0 +1,75 @@
+"""The versions of the format: which fields a layout's JSON has. Older stores stay as they are.
+
+A layout is written as the oldest version that can say what it is: its id, and that of every prefix
+stored in it, does not change when the format grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+VERSION = 2
+"""Version of the on-disk format; part of every fingerprint of a layout."""
+CODED_VERSION = 3
+"""Of layouts with a codec: what knows none leaves their segments alone."""
+LANDMARKS_VERSION = 4
+"""Of layouts whose digest has one landmark for each chunk: likewise."""
+PROBE_VERSION = 5
+"""Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
+TABLE_VERSION = 6
+"""Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
+ORDERS_VERSION = 7
+"""Of layouts whose segments have an order of their tokens for each layer: likewise."""
+HEADS_VERSION = 8
+"""Of layouts whose digest has one head of each of its layers: likewise."""
+APART_VERSION = 9
+"""Of layouts whose packs hold one KV head each: likewise."""
+ALIKE_VERSION = 10
+"""Of layouts whose chunks are of alike tokens: likewise."""
+VERSIONS = tuple(range(VERSION, ALIKE_VERSION + 1))
+PLAIN = "none"
+"""The codec of packs that lie on disk as they are in memory."""
+
+LANDMARKS = ("means", "bounds")
+"""Digests that keep a landmark for each chunk, not for each token."""
+PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
+_SHORT_CODEC = 64  # letters of a codec's name in older versions
+
+_Needs = Callable[[Mapping[str, Any]], bool]
+_STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
+    (ALIKE_VERSION, ("grouping",), lambda layout: layout["grouping"] != "position"),
+    (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
+    (HEADS_VERSION, ("digest_heads",), lambda layout: bool(layout["digest_heads"])),
+    (ORDERS_VERSION, ("layer_orders",), lambda layout: layout["layer_orders"]),
+    (TABLE_VERSION, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
+    (PROBE_VERSION, ("probe_width",), lambda layout: layout["probe_width"] != PROBE_HEADS),
+    (LANDMARKS_VERSION, (), lambda layout: layout["digest"] in LANDMARKS),
+    (CODED_VERSION, ("codec", "codec_bytes"), lambda layout: layout["codec"] != PLAIN),
+)
+"""Newest first: a version, the fields that those before it do not have, and what needs it."""
+
+
+def versioned(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of a layout, as the oldest version that has what it needs writes them."""
+    values = dict(layout)
+    for version, since, needs in _STEPS:
+        if needs(layout):
+            return {"version": version, **values}
+        for name in since:
+            del values[name]
+    return {"version": VERSION, **values}
+
+
+def fields_of(value: Any, names: set[str]) -> dict[str, Any]:
+    """What `versioned` was given, of fields `names`; those that the version lacks are left out.
+
+    Raises ValueError for anything else.
+    """
+    if not isinstance(value, dict) or value.get("version") not in VERSIONS:
+        raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
+    later = [name for version, since, _ in _STEPS if value["version"] < version for name in since]
+    names = names - set(later)
+    if set(value) - {"version"} != names:
+        raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
+    return {name: value[name] for name in names}

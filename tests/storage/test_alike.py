@@ -1,0 +1,179 @@
+"""Chunks of alike tokens: which token is in which, what is kept of that, what is lost with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from segment_support import find, hurt, segment_folder
+
+from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, verify_store
+from ckv_jax.storage.grouping import RUN, alike
+from ckv_jax.stored_kv import read_kv
+
+LAYOUT = Layout(
+    num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",
+    heads_apart=True, grouping="alike",
+)  # fmt: skip
+TOKENS = some_tokens(16 * 23 + 5)
+TAIL = (len(TOKENS) - 64) // 16 * 16
+
+
+@pytest.mark.parametrize("units", [1, 2, 3, 11, 16])
+def test_units_are_of_equal_size_and_neighbours_stay_together(units: int) -> None:
+    keys = np.random.default_rng(units).normal(size=(16 * units, 24)).astype(np.float32)
+    unit = alike(keys, 16)
+    assert np.bincount(unit, minlength=units).tolist() == [16] * units
+    assert (unit.reshape(-1, 4) == unit[::4, None]).all()
+    np.testing.assert_array_equal(unit, alike(keys.copy(), 16))
+
+
+@pytest.mark.parametrize("dim", [8, 64])
+def test_kinds_that_lie_far_apart_come_apart(dim: int) -> None:
+    """By fewer keys than dims and by more: two kinds, each in a half of the units."""
+    rng = np.random.default_rng(dim)
+    kind = np.repeat(rng.permutation(np.repeat([0, 1], 8)), 4)
+    keys = rng.normal(size=(64, dim)) + 50 * kind[:, None] * rng.normal(size=dim)
+    unit = alike(keys.astype(np.float32), 16)
+    assert all(len(set(kind[unit == each])) == 1 for each in range(4))
+
+
+@pytest.mark.parametrize("count", [RUN // 16 * 2 * 16 + 400, 16 * 23 + 5, 16 * 5 + 3, 7])
+def test_what_is_stored_is_every_token_once(store: ChunkStore, count: int) -> None:
+    tokens = some_tokens(count)
+    prefix = ingest(store, tokens, layout=LAYOUT)
+    assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
+    with store.reader(prefix) as reader:
+        order = reader.order
+    assert order.shape == (4, count)
+    for start in range(0, count, RUN):
+        part = order[:, start : start + RUN]
+        np.testing.assert_array_equal(np.sort(part), np.tile(np.sort(part[0]), (4, 1)))
+        assert part.min() == start and part.max() == min(start + RUN, count) - 1
+    steady = np.r_[0 : min(16, count), max(0, (count - 64) // 16 * 16) : count]
+    np.testing.assert_array_equal(order[:, steady], np.tile(steady, (4, 1)))
+    if count > 200:  # heads and layers have groups of their own
+        assert len({row.tobytes() for row in order}) == 4
+        chunks = order[:, 16 : count // 16 * 16].reshape(4, -1, 16)
+        assert (np.diff(chunks) > 0).mean() > 0.9  # in their order within a chunk, but for runs'
+
+
+def test_a_landmark_is_the_mean_of_its_chunk_s_keys(store: ChunkStore) -> None:
+    prefix = ingest(store, TOKENS, layout=LAYOUT)
+    keys = kv_of(LAYOUT, TOKENS)[:, 0].astype(np.float32)
+    with store.reader(prefix) as reader:
+        found, order = reader.read_digest(), reader.order
+    assert found is not None
+    for layer, head in np.ndindex(2, 2):
+        stored = keys[layer, order[2 * layer + head], head]
+        means = stored[: 23 * 16].reshape(23, 16, -1).mean(1)
+        mean = found.arrays["mean"][layer][:23, head].astype(np.float32)
+        np.testing.assert_allclose(mean, means, rtol=0.01, atol=0.01)
+
+
+def test_others_read_the_assignment(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=LAYOUT)
+        with store.reader(prefix) as reader:
+            order = reader.order
+    found = zarr.open_group(segment_folder(folder, prefix), mode="r")["assignment"]
+    assert found.shape == (4, len(TOKENS)) and found.dtype == np.uint16
+    assert found.attrs["axes"] == ["layer_head", "token"] and found.attrs["run"] == RUN
+    np.testing.assert_array_equal(np.argsort(found[:], axis=1, kind="stable"), order)
+
+
+def test_it_is_used_whole_or_up_to_its_tail(store: ChunkStore) -> None:
+    """A chunk of the middle holds tokens of all of it."""
+    long = some_tokens(RUN + 320)
+    ingest(store, long, layout=LAYOUT)
+    assert find(store, long, LAYOUT).num_tokens == len(long)
+    assert find(store, long[:-1], LAYOUT).num_tokens == RUN + 304  # in the last 64
+    assert find(store, long[:-70], LAYOUT).num_tokens == RUN  # a run is whole
+    assert find(store, long[: RUN - 1], LAYOUT).num_tokens == 0
+    other = np.concatenate([long[:-3], some_tokens(100, 1)])
+    prefix = ingest(store, other, layout=LAYOUT)
+    assert [span.num_chunks for span in prefix.spans] == [(RUN + 304) // 16, 8]
+    assert read_all(store, prefix).wrong == 0
+    with pytest.raises(SegmentDamaged, match="are grouped"):
+        read_kv(store, prefix, first_chunk=3)
+    last = prefix.num_chunks - 1
+    np.testing.assert_array_equal(
+        read_kv(store, prefix, first_chunk=last), kv_of(LAYOUT, other)[:, :, last * 16 :]
+    )
+
+
+def test_an_assignment_that_is_damaged_is_noticed_and_stored_again(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=LAYOUT)
+        (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
+        hurt(shard, 2 * len(TOKENS) + 40)
+        assert not verify_store(store).ok
+        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="assignment"):
+            _ = reader.order
+        assert find(store, TOKENS, LAYOUT).num_tokens == 0
+        again = ingest(store, TOKENS, layout=LAYOUT)
+        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
+        assert verify_store(store).ok
+
+
+def test_a_bad_pack_has_the_segment_stored_again(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=LAYOUT)
+        shard = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
+        hurt(shard, 5 * LAYOUT.pack_bytes + 3)
+        assert read_all(store, prefix).refused == 1
+        assert find(store, TOKENS, LAYOUT).num_tokens == 0
+        marked = find(store, TOKENS, LAYOUT, marked=True)
+        with pytest.raises(ValueError, match="stored again as a whole"):
+            store.replace_packs(marked, 5, kv_of(LAYOUT, TOKENS)[:, :, 80:96])
+        again = ingest(store, TOKENS, layout=LAYOUT)
+        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
+
+
+def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=LAYOUT)
+        (shard,) = segment_folder(folder, prefix).glob("digest/c.*")
+        written = shard.read_bytes()
+        hurt(shard, 40)
+        assert len(verify_store(store, repair=True).remade) == 1
+        assert shard.read_bytes() == written and verify_store(store).ok
+
+
+def test_keys_that_are_not_finite_are_grouped_too(store: ChunkStore) -> None:
+    kv = kv_of(LAYOUT, TOKENS)
+    kv[0, 0, 40:60, 0, :3] = [np.inf, np.nan, -np.inf]
+    with store.writer(fingerprint=FINGERPRINT, layout=LAYOUT, tokens=TOKENS) as writer:
+        writer.write(0, kv)
+        prefix = writer.commit()
+    with store.reader(prefix) as reader:
+        order = reader.order
+    np.testing.assert_array_equal(np.sort(order), np.tile(np.arange(len(TOKENS)), (4, 1)))
+
+
+def test_it_is_of_a_version_of_its_own() -> None:
+    apart = dataclasses.replace(LAYOUT, grouping="position")
+    assert LAYOUT.to_dict()["version"] == 10 and apart.to_dict()["version"] == 9
+    assert Layout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
+    assert "grouping" not in apart.to_dict() and LAYOUT.hex != apart.hex
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"heads_apart": False},
+        {"pack_layers": 2},
+        {"probe": "keys"},
+        {"chunk_tokens": 6},
+        {"grouping": "kmeans"},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_go_with_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="grouping: got"):
+        dataclasses.replace(LAYOUT, **wrong)  # type: ignore[arg-type]

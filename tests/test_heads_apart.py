@@ -1,0 +1,391 @@
+"""Every KV head chooses for itself: what it attends to, and that nothing else decides about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compilations import compilations
+from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
+from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_tiny import TINY
+from numpy_qwen import LayerKv, NumpyQwen, softmax
+from pipeline_support import UnsteadyStore
+from segment_support import hurt, segment_folder
+from transformers import AutoModelForCausalLM
+
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.config import SystemConfig
+from ckv_jax.selection.coarse import Coarse
+from ckv_jax.selection.select import Select
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
+
+BUDGET = 0.2
+LENGTH = 20
+CHUNK = 16
+HEADS = MODEL.num_kv_heads
+KVDRIVE = dataclasses.asdict(SYSTEMS["kvdrive"]) | {
+    name: getattr(SYSTEMS["kvdrive"], name) for name in ("choose", "decode")
+}
+BY_POSITION = KVDRIVE | {"grouping": "position"}
+SHARED = BY_POSITION | {"period": 4, "subperiod": 2, "pack_layers": 2, "decode": Select(queries=3)}
+"""Layers share choices, and tokens: each head's own."""
+
+
+@pytest.fixture(scope="module", params=["kvdrive", "shared"])
+def engine(
+    sharp: Sharp, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Engine]:
+    system = KVDRIVE if request.param == "kvdrive" else SHARED
+    with sharp.fresh(tmp_path_factory.mktemp("store"), system=system) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefixes(engine: Engine) -> list[Prefix]:
+    return [engine.ingest(tokens(250 - 20 * i, i)) for i in range(2)]
+
+
+def asked(prefixes: list[Prefix], budget: float = BUDGET) -> list[Request]:
+    """Three rows, two of them on one prefix."""
+    return [
+        Request(prefix=prefixes[i // 2], suffix=tokens(7, 40 + i).tolist(), budget=budget)
+        for i in range(3)
+    ]
+
+
+def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
+    """Keys and values of all that each text computed, which every attention has been through."""
+    texts = engine.generate(requests, SamplingParams(max_tokens=LENGTH), keep_kv=True).results()
+    for text in texts:
+        text.raise_for_error()
+    return [np.asarray(text.completion().kv) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine, prefixes: list[Prefix]) -> list[np.ndarray]:
+    return told(engine, asked(prefixes))
+
+
+def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
+    system = {name: config.pop(name) for name in ("window", "keep", "sequential", "overfetch",
+              "decode") if name in config}  # fmt: skip
+    assert isinstance(engine.config.system, SystemConfig)
+    changed = dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
+    room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+    values: dict[str, object] = {"prefetch_device_bytes": room} | config
+    settings = dataclasses.replace(engine.config, system=changed, **values)  # type: ignore[arg-type]
+    return engine.variant(settings, store=UnsteadyStore(engine.store, failing))
+
+
+@pytest.mark.parametrize(
+    ("config", "failing"),
+    [
+        ({"window": 1.0}, 0.0),
+        ({"window": 4.0, "keep": "lru", "sequential": True}, 0.0),
+        ({"window": 0, "device_cache_bytes": 0}, 0.1),
+        ({"keep": "lfu", "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.0),
+        ({"window": 1.5, "overfetch": 2.0, "host_cache_bytes": 2**15}, 0.2),
+    ],
+)
+def test_logits_are_the_same_bits_whatever_is_kept_where(
+    engine: Engine,
+    prefixes: list[Prefix],
+    plain: list[np.ndarray],
+    config: dict[str, object],
+    failing: float,
+) -> None:
+    with variant(engine, failing, **config) as other:
+        for _ in range(2):  # cold, then warm
+            for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+                assert (mine == theirs).all()
+        assert other.stats().pinned_packs == other.stats().running == 0
+
+
+def test_a_guess_at_the_next_period_decides_nothing(
+    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+) -> None:
+    assert engine.system.decode is not None
+    both = dataclasses.replace(engine.system.decode, ahead="both")
+    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+    with variant(engine, decode=both, overfetch=2.0, **cold) as other:
+        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+            assert (mine == theirs).all()
+
+
+def test_a_budget_of_one_is_exact(engine: Engine, prefixes: list[Prefix]) -> None:
+    requests = asked(prefixes, 1.0)
+    for request, result in zip(requests, engine.reprefill(requests), strict=True):
+        dense = engine.recompute(request)
+        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
+
+
+def test_greedy_equals_transformers(
+    engine: Engine, prefixes: list[Prefix], sharp: Sharp, tmp_path: Path
+) -> None:
+    sharp.model.save(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    requests = asked(prefixes, 1.0)
+    texts = engine.generate(requests, SamplingParams(max_tokens=LENGTH)).results()
+    for request, text in zip(requests, texts, strict=True):
+        assert isinstance(request.prefix, Prefix) and request.suffix is not None
+        prompt = torch.tensor([[*request.prefix.tokens.tolist(), *request.suffix]])
+        expected = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, eos_token_id=None,
+            max_new_tokens=LENGTH, pad_token_id=0,
+        )  # fmt: skip
+        assert text.token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_it_streams_through_a_pool_that_holds_no_choice(
+    engine: Engine, prefixes: list[Prefix], sharp: Sharp
+) -> None:
+    """Head after head goes through in pieces: the same as with room for all, to rounding."""
+    request = asked(prefixes, 1.0)[:1]
+    expected = told(engine, request)[0]
+    layout = engine.layout
+    few = 2 * layout.pack_bytes * 6
+    with variant(
+        engine, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=few
+    ) as small:
+        [found] = told(small, request)
+    assert scale_error(found, expected) < TIGHT
+
+
+def test_texts_over_several_prefixes_choose_in_one_call_and_for_themselves(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    requests = asked(prefixes)[1:]
+    both = told(engine, requests)
+    for request, together in zip(requests, both, strict=True):
+        [alone] = told(engine, [request])
+        assert scale_error(together, alone) < TIGHT
+
+
+def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    with small_engine(tmp_path, system="kvdrive", model=model, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(250))
+        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
+        warm = compilations()
+        told(engine, asked([prefix, prefix])[:2])
+        engine.reprefill(asked([prefix, prefix])[:1])
+        assert compilations() == warm
+
+
+def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
+    with sharp.fresh(tmp_path, system=KVDRIVE, **COLD) as engine:
+        prefix = engine.ingest(tokens(250))
+        request = asked([prefix, prefix])[:1]
+        [expected] = told(engine, request)
+        chosen = engine.last_selection(prefix)[1]  # of head 1 of the first layer
+        shard = sorted(segment_folder(tmp_path, prefix).glob("packs/c.0.*"))[0]
+        hurt(shard, (prefix.num_chunks + int(chosen[0])) * engine.layout.pack_bytes + 9)
+        texts = engine.generate(request, SamplingParams(max_tokens=LENGTH), keep_kv=True)
+        [text] = texts.results()
+        later = sum(token.recomputed for token in text.trace.tokens)
+        assert text.trace.counters.get("recomputed_packs", 0) + later >= 1
+        assert scale_error(np.asarray(text.completion().kv), expected) < TIGHT
+
+
+class Oracle:
+    """Decode over one stored prefix in numpy, each head by the means of its own keys' chunks."""
+
+    def __init__(self, model: NumpyQwen, engine: Engine, prefix: Prefix) -> None:
+        self.model = model
+        self.kv = model.prefill(prefix.tokens)
+        self.start = prefix.num_tokens
+        self.edges = np.arange(0, self.start, CHUNK)
+        self.limit = math.ceil(BUDGET * len(self.edges))
+        self.order: np.ndarray = np.tile(np.arange(self.start), (MODEL.num_layers * HEADS, 1))
+        self.steady: list[int] = []
+        """Chunks that are attended to in any case."""
+        if prefix.layout.alike:
+            with engine.store.reader(prefix) as reader:
+                self.order = reader.order
+            last = (self.start - 64) // CHUNK
+            self.steady = [0, *range(last, len(self.edges))]
+            self.limit += len(self.steady)
+        self.own: list[LayerKv] = []
+        self.ids: list[np.ndarray] = []
+        """Of each layer and head, of the latest token."""
+
+    def step(self, ids: np.ndarray) -> None:
+        """Goes on by tokens int [n] that choose together."""
+        first = not self.own
+        done = 0 if first else len(self.own[0][0])
+        at = self.start + done + np.arange(len(ids))
+        hidden = self.model.embed(ids)
+        self.ids = []
+        for layer in range(MODEL.num_layers):
+            seen = self._seen(layer, hidden, at, done)
+            new = self.model.kv(layer, hidden, at)
+            if first:
+                self.own.append(new)
+            else:
+                old = self.own[layer]
+                self.own[layer] = tuple(np.concatenate(two) for two in zip(old, new, strict=True))  # type: ignore[assignment]
+            whole = [
+                np.concatenate(two) for two in zip(self.kv[layer], self.own[layer], strict=True)
+            ]
+            hidden = self.model.layer(layer, hidden, at, (whole[0], whole[1]), seen)
+
+    def _seen(self, layer: int, hidden: np.ndarray, at: np.ndarray, done: int) -> np.ndarray:
+        """[H, S, T]: every query head sees what its KV head chose, and the text up to itself."""
+        q, keys = self.model.query(layer, hidden, at), self.kv[layer][0]
+        count = np.diff([*self.edges, self.start])
+        group = q.shape[1] // HEADS
+        seen = np.zeros((q.shape[1], len(at), self.start + done + len(at)), bool)
+        seen[:, :, self.start :] = np.tri(len(at), done + len(at), done, dtype=bool)
+        for head in range(HEADS):
+            mine = slice(head * group, (head + 1) * group)
+            order = self.order[layer * HEADS + head]
+            means = np.add.reduceat(keys[order, head], self.edges) / count[:, None]  # [M, D]
+            logits = np.einsum("sgd,md->sgm", q[:, mine], means) * MODEL.head_dim**-0.5
+            scores = softmax(logits + np.log(count)).sum(axis=(0, 1))
+            scores[self.steady] += len(at) * group
+            ranked = np.sort(scores)[::-1]
+            gap = ranked[self.limit - 1] - ranked[self.limit]
+            assert gap > 1e-5 * ranked[0], "a tie: float32 may choose otherwise"
+            best = np.sort(np.argsort(-scores)[: self.limit])
+            self.ids.append(best)
+            for chunk in best:
+                seen[mine, :, order[chunk * CHUNK : (chunk + 1) * CHUNK]] = True
+        return seen
+
+
+@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
+def test_every_head_chooses_its_own_best(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    with sharp.fresh(tmp_path, system=system) as engine:
+        prefix = engine.ingest(tokens(250, 5))
+        request = Request(prefix=prefix, suffix=tokens(7, 41).tolist(), budget=BUDGET)
+        sampling = SamplingParams(max_tokens=LENGTH)
+        [text] = engine.generate(request, sampling, keep_kv=True).results()
+        chosen = engine.last_selection(prefix)
+        oracle = Oracle(sharp.model, engine, prefix)
+    oracle.step(tokens(7, 41))
+    for token in text.token_ids:
+        oracle.step(np.array([token]))
+    found = np.asarray(text.completion().kv)
+    for layer, (keys, values) in enumerate(oracle.own):
+        count = len(keys)
+        assert scale_error(found[layer, 0, :count], keys) < TIGHT
+        assert scale_error(found[layer, 1, :count], values) < TIGHT
+    assert len(chosen) == len(oracle.ids) == MODEL.num_layers * HEADS
+    by_layer = np.array(oracle.ids).reshape(MODEL.num_layers, HEADS, -1)
+    assert (by_layer[:, 0] != by_layer[:, 1]).any(axis=1).all()  # or nothing would be shown
+    for mine, theirs in zip(chosen, oracle.ids, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
+def test_what_continues_a_text_stands_on_all_of_it(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    """Stored by ingest, and as a text that was generated: its last chunk is not whole."""
+    with sharp.fresh(tmp_path, system=system) as engine:
+        first = engine.ingest(tokens(250))
+        longer = engine.ingest(np.concatenate([tokens(250), tokens(150, 7)]))
+        assert len(longer.spans) == 2
+        request = Request(prefix=first, suffix=tokens(7, 41).tolist(), budget=1.0)
+        [text] = engine.generate(request, SamplingParams(max_tokens=9), keep_kv=True).results()
+        grown = engine.append(text)
+        assert grown.num_tokens == 250 + 7 + 9
+        for prefix in (longer, grown):
+            again = Request(prefix=prefix, suffix=tokens(7, 42).tolist(), budget=1.0)
+            dense = engine.recompute(again)
+            [result] = engine.reprefill([again])
+            assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
+
+
+@pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
+def test_segments_of_a_long_text_change_no_token_at_a_budget_of_one(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
+        prefix = engine.ingest(tokens(150))
+        sampling = SamplingParams(max_tokens=150)
+        request = asked([prefix, prefix], 1.0)[:1]
+        [cut] = engine.generate(request, sampling, keep_kv=True).results()
+        [sparse] = engine.generate(asked([prefix, prefix])[:1], sampling).results()
+        sparse.raise_for_error()
+        whole = dataclasses.replace(engine.config, segment_tokens=0)
+        with engine.variant(whole) as other:
+            [plain] = other.generate(request, sampling, keep_kv=True).results()
+    assert (cut.trace.segments, sparse.trace.segments, plain.trace.segments) == (2, 2, 0)
+    assert cut.token_ids.tolist() == plain.token_ids.tolist()
+    kept = [np.asarray(text.completion().kv) for text in (cut, plain)]
+    assert scale_error(*kept) < TIGHT
+
+
+def test_steady_tokens_are_attended_to_whatever_share_is_asked_for(
+    sharp: Sharp, tmp_path: Path
+) -> None:
+    with sharp.fresh(tmp_path, system=KVDRIVE) as engine:
+        prefix = engine.ingest(tokens(250))
+        suffix = tokens(7, 41).tolist()
+        engine.reprefill([Request(prefix=prefix, suffix=suffix, budget="mass:0.3")])
+        chosen = engine.last_selection(prefix)
+        steady = {0, *range((250 - 64) // CHUNK, prefix.num_chunks)}
+        assert all(steady <= set(ids.tolist()) for ids in chosen)
+        assert len({len(ids) for ids in chosen}) > 1  # and some heads took more
+        engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=BUDGET)])
+        limit = math.ceil(BUDGET * prefix.num_chunks)
+        assert {len(ids) for ids in engine.last_selection(prefix)} == {limit + len(steady)}
+
+
+def test_widths_are_of_layers_and_heads(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with sharp.fresh(tmp_path / "store", system=BY_POSITION) as engine:
+        prefix = engine.ingest(tokens(250))
+        [expected] = told(engine, asked([prefix, prefix])[:1])
+        widths = engine.profile_windows(
+            asked([prefix, prefix]), SamplingParams(max_tokens=2 * LENGTH)
+        )
+        assert np.shape(widths.times) == (MODEL.num_layers, HEADS)
+        assert np.mean(widths.times) <= 2 < np.max(widths.times)
+        with variant(engine, device_cache_bytes=0) as other:
+            assert other._worker.profile.widths == widths
+            [found] = told(other, asked([prefix, prefix])[:1])
+        assert (found == expected).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"selector": "h2o"},
+        {"probe": "keys", "digest": "none", "decode": None},
+        {"heads": ((0, 0),)},
+        {"codec": "int8"},
+        {"prefetch": "inter"},
+        {"choose": Select(coarse=Coarse())},
+        {"decode": Select(coarse=Coarse())},
+        {"heads_apart": False},
+        {"digest": "int4"},
+        {"decode": Select(pool="max")},
+    ],
+    ids=str,
+)
+def test_what_heads_cannot_do_apart_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"heads_apart=True|grouping='alike'"):
+        dataclasses.replace(SYSTEMS["kvdrive"], **wrong)  # type: ignore[arg-type]
+
+
+def test_texts_are_not_put_together(engine: Engine, prefixes: list[Prefix]) -> None:
+    with pytest.raises(ValueError, match="got parts, but heads of system"):
+        engine.reprefill([Request(parts=prefixes, suffix=[1, 2])])[0].raise_for_error()
+
+
+def test_one_device_has_all_heads() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel=2 for a system whose heads"):
+        EngineConfig(system="quest", tensor_parallel=2)
