@@ -21,9 +21,9 @@ from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.source import Source
 from ckv_jax.serving.going import Going, Tail, Written
 from ckv_jax.serving.lease import Lease, Leases

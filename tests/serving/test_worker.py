@@ -13,8 +13,8 @@ from engine_tiny import tiny_engine
 
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.room import SlotRoom
 from ckv_jax.serving.running import Running
+from ckv_jax.serving.slot_room import SlotRoom
 
 
 def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:
