@@ -110,7 +110,8 @@ class Segments:
         """Begins to write a segment, or moves onto the one that was begun; whether it moved.
 
         Nothing may be reading for the text's batch. `spare`: device slots that are free to be
-        held. Raises `RecoveryNeeded`, upon which the same has to be tried again.
+        held. Raises `RecoveryNeeded`, upon which the same has to be tried again; any other fault
+        of the store leaves the text where it is.
         """
         tail = going.tail
         assert tail is not None
@@ -118,20 +119,21 @@ class Segments:
             self._begin(going, tail, decoder, place)
             return False
         count, future = tail.writing
+        reader, moved = None, False
         try:
             prefix, reader = future.result()
-            if tail.exact and self._more(going, prefix) > spare:
-                reader.close()
-                self._leftovers.add(_own(prefix)[:1])
-                self._later(going, tail)
-                return False
+            if not tail.exact or self._more(going, prefix) <= spare:
+                self._move(going, tail, decoder, place, prefix, count)
+                moved = True
         except CkvError as error:
             _log.warning("a text keeps what it generated in memory: %s", error)
+        if reader is not None:
+            reader.close()
+        if not moved:
+            if reader is not None:
+                self._leftovers.add(_own(prefix)[:1])
             self._later(going, tail)
-            return False
-        self._move(going, tail, decoder, place, prefix, count)
-        reader.close()
-        return True
+        return moved
 
     def close(self) -> None:
         """Waits for what is being written, and removes it and what else is left. All texts have
