@@ -18,7 +18,9 @@ TOGETHER = 4
 """Tokens side by side that stay together."""
 RUN = 8192
 """Tokens that are grouped with each other."""
-_LARGEST = np.float32(1e15)  # what is greater would make infinities of its squares
+_LARGEST = np.float32(1e15)  # what is greater would make infinities on the way to a direction
+_TINY = np.finfo(np.float32).tiny
+_TURNS = 8  # of the power iteration
 FIRST, LAST = 16, 64
 """Tokens at a text's beginning and end that stay where they are, and are always attended to."""
 
@@ -52,10 +54,14 @@ def alike(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
 def _halves(means: np.ndarray, leaf: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """A leaf's `count` members that are lowest along its principal direction, and the others."""
     centred = means[leaf] - means[leaf].mean(0)
-    if len(leaf) < centred.shape[1]:  # the same direction, by fewer numbers
-        along = np.linalg.eigh(centred @ centred.T)[1][:, -1]
-    else:
-        along = centred @ np.linalg.eigh(centred.T @ centred)[1][:, -1]
+    # Nearly, by power iteration: a decomposition takes several times as long, for groups that are
+    # tighter by a fifth of a percent (sum of squares, random keys).
+    direction = centred[np.einsum("ij,ij->i", centred, centred).argmax()]
+    for _ in range(_TURNS):
+        direction = direction / max(np.abs(direction).max(), _TINY)
+        direction = centred @ direction @ centred
+    direction = direction / max(np.abs(direction).max(), _TINY)
+    along = centred @ direction
     order = np.argsort(along, kind="stable")
     return np.sort(leaf[order[:count]]), np.sort(leaf[order[count:]])
 

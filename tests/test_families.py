@@ -17,6 +17,7 @@ from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.errors import UnsupportedModel
 from ckv_jax.model.families import FAMILIES
+from ckv_jax.storage.grouping import FIRST, LAST
 from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS
 from tests.model.hf_checkpoints import their_logits, write_checkpoint
 from tests.model.small import write_tokenizer
@@ -103,9 +104,10 @@ def test_every_system_of_decode_goes_on(system: str, family: Path, engine: Engin
     """With some of the prefix by choosing; where nothing is chosen, as if nothing were stored."""
     way = SamplingParams(max_tokens=3)
     chooses = SYSTEMS[system].decode is not None
-    text, question = tokens(TEXT, 1), tokens(QUESTION, 2)
+    alike = SYSTEMS[system].grouping == "alike"  # its first and last tokens are always attended to
+    text, question = tokens(FIRST + LAST + 32 if alike else TEXT, 1), tokens(QUESTION, 2)
     with engine.variant(settings(system)) as asked:
-        budget = 0.4 if chooses else 1.0
+        budget = 0.1 if chooses else 1.0
         request = Request(prefix=asked.ingest(text), suffix=question, budget=budget)
         (found,) = asked.generate(request, way).results()
     assert found.error is None and len(found.token_ids) == 3
