@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from ckv_jax.ingest import Progress
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
-from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async
+from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
 from ckv_jax.serving.hints import brought, let_go
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence, result_of
@@ -173,7 +172,8 @@ class Engine(OpenEngine):
 
     async def areprefill(self, requests: Several[Request]) -> list[Result]:
         """`reprefill` in an event loop."""
-        sequences = await asyncio.to_thread(self._submit, several(requests))
+        asked = several(requests)
+        sequences = await submitted(lambda: self._submit(asked))
         await outcomes(sequences)
         return [result_of(sequence) for sequence in sequences]
 
@@ -221,16 +221,21 @@ class Engine(OpenEngine):
 
     def _one_call(self) -> Submit:
         """Queues more and more requests of one call; ids are unique among those under way."""
-        ids: set[str] = set()
+        under_way: dict[str, Sequence] = {}
         asked = 0
+
+        def forget(sequence: Sequence) -> None:
+            name = sequence.request.id
+            if name is not None and under_way.get(name) is sequence:
+                del under_way[name]
 
         def more(requests: Several[Request]) -> list[Sequence]:
             nonlocal asked
-            sequences = self._placement.sequences(requests, ids=ids, first=asked)
+            sequences = self._placement.sequences(requests, under_way=under_way, first=asked)
             asked += len(sequences)
             self._scheduler.submit(sequences)
             for sequence in sequences:
-                sequence.on_done(lambda done: ids.discard(str(done.request.id)))
+                sequence.on_done(forget)
             return sequences
 
         return more

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from ckv_jax import ContextOverflow, Engine, Request, Result
 from ckv_jax.config import Prefetch
 from ckv_jax.errors import Cancelled, DeadlineExceeded, EngineClosed
 from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.serving.job import Job
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import FingerprintMismatch, PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
 
@@ -282,6 +286,75 @@ def test_cancelling_a_task_cancels_its_requests(served: Served, prefix: Prefix) 
     asyncio.run(ask())
     (result,) = served.engine.reprefill([Request(prefix=prefix, suffix=[1])])
     assert result.error is None
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """Nothing is computed meanwhile."""
+    free = Event()
+
+    def wait() -> Generator[None, None, None]:
+        free.wait(60)
+        yield
+
+    engine._scheduler.add(Job(wait()))
+    try:
+        yield
+    finally:
+        free.set()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_task_cancelled_as_it_submits_cancels_its_requests(
+    served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    queued: list[Sequence] = []
+    asked, cancelled = Event(), Event()
+    submit = served.engine._scheduler.submit
+
+    def late(sequences: list[Sequence]) -> None:
+        asked.set()
+        assert cancelled.wait(60)
+        submit(sequences)
+        queued.extend(sequences)
+
+    async def ask() -> None:
+        requests = [Request(prefix=prefix, suffix=[1])] * 3
+        if streams:
+            await anext(served.engine.astream(requests))
+        else:
+            await served.engine.areprefill(requests)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(ask())
+        await asyncio.to_thread(asked.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+        while not all(sequence.lapsed() for sequence in queued) or not queued:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(served.engine._scheduler, "submit", late)
+    with held(served.engine):
+        asyncio.run(asyncio.wait_for(give_up(), 60))
+    assert [type(sequence.result(60).error) for sequence in queued] == [Cancelled] * 3
+
+
+def test_an_id_is_taken_until_its_request_is_done(served: Served, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=[1], id="None")
+    more = served.engine._one_call()
+    with held(served.engine):
+        (first,) = more([request])
+        for _ in range(2):
+            (again,) = more([request])
+            assert "'None' twice" in str(again.result(60).error)
+        more([Request(prefix="00ff", suffix=[1])])  # fails at once, and has no id
+        (again,) = more([request])
+        assert again.done()
+    assert first.result(60).error is None
+    (again,) = more([request])
+    assert again.result(60).error is None
 
 
 def test_a_closed_engine_says_so(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from ckv_jax.parts.joined import Joined, Rows
 from ckv_jax.parts.rotation import rotations
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.read_job import PackReader
 from ckv_jax.reads.residents import Resident
 from ckv_jax.reads.source import Source

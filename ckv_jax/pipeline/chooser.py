@@ -6,8 +6,8 @@ import numpy as np
 
 from ckv_jax.cache.profile import Recorded
 from ckv_jax.cache.widths import Widths
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.window import Window
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.select import Select
 from ckv_jax.token_trace import TokenTrace

@@ -223,11 +223,6 @@ class Prefill:
         return self._next == self.total
 
     @property
-    def next_first(self) -> int:
-        """Position of the next block's first token."""
-        return self._next
-
-    @property
     def needs(self) -> int:
         """Tokens whose KV `earlier` has to have before the next block can be computed."""
         return self._next if self._next >= self._window else min(self._start, self._next)

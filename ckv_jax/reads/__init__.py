@@ -1,1 +1,1 @@
-"""What comes from the store: packs, probes, and the threads that read them."""
+"""What comes from the store: packs, pages of probe keys, and the threads that read them."""

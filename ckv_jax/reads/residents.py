@@ -51,7 +51,7 @@ class Resident:
     probe: ProbeView | None = None
     """Pages of probe keys, of a layout that has them."""
     last_selection: dict[int, np.ndarray] = field(default_factory=dict)
-    """Period -> chunk ids of the request before."""
+    """Choice (`Plan.choices`) -> chunk ids of the request before."""
     opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int [n]: those of the first period, most attended first, to speculate it the next time."""
     recurrence: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Several
+from functools import partial
 from itertools import islice
 from typing import Generic, Self, TypeVar
 
@@ -34,6 +35,22 @@ class LoopQueue(Generic[T]):
         return await self._queue.get()
 
 
+async def submitted(submit: Callable[[], list[Sequence]]) -> list[Sequence]:
+    """What `submit` queues, called in another thread; cancelled if the task is cancelled first."""
+    submitting = asyncio.ensure_future(asyncio.to_thread(submit))
+    try:
+        return await asyncio.shield(submitting)
+    except asyncio.CancelledError:  # nobody will ever see what is being submitted
+        submitting.add_done_callback(_cancel_all)
+        raise
+
+
+def _cancel_all(submitting: asyncio.Future[list[Sequence]]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        for sequence in submitting.result():
+            sequence.cancel()
+
+
 async def outcomes(sequences: Several[Sequence]) -> list[Outcome]:
     """All outcomes, in order."""
     try:
@@ -54,7 +71,7 @@ async def results_async(
     try:
         while True:
             more = list(islice(source, window - len(under_way)))
-            for sequence in await asyncio.to_thread(submit, more) if more else []:
+            for sequence in await submitted(partial(submit, more)) if more else []:
                 under_way.add(sequence)
                 sequence.on_done(done.put)
             if not under_way:
@@ -64,12 +81,6 @@ async def results_async(
             yield result_of(sequence)
     finally:
         for sequence in under_way:
-            sequence.cancel()
-
-
-def _cancel_all(submitting: asyncio.Future[list[Sequence]]) -> None:
-    if not submitting.cancelled() and submitting.exception() is None:
-        for sequence in submitting.result():
             sequence.cancel()
 
 
@@ -117,12 +128,7 @@ class AsyncTokenStream:
         async with self._lock:  # two tasks may ask for the first event at once
             if self._sequences is None:
                 self._items: LoopQueue[Item] = LoopQueue()
-                submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, self._items.put))
-                try:
-                    self._sequences = await asyncio.shield(submitting)
-                except asyncio.CancelledError:  # nobody will ever see what is being submitted
-                    submitting.add_done_callback(_cancel_all)
-                    raise
+                self._sequences = await submitted(partial(self._submit, self._items.put))
                 self._left = len(self._sequences)
                 for sequence in self._sequences:
                     sequence.on_done(self._items.put)

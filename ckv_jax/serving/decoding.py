@@ -16,10 +16,10 @@ from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.streaming import Streaming
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.source import Source
 from ckv_jax.serving.going import Going
 from ckv_jax.serving.lease import Lease, Leases

@@ -13,8 +13,8 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
+from ckv_jax.pipeline.probes import OpenPacks, Probes
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
-from ckv_jax.reads.probes import OpenPacks, Probes
 from ckv_jax.reads.residents import Resident, Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.rivals.reorder import Reorderer

@@ -9,8 +9,8 @@ from ckv_jax.budget import Budget
 from ckv_jax.parts.blending import Blended, Blending
 from ckv_jax.parts.joined import Joined
 from ckv_jax.parts.loading import Opened
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
-from ckv_jax.reads.probes import Probes
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.sequence import Sequence

@@ -80,15 +80,15 @@ class Placement:
         ways: Iterable[Way] | None = None,
         *,
         listener: Callable[[TokenEvent], None] | None = None,
-        ids: set[str] | None = None,
+        under_way: dict[str, Sequence] | None = None,
         first: int = 0,
     ) -> list[Sequence]:
         """One placed sequence for each request of a call; a bad one has failed alone.
 
-        `ids`: those that are taken already, to which these are added; `first`: how many requests
+        `under_way`: who has which id already, to which these are added; `first`: how many requests
         the call has had before. Raises `TypeError` for what is no request.
         """
-        ids = set() if ids is None else ids
+        under_way = {} if under_way is None else under_way
         sequences: list[Sequence] = []
         for request, way in zip(requests, ways or repeat(Way())):  # noqa: B905 - endless
             if not isinstance(request, Request):
@@ -101,7 +101,7 @@ class Placement:
                 listener=listener,
             )
             try:
-                if request.id is not None and request.id in ids:
+                if request.id is not None and request.id in under_way:
                     raise ValueError(
                         f"got id {request.id!r} twice, expected one request of each id"
                     )
@@ -109,7 +109,7 @@ class Placement:
             except (CkvError, ValueError) as error:
                 sequence.fail(error)
             if request.id is not None:
-                ids.add(request.id)
+                under_way.setdefault(request.id, sequence)
             sequences.append(sequence)
         return sequences
 

@@ -21,9 +21,9 @@ from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 from ckv_jax.reads.source import Source
 from ckv_jax.serving.going import Going, Tail, Written
 from ckv_jax.serving.lease import Lease, Leases
@@ -110,7 +110,8 @@ class Segments:
         """Begins to write a segment, or moves onto the one that was begun; whether it moved.
 
         Nothing may be reading for the text's batch. `spare`: device slots that are free to be
-        held. Raises `RecoveryNeeded`, upon which the same has to be tried again.
+        held. Raises `RecoveryNeeded`, upon which the same has to be tried again; any other fault
+        of the store leaves the text where it is.
         """
         tail = going.tail
         assert tail is not None
@@ -118,20 +119,21 @@ class Segments:
             self._begin(going, tail, decoder, place)
             return False
         count, future = tail.writing
+        reader, moved = None, False
         try:
             prefix, reader = future.result()
-            if tail.exact and self._more(going, prefix) > spare:
-                reader.close()
-                self._leftovers.add(_own(prefix)[:1])
-                self._later(going, tail)
-                return False
+            if not tail.exact or self._more(going, prefix) <= spare:
+                self._move(going, tail, decoder, place, prefix, count)
+                moved = True
         except CkvError as error:
             _log.warning("a text keeps what it generated in memory: %s", error)
+        if reader is not None:
+            reader.close()
+        if not moved:
+            if reader is not None:
+                self._leftovers.add(_own(prefix)[:1])
             self._later(going, tail)
-            return False
-        self._move(going, tail, decoder, place, prefix, count)
-        reader.close()
-        return True
+        return moved
 
     def close(self) -> None:
         """Waits for what is being written, and removes it and what else is left. All texts have

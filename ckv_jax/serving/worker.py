@@ -11,9 +11,9 @@ import numpy as np
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import CkvError
+from ckv_jax.memory.device_room import device_room
 from ckv_jax.memory.landing import Landing, landings_for
 from ckv_jax.memory.memory import Memory
-from ckv_jax.memory.room import device_room
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.blending import Blending
 from ckv_jax.parts.loading import Loading
@@ -38,10 +38,10 @@ from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prefill_jobs import recovery_job
 from ckv_jax.serving.profiling import Profile
-from ckv_jax.serving.room import SlotRoom, sparse
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.shares import share_of, shares_of
+from ckv_jax.serving.slot_room import SlotRoom, sparse
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix

@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckv_jax.cache import HostPool, slots_for
-from ckv_jax.memory.host import PAGE_BYTES, aligned_bytes
+from ckv_jax.memory.host import PAGE_BYTES, HostPool, aligned_bytes, slots_for
 
 SHAPE = (2, 2, 4, 1, 8)
 

@@ -17,21 +17,22 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"tests/storage/test_{name}.py"
         for name in (
             "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue",
-            "unknown", "objects", "mending", "waits", "room", "faults",
+            "direct_reads", "unknown", "hidden_names", "objects", "mending", "waits", "room",
+            "faults",
         )
     ),
     "storage/segment": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
             "round_trip", "landmarks", "quantised", "codec", "provenance", "limits", "mending",
-            "remaking", "tensorstore", "kernel_queue", "writer_memory", "promises", "durability",
-            "faults", "unknown", "tenants", "probe_spans",
+            "remaking", "tensorstore", "direct_reads", "writer_memory", "promises", "durability",
+            "faults", "unknown", "hidden_names", "tenants", "probe_spans",
         )
     ),
     "storage/tools": (
         "tests/storage/test_tools.py", "tests/storage/test_mending.py",
-        "tests/storage/test_unknown.py", "tests/storage/test_room.py",
-        "tests/storage/test_pins.py", "tests/test_cli.py",
+        "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
+        "tests/storage/test_room.py", "tests/storage/test_pins.py", "tests/test_cli.py",
     ),
     "storage/index": (
         "tests/storage/test_database.py",

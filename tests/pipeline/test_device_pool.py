@@ -10,9 +10,9 @@ from compilations import compilations
 from kernel_targets import CPU
 
 from ckv_jax.memory.device import DevicePool
+from ckv_jax.memory.device_room import device_room
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.mapped import MappedPool
-from ckv_jax.memory.room import device_room
 from ckv_jax.memory.staging import Staging
 
 SHAPE = (2, 2, 4, 8)

@@ -12,8 +12,8 @@ from engine_tiny import tiny_engine
 from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.executor import guessed_chunks
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probes import Probes
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])

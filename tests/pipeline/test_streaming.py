@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from engine_support import TIGHT, scale_error, tokens
-from engine_tiny import tiny_engine
+from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_tiny import TINY, tiny_engine
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.streaming import Streaming
+from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import ReadJob
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.trace import Trace
 
 
 @pytest.mark.parametrize(("slots", "ahead"), [(40, True), (20, False)])
@@ -66,15 +65,27 @@ def test_a_text_whose_steps_do_not_fit_attends_to_what_it_has_said(tmp_path: Pat
     [(4, False, [1, 2, 3, None]), (4, True, [1, None, 3, None]), (3, False, [None] * 4)],
 )
 def test_what_is_not_chosen_yet_or_does_not_fit_is_not_read_ahead(
-    room: int, chooses: bool, expected: list[int | None]
+    tmp_path: Path, room: int, chooses: bool, expected: list[int | None]
 ) -> None:
     """Two periods of two steps, each of two groups, of which two chunks are attended to."""
-    system = dataclasses.replace(SYSTEMS["ckv"], period=4, subperiod=2, pack_layers=1)
-    plan = Plan.of(8, system)
-    window: Any = SimpleNamespace(ids=lambda step: [0, 1])
-    streaming: Any = object.__new__(Streaming)  # without the programs that it would run
-    streaming._plan, streaming._memory = plan, SimpleNamespace(step_slots=room)
-    streaming._layers = SimpleNamespace(peers=SimpleNamespace(least=lambda slots: slots))
-    for step, index in zip(plan.steps, expected, strict=True):
-        then = [] if index is None else [plan.steps[index]]
-        assert streaming._following(step, window, chooses) == then
+    with small_engine(
+        tmp_path, system="ckv", model=dataclasses.replace(TINY, num_layers=8),
+        overrides={"period": 4, "subperiod": 2, "pack_layers": 1},
+    ) as large:  # fmt: skip
+        prefix = large.ingest(tokens(40))
+        slots = room * large.layout.pack_bytes
+        config = dataclasses.replace(
+            large.config, device_cache_bytes=0, prefetch_device_bytes=slots
+        )
+        with large.variant(config) as small:
+            memory, plan = small.worker.memory, small.worker.plan
+            assert memory.step_slots == room
+            resident = small.worker.residents.open(prefix)
+            window = Window(resident, memory, plan, held=False)
+            for choice in range(plan.choices):
+                window.choose(choice, np.arange(2))
+            packs = partial(small.worker.packs, [], Trace())
+            streaming = Streaming(small.layers, memory, plan, packs)
+            for step, index in zip(plan.steps, expected, strict=True):
+                then = [] if index is None else [plan.steps[index]]
+                assert streaming._following(step, window, chooses) == then

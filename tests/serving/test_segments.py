@@ -15,6 +15,7 @@ from engine_support import TIGHT, scale_error, tokens
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import EngineConfig
 from ckv_jax.pipeline.kv_rows import rows_bucket
+from ckv_jax.serving.lease import Leases
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.segments import most_buffered
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
@@ -243,6 +244,31 @@ def test_what_is_published_though_it_failed_is_removed(
     [text] = engine.generate(asked(document, 0.2), sampling).results()
     assert text.trace.segments == 0
     assert "a text keeps what it generated in memory: locked" in caplog.text
+    settled(engine, document)
+
+
+def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The store gives no answer as a text is to move onto what was written; another runs beside."""
+    settled(engine, document)
+    sampling = SamplingParams(max_tokens=LENGTH)
+    requests = [asked(document, 0.2, seed) for seed in (40, 41)]
+    with engine.variant(without_segments(engine)) as plain:
+        expected = plain.generate(requests[1], SamplingParams(max_tokens=30)).results()[0]
+    opens, move = Leases.open, once(StoreUnavailable("locked"), Leases.open)
+
+    def opened(leases: Leases, prefix: Prefix, *, room: int = 0) -> object:
+        return move(leases, prefix, room=room) if room else opens(leases, prefix)
+
+    monkeypatch.setattr(Leases, "open", opened)
+    first, second = engine.generate(requests, sampling).results()
+    first.raise_for_error()
+    second.raise_for_error()
+    assert {first.trace.segments, second.trace.segments} == {0, 2}
+    assert second.token_ids[:30].tolist() == expected.token_ids.tolist()
+    assert caplog.text.count("a text keeps what it generated in memory: locked") == 1
     settled(engine, document)
 
 

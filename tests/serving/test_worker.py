@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,55 +11,70 @@ import numpy as np
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
+from ckv_jax import Request, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.room import SlotRoom
 from ckv_jax.serving.running import Running
+from ckv_jax.serving.slot_room import SlotRoom
 
 
 def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
-        prefix, worker = engine.ingest(tokens(40)), engine._worker
-        lost: Any = SimpleNamespace(prefix=prefix)
+        worker, jobs = engine.worker, engine._scheduler
+        prefixes = [engine.ingest(tokens(40, seed)) for seed in range(2)]
+        leases = [jobs.call(partial(worker.leases.open, prefix)) for prefix in prefixes]
+        lost, other = (lease.recovered for lease in leases)
         job = worker.recovery(RecoveryNeeded(lost, 20))
         assert worker.recovery(RecoveryNeeded(lost, 10)) is job
-        assert worker.recovery(RecoveryNeeded(SimpleNamespace(prefix=prefix), 10)) is not job  # type: ignore[arg-type]
+        assert worker.recovery(RecoveryNeeded(other, 10)) is not job
         more = worker.recovery(RecoveryNeeded(lost, 40))
         assert more is not job and worker.recovery(RecoveryNeeded(lost, 40)) is more
-        more.future.set_result(None)
+        jobs.add(more).future.result(60)
         assert worker.recovery(RecoveryNeeded(lost, 10)) is not more
+        for lease in leases:
+            jobs.call(lease.close)
 
 
 def test_a_block_of_a_prefill_takes_the_keys_and_values_of_its_tokens(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
         layout = engine.layout
         shape = (layout.num_layers, 2, 3, layout.num_kv_heads, layout.head_dim)
-        assert engine._worker.prefill_bytes(3) == np.empty(shape, layout.numpy_dtype).nbytes
+        assert engine.worker.prefill_bytes(3) == np.empty(shape, layout.numpy_dtype).nbytes
 
 
-def test_only_the_batch_that_waits_for_a_recovery_has_no_token() -> None:
-    def batch(name: str, waits_for: Job | None) -> Any:
-        return SimpleNamespace(waits_for=waits_for, going={0: SimpleNamespace(sequence=name)})
+def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, max_batch=1) as engine:
+        prefix, running = engine.ingest(tokens(40)), engine.worker._running
+        requests = [Request(prefix=prefix, suffix=[n]) for n in range(2)]
+        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
+            begun: set[int] = set()
+            while len(begun) < 2:
+                begun.add(next(stream).index)
 
-    class Noting(Running):
-        """Notes which batches have a token, and whose texts are looked after."""
+            def steps() -> None:
+                waiting, going = running._batches
+                ((text,), (other,)) = (
+                    [row.sequence for row in batch.going.values()] for batch in (waiting, going)
+                )
 
-        def __init__(self, *batches: Any) -> None:
-            self._batches = list(batches)
-            self._peers: Any = SimpleNamespace(together=nullcontext)
-            self._check = lambda sequence: checked.append(sequence)
-            self._step = lambda batch: stepped.append(batch)  # type: ignore[assignment]
+                def tokens_made() -> tuple[int, int]:
+                    before = len(text.token_ids), len(other.token_ids)
+                    assert running.step() == []
+                    return len(text.token_ids) - before[0], len(other.token_ids) - before[1]
 
-    stepped: list[Any] = []
-    checked: list[Any] = []
-    job = Job(iter(()))  # type: ignore[arg-type]
-    waiting, going = batch("waiting", job), batch("going", None)
-    running = Noting(waiting, going)
-    assert running.step() == []
-    assert stepped == [going] and checked == ["waiting"]
-    job.future.set_result(None)
-    assert running.step() == []
-    assert stepped == [going, waiting, going] and waiting.waits_for is None
+                waiting.waits_for = job = Job(iter(()))  # type: ignore[arg-type]
+                assert tokens_made() == (0, 1)
+                job.future.set_result(None)
+                assert tokens_made() == (1, 1) and waiting.waits_for is None
+                waiting.waits_for = Job(iter(()))  # type: ignore[arg-type]
+                text.cancel()
+                assert tokens_made() == (0, 1)
+                assert text.reason == "cancelled" and other.reason is None
+                waiting.waits_for.future.set_result(None)
+
+            engine._scheduler.call(steps)
+            stream.cancel()
+            assert [text.finish_reason for text in stream.results()] == ["cancelled"] * 2
 
 
 def test_windows_share_what_those_that_only_hold_leave_over() -> None:

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.fault_kinds.tally import make_store
 from ckv_jax.storage import ChunkStore
+from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 
 
 @pytest.fixture
@@ -37,3 +39,24 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pristine(_made: Path, tmp_path: Path) -> Path:
     """A store of `prompts`, to be hurt: a copy of one that was made for all."""
     return Path(shutil.copytree(_made, tmp_path / "pristine"))
+
+
+@pytest.fixture
+def queues(file: Path) -> Iterator[KernelQueues]:
+    """The kernel's queues; skips where it has none, or the disk is not read directly."""
+    try:
+        made = KernelQueues()
+    except OSError as e:
+        pytest.skip(f"no asynchronous reads here: {e}")
+    if not made.works(file):
+        pytest.skip("no direct I/O on this file system")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """300 pages of a disk, of random bytes."""
+    path = tmp_path / "pages"
+    path.write_bytes(np.random.default_rng(0).bytes(300 * FILE_ALIGN))
+    return path
