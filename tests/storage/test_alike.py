@@ -14,6 +14,9 @@ from segment_support import find, hurt, segment_folder
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, verify_store
 from ckv_jax.storage.grouping import RUN, alike
+from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.regroup import regroup
+from ckv_jax.storage.segment.writer import draft_manifest
 from ckv_jax.stored_kv import read_kv
 
 LAYOUT = Layout(
@@ -143,6 +146,24 @@ def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
         hurt(shard, 40)
         assert len(verify_store(store, repair=True).remade) == 1
         assert shard.read_bytes() == written and verify_store(store).ok
+
+
+def test_every_run_that_is_grouped_counts_as_a_step(tmp_path: Path) -> None:
+    """A writer waits for a step for so long: one of a whole layer of a long text would be late."""
+    tokens = some_tokens(2 * RUN + 400)
+    draft = draft_manifest(
+        layout=LAYOUT, fingerprint=FINGERPRINT, tenant="", provenance="exact", tokens=tokens,
+        start=bytes(16), parent=None, first_chunk=0, order=None,
+    )  # fmt: skip
+    packs, assignment = (
+        ArrayWriter(tmp_path, draft.arrays[name], direct=False) for name in ("packs", "assignment")
+    )
+    packs.put(0, np.zeros((LAYOUT.groups, draft.chunks, *LAYOUT.pack_shape), np.uint16))
+    steps: list[None] = []
+    regroup(draft, packs, assignment, lambda: steps.append(None))
+    assert len(steps) == LAYOUT.groups * 3
+    packs.close()
+    assignment.close()
 
 
 def test_keys_that_are_not_finite_are_grouped_too(store: ChunkStore) -> None:
