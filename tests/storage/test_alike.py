@@ -12,7 +12,8 @@ import zarr
 from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, verify_store
+from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, verify_store
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
 from ckv_jax.storage.segment.array_writer import ArrayWriter
 from ckv_jax.storage.segment.regroup import regroup
@@ -23,6 +24,7 @@ LAYOUT = Layout(
     num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",
     heads_apart=True, grouping="alike",
 )  # fmt: skip
+REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
 TAIL = (len(TOKENS) - 64) // 16 * 16
 
@@ -108,6 +110,33 @@ def test_it_is_used_whole_or_up_to_its_tail(store: ChunkStore) -> None:
     np.testing.assert_array_equal(
         read_kv(store, prefix, first_chunk=last), kv_of(LAYOUT, other)[:, :, last * 16 :]
     )
+
+
+def test_what_ends_with_a_part_of_a_chunk_is_found_whole(store: ChunkStore) -> None:
+    prefix = ingest(store, TOKENS, layout=LAYOUT)
+    found = find(store, np.concatenate([TOKENS, some_tokens(30, 1)]), LAYOUT)
+    assert found == find(store, TOKENS, LAYOUT) == prefix and len(found.spans) == 1
+    assert read_all(store, found).right == LAYOUT.groups * prefix.num_chunks
+    with store.reader(prefix) as written, store.reader(found) as reader:
+        np.testing.assert_array_equal(reader.order, written.order)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, REORDERED], ids=["alike", "reordered"])
+def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layout: Layout) -> None:
+    """A text that was stored once, and a longer one that is stored now: not the same chunks."""
+    order = np.roll(np.arange(len(TOKENS)), 40) if layout.reordered else None
+    with store.writer(
+        fingerprint=FINGERPRINT, layout=layout, tokens=TOKENS, order=order
+    ) as writer:
+        writer.write(0, kv_of(layout, TOKENS))
+        prefix = writer.commit()
+    seed = chain.seed(FINGERPRINT, layout, "")
+    links = [link.hex() for link in chain.links(seed, TOKENS, 16)]
+    assert links[-1] == prefix.id and store.prefix(prefix.id) == prefix
+    with pytest.raises(PrefixNotFound):
+        store.prefix(links[9])
+    if layout.alike:  # in the last 64
+        assert store.prefix(links[-2]).num_tokens == 16 * 23
 
 
 def test_an_assignment_that_is_damaged_is_noticed_and_stored_again(folder: Path) -> None:
