@@ -125,9 +125,7 @@ def test_what_ends_with_a_part_of_a_chunk_is_found_whole(store: ChunkStore) -> N
 def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layout: Layout) -> None:
     """A text that was stored once, and a longer one that is stored now: not the same chunks."""
     order = np.roll(np.arange(len(TOKENS)), 40) if layout.reordered else None
-    with store.writer(
-        fingerprint=FINGERPRINT, layout=layout, tokens=TOKENS, order=order
-    ) as writer:
+    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=TOKENS, order=order) as writer:
         writer.write(0, kv_of(layout, TOKENS))
         prefix = writer.commit()
     seed = chain.seed(FINGERPRINT, layout, "")
