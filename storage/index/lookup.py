@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -146,7 +146,7 @@ def _cover(
     """How far `candidates`, and partial chunks after them, cover the prompt from its start."""
     spans: list[Span] = []
     at, way = 0, ways[0]  # tokens covered, and whether all of that is exact
-    while reach := [p for p in candidates if p.whole > at and _joins(p, at // size)]:
+    while reach := [p for p in candidates if p.whole > at and _joins(p, at // size, spans)]:
         best = max(reach, key=lambda p: (p.whole, -p.first))
         _extend(spans, best, at // size, best.whole // size)
         at, way = best.whole, way if best.way is ways[0] else best.way
@@ -158,7 +158,7 @@ def _cover(
             before = tried.links[chunk]
             tails = [chain.link(before, part.astype("<i4").tobytes()) for part in rest]
             candidates = candidates + pieces(tails, tried)
-    reach = [p for p in candidates if p.end > at and _joins(p, chunk)]
+    reach = [p for p in candidates if p.end > at and _joins(p, chunk, spans)]
     if reach:
         best = max(reach, key=lambda p: p.end)
         _extend(spans, best, chunk, -(-best.end // size))
@@ -182,12 +182,13 @@ def _match(loaded: Loaded, tokens: np.ndarray, way: _Way) -> _Piece | None:
     return _Piece(loaded, start + same, way) if same else None
 
 
-def _joins(piece: _Piece, chunk: int) -> bool:
-    """Whether the run may be entered at `chunk`; what is not in its order only at its start."""
-    layout = piece.loaded.manifest.layout
-    return piece.first <= chunk and not (
-        (layout.reordered or layout.alike) and piece.first != chunk
-    )
+def _joins(piece: _Piece, chunk: int, spans: Sequence[Span]) -> bool:
+    """Whether the run may be entered at `chunk`, after `spans`; what is not in its order only at
+    its start, or where it goes on itself."""
+    manifest = piece.loaded.manifest
+    if piece.first >= chunk or not (manifest.layout.reordered or manifest.layout.alike):
+        return piece.first <= chunk
+    return bool(spans) and spans[-1].segment_id == manifest.segment_id
 
 
 def _extend(spans: list[Span], piece: _Piece, first: int, end: int) -> None:
@@ -248,10 +249,13 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
 
     Raises:
       SegmentDamaged: a segment that it continues is gone, or is not what it continued, or the first
-        one does not begin as one of this `salt` must.
+        one does not begin as one of this `salt` must; or the tokens of those chunks are not the
+        segment's first.
     """
     last = loaded.manifest
     layout, link = last.layout, last.links[chunks - 1]
+    if not _cuts(last, chunks):
+        raise SegmentDamaged(f"segment {last.segment_id}: cannot be used up to chunk {chunks}")
     parts: list[tuple[Loaded, int]] = [(loaded, chunks)]
     exact = 0  # chunks
     while (manifest := parts[-1][0].manifest).parent is not None:
@@ -260,7 +264,8 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
             raise SegmentDamaged(f"segment {manifest.segment_id}: its parent is gone")
         before = manifest.first_chunk - parent.manifest.first_chunk
         whole = len(parent.manifest.tokens) // layout.chunk_tokens
-        if not 0 < before <= whole or not _continues(manifest, parent.manifest, before):
+        goes_on = 0 < before <= whole and _continues(manifest, parent.manifest, before)
+        if not goes_on or not _cuts(parent.manifest, before):
             raise SegmentDamaged(f"segment {manifest.segment_id}: does not continue its parent")
         if manifest.provenance != parent.manifest.provenance:
             exact = manifest.first_chunk
@@ -279,6 +284,13 @@ def resolve(loaded: Loaded, chunks: int, load: Load, salt: str | None = None) ->
         provenance=last.provenance,
         exact_chunks=exact,
     )
+
+
+def _cuts(manifest: Manifest, chunks: int) -> bool:
+    """Whether the first `chunks` chunks of a segment hold its first tokens and no others."""
+    total = len(manifest.tokens)
+    tokens = min(chunks * manifest.layout.chunk_tokens, total)
+    return manifest.layout.cut(tokens, total) == tokens
 
 
 def _continues(manifest: Manifest, parent: Manifest, before: int) -> bool:

@@ -23,7 +23,9 @@ FILE = "manifest.json"
 GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
 """The segment's own zarr.json."""
 MAX_BYTES = 64 << 20
-"""No manifest is read beyond this size; that of a million tokens takes a third of it."""
+"""No manifest is read beyond this size; that of a million tokens takes a third of it. With heads
+apart, which have checksums of their own, half a million tokens of 48 layers of 8 KV heads fill it.
+"""
 
 _HEAD = b'{"sha256":"'
 _BODY = b'","body":'
@@ -141,6 +143,23 @@ def segment_id(start: bytes, end: bytes, order: np.ndarray | None) -> str:
     """Hex id of the segment from link `start` to link `end`, its tokens in `order`."""
     mapping = b"" if order is None else order.astype("<i4").tobytes()
     return hashlib.sha256(b"ckv-segment\0" + start + end + mapping).digest()[: chain.BYTES].hex()
+
+
+def most_bytes(layout: Layout, tokens: int) -> int:
+    """Upper estimate of the bytes of a manifest of so many tokens."""
+    numbers = tokens * (1 + layout.orders) + layout.groups * layout.alike
+    numbers += layout.num_chunks(tokens) * (layout.groups + len(layout.probe_layers))
+    numbers += 3 * len(layout.digest_layers)
+    return -(-numbers * 16 // 3) + 16 * len(layout.digest_layers) + (1 << 14)  # in base64
+
+
+def check_size(layout: Layout, tokens: int) -> None:
+    """Raises ValueError where the manifest of so many tokens would be too large to be read."""
+    if most_bytes(layout, tokens) > MAX_BYTES:
+        raise ValueError(
+            f"tokens: got {tokens}, more than the manifest of one segment has room for with "
+            f"{layout.groups} packs for each chunk"
+        )
 
 
 def check_order(order: Any, tokens: int, layout: Layout) -> np.ndarray:

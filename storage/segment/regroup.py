@@ -25,7 +25,7 @@ def regroup(
       draft: its checksums are those of the packs as they lie after this.
       packs: has all packs, their tokens by position.
       assignment: is filled.
-      step: told of each layer group.
+      step: told of each run, so that a long text is not taken for a disk that does nothing.
     """
     layout, size = draft.layout, draft.layout.chunk_tokens
     first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
@@ -36,10 +36,10 @@ def regroup(
         for start, end in runs(first, stop, size):
             unit = _regroup_run(draft, packs, group, start, end)
             chunk_of[start * size : end * size] = chunk_of[start * size] + unit
+            step()
         assignment.put(group, chunk_of)
         view = crc.as_bytes(chunk_of[None])[0]
         draft.assignment_crc[group, 0] = crc.checksum(seed, group, 0, view)
-        step()
 
 
 def _regroup_run(

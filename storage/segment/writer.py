@@ -367,7 +367,11 @@ def draft_manifest(
     first_chunk: int,
     order: np.ndarray | None,
 ) -> Manifest:
-    """A manifest whose checksums are still to be filled in."""
+    """A manifest whose checksums are still to be filled in.
+
+    Raises ValueError where it would be too large to be read.
+    """
+    manifests.check_size(layout, len(tokens))
     chunks = layout.num_chunks(len(tokens))
     return Manifest(
         layout=layout,

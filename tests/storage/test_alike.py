@@ -12,14 +12,19 @@ import zarr
 from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, verify_store
+from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, verify_store
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
+from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.regroup import regroup
+from ckv_jax.storage.segment.writer import draft_manifest
 from ckv_jax.stored_kv import read_kv
 
 LAYOUT = Layout(
     num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",
     heads_apart=True, grouping="alike",
 )  # fmt: skip
+REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
 TAIL = (len(TOKENS) - 64) // 16 * 16
 
@@ -107,6 +112,31 @@ def test_it_is_used_whole_or_up_to_its_tail(store: ChunkStore) -> None:
     )
 
 
+def test_what_ends_with_a_part_of_a_chunk_is_found_whole(store: ChunkStore) -> None:
+    prefix = ingest(store, TOKENS, layout=LAYOUT)
+    found = find(store, np.concatenate([TOKENS, some_tokens(30, 1)]), LAYOUT)
+    assert found == find(store, TOKENS, LAYOUT) == prefix and len(found.spans) == 1
+    assert read_all(store, found).right == LAYOUT.groups * prefix.num_chunks
+    with store.reader(prefix) as written, store.reader(found) as reader:
+        np.testing.assert_array_equal(reader.order, written.order)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, REORDERED], ids=["alike", "reordered"])
+def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layout: Layout) -> None:
+    """A text that was stored once, and a longer one that is stored now: not the same chunks."""
+    order = np.roll(np.arange(len(TOKENS)), 40) if layout.reordered else None
+    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=TOKENS, order=order) as writer:
+        writer.write(0, kv_of(layout, TOKENS))
+        prefix = writer.commit()
+    seed = chain.seed(FINGERPRINT, layout, "")
+    links = [link.hex() for link in chain.links(seed, TOKENS, 16)]
+    assert links[-1] == prefix.id and store.prefix(prefix.id) == prefix
+    with pytest.raises(PrefixNotFound):
+        store.prefix(links[9])
+    if layout.alike:  # in the last 64
+        assert store.prefix(links[-2]).num_tokens == 16 * 23
+
+
 def test_an_assignment_that_is_damaged_is_noticed_and_stored_again(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, TOKENS, layout=LAYOUT)
@@ -143,6 +173,24 @@ def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
         hurt(shard, 40)
         assert len(verify_store(store, repair=True).remade) == 1
         assert shard.read_bytes() == written and verify_store(store).ok
+
+
+def test_every_run_that_is_grouped_counts_as_a_step(tmp_path: Path) -> None:
+    """A writer waits for a step for so long: one of a whole layer of a long text would be late."""
+    tokens = some_tokens(2 * RUN + 400)
+    draft = draft_manifest(
+        layout=LAYOUT, fingerprint=FINGERPRINT, tenant="", provenance="exact", tokens=tokens,
+        start=bytes(16), parent=None, first_chunk=0, order=None,
+    )  # fmt: skip
+    packs, assignment = (
+        ArrayWriter(tmp_path, draft.arrays[name], direct=False) for name in ("packs", "assignment")
+    )
+    packs.put(0, np.zeros((LAYOUT.groups, draft.chunks, *LAYOUT.pack_shape), np.uint16))
+    steps: list[None] = []
+    regroup(draft, packs, assignment, lambda: steps.append(None))
+    assert len(steps) == LAYOUT.groups * 3
+    packs.close()
+    assignment.close()
 
 
 def test_keys_that_are_not_finite_are_grouped_too(store: ChunkStore) -> None:

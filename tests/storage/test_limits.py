@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sqlite3
@@ -16,7 +17,7 @@ from ckv_jax.errors import CheckpointError
 from ckv_jax.folders import cache_folder
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
-from ckv_jax.storage import ChunkStore, fingerprint, hash_files
+from ckv_jax.storage import ChunkStore, Layout, fingerprint, hash_files
 from ckv_jax.storage.segment import manifest
 
 
@@ -141,6 +142,35 @@ def test_a_manifest_that_is_too_large_is_not_read(folder: Path) -> None:
         start = time.monotonic()
         found = store.longest_prefix(prefix.tokens, fingerprint=FINGERPRINT, layout=SMALL)
         assert found.num_tokens == 0 and time.monotonic() - start < 5
+
+
+def test_what_no_manifest_has_room_for_is_refused_before_it_is_written(folder: Path) -> None:
+    """Heads apart have a checksum each: of many, a text is too long that others have room for."""
+    apart = Layout(
+        num_layers=80, num_kv_heads=64, head_dim=8, chunk_tokens=4, pack_layers=1, probe="none",
+        heads_apart=True,
+    )  # fmt: skip
+    tokens = some_tokens(10_000)
+    with ChunkStore.open(folder) as store:
+        with pytest.raises(ValueError, match=r"got 10000, .* 5120 packs for each chunk"):
+            store.writer(fingerprint=FINGERPRINT, layout=apart, tokens=tokens)
+        assert not list((folder / "tmp").iterdir()) and store.usage() == 0
+        together = dataclasses.replace(apart, heads_apart=False)
+        store.writer(fingerprint=FINGERPRINT, layout=together, tokens=tokens).close()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_manifest_is_no_larger_than_was_expected(folder: Path, apart: bool) -> None:
+    layout = dataclasses.replace(
+        SMALL, pack_layers=1, probe="none", digest="means", heads_apart=apart,
+        grouping="alike" if apart else "position",
+    )  # fmt: skip
+    tokens = some_tokens(30_005)
+    with ChunkStore.open(folder) as store:
+        ingest(store, tokens, layout=layout)
+    [path] = folder.glob("segments/*/*/manifest.json")
+    size, most = path.stat().st_size, manifest.most_bytes(layout, len(tokens))
+    assert most - (1 << 15) < size <= most
 
 
 def test_an_index_of_earlier_code_is_taken_over(folder: Path) -> None:
