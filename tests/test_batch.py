@@ -291,13 +291,15 @@ def test_cancelling_a_task_cancels_its_requests(served: Served, prefix: Prefix) 
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
     """Nothing is computed meanwhile."""
-    free = Event()
+    begun, free = Event(), Event()
 
     def wait() -> Generator[None, None, None]:
+        begun.set()
         free.wait(60)
         yield
 
     engine._scheduler.add(Job(wait()))
+    assert begun.wait(60), "else the engine's thread may answer first what comes meanwhile"
     try:
         yield
     finally:
