@@ -95,6 +95,17 @@ def test_reads_land_in_slots_up_to_three_in_four_and_then_in_host_memory() -> No
         own.take(3)
 
 
+def test_host_memory_whose_read_may_still_write_comes_back_once_it_has_ended() -> None:
+    landing, _ = in_pool(2)
+    taken(landing, 3), taken(landing, 3)  # slots are not to be had
+    apart, ended = taken(landing, 2), [False]
+    landing.give_back(apart, lambda: ended[0])
+    assert landing.take(2, demand=True) is None
+    ended[0] = True
+    assert taken(landing, 2).array is not apart.array
+    assert landing.take(1, demand=True) is None  # it came back once
+
+
 def test_slots_whose_read_may_still_write_are_nobody_elses() -> None:
     landing, own = in_pool(0)
     room, ended = taken(landing, 3), [False]
