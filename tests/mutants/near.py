@@ -59,7 +59,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/pipeline": (
         "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
         "tests/test_engine.py", "tests/test_generate.py", "tests/test_decode_choices.py",
-        "tests/test_decode_prefixes.py", "tests/serving/test_compaction.py",
+        "tests/test_decode_prefixes.py", "tests/test_heads_apart.py",
+        "tests/serving/test_compaction.py",
         "tests/test_any_traffic.py",
     ),
     "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
