@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from segment_support import ALIKE as LAYOUT
 from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
@@ -20,10 +21,6 @@ from ckv_jax.storage.segment.regroup import regroup
 from ckv_jax.storage.segment.writer import draft_manifest
 from ckv_jax.stored_kv import read_kv
 
-LAYOUT = Layout(
-    num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",
-    heads_apart=True, grouping="alike",
-)  # fmt: skip
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
 TAIL = (len(TOKENS) - 64) // 16 * 16
@@ -137,34 +134,6 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
         assert store.prefix(links[-2]).num_tokens == 16 * 23
 
 
-def test_an_assignment_that_is_damaged_is_noticed_and_stored_again(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=LAYOUT)
-        (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
-        hurt(shard, 2 * len(TOKENS) + 40)
-        assert not verify_store(store).ok
-        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="assignment"):
-            _ = reader.order
-        assert find(store, TOKENS, LAYOUT).num_tokens == 0
-        again = ingest(store, TOKENS, layout=LAYOUT)
-        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
-        assert verify_store(store).ok
-
-
-def test_a_bad_pack_has_the_segment_stored_again(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=LAYOUT)
-        shard = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
-        hurt(shard, 5 * LAYOUT.pack_bytes + 3)
-        assert read_all(store, prefix).refused == 1
-        assert find(store, TOKENS, LAYOUT).num_tokens == 0
-        marked = find(store, TOKENS, LAYOUT, marked=True)
-        with pytest.raises(ValueError, match="stored again as a whole"):
-            store.replace_packs(marked, 5, kv_of(LAYOUT, TOKENS)[:, :, 80:96])
-        again = ingest(store, TOKENS, layout=LAYOUT)
-        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
-
-
 def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, TOKENS, layout=LAYOUT)
@@ -186,9 +155,10 @@ def test_every_run_that_is_grouped_counts_as_a_step(tmp_path: Path) -> None:
         ArrayWriter(tmp_path, draft.arrays[name], direct=False) for name in ("packs", "assignment")
     )
     packs.put(0, np.zeros((LAYOUT.groups, draft.chunks, *LAYOUT.pack_shape), np.uint16))
-    steps: list[None] = []
-    regroup(draft, packs, assignment, lambda: steps.append(None))
-    assert len(steps) == LAYOUT.groups * 3
+    steps: list[tuple[int, int]] = []
+    regroup(draft, packs, assignment, lambda *step: steps.append(step))
+    total = LAYOUT.groups * 3
+    assert steps == [(done, total) for done in range(1, total + 1)]
     packs.close()
     assignment.close()
 
