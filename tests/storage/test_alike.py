@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from segment_support import ALIKE as LAYOUT
 from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, verify_store
+from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, pin_prefix, verify_store
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
 from ckv_jax.storage.segment.array_writer import ArrayWriter
@@ -128,8 +129,13 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
     seed = chain.seed(FINGERPRINT, layout, "")
     links = [link.hex() for link in chain.links(seed, TOKENS, 16)]
     assert links[-1] == prefix.id and store.prefix(prefix.id) == prefix
-    with pytest.raises(PrefixNotFound):
-        store.prefix(links[9])
+    for use in (store.prefix, functools.partial(pin_prefix, store)):
+        with pytest.raises(PrefixNotFound, match=f"ends inside of {prefix.id}") as error:
+            use(links[9])
+        assert error.value.close == (prefix.id,)
+    assert store.bounds.pinned() == set() and not store.wishes()
+    pin_prefix(store, prefix.id)
+    assert store.bounds.pinned() == {prefix.spans[0].segment_id}
     if layout.alike:  # in the last 64
         assert store.prefix(links[-2]).num_tokens == 16 * 23
 
