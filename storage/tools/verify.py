@@ -137,7 +137,7 @@ def _check(
             shape = (len(manifest.tokens), layout.probe_heads, layout.head_dim)
             for layer in layout.probe_layers:
                 reader.read_probe(layer, np.empty(shape, layout.numpy_dtype))
-        except ReadTimeout as e:  # its buffer is given up with it
+        except (ReadTimeout, StoreUnavailable) as e:  # a buffer is given up with it
             unread.append(Damage(id_, 0, str(e), kind))
         else:
             kind = "digest"

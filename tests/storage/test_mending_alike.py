@@ -12,7 +12,9 @@ from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
+from ckv_jax.storage.errors import StoreUnavailable
 from ckv_jax.storage.grouping import RUN
+from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.inspect import inspect_store
 from ckv_jax.storage.tools.losses import losses
 
@@ -248,3 +250,17 @@ def test_a_repair_limits_it_to_whole_runs_and_removes_what_has_no_good_chunk(
         (line,) = losses(store, verify_store(store))
         assert line.endswith(": be removed")
         assert verify_store(store, repair=True).removed == [prefix.spans[0].segment_id]
+
+
+def test_an_assignment_that_cannot_be_read_is_not_damaged(
+    folder: Path, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise StoreUnavailable("no answer")
+
+    with ChunkStore.open(folder) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Segment, "assignment_row", none)
+            report = verify_store(store, repair=True)
+        assert [d.kind for d in report.unread] == ["assignment"] and not report.damages
+        assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok
