@@ -45,7 +45,9 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
+@pytest.mark.parametrize(
+    "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
+)
 def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
     sharp: Sharp, tmp_path: Path, system: dict[str, object]
 ) -> None:
