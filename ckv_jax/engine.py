@@ -70,18 +70,25 @@ class Engine(OpenEngine):
         self._placement.check_prefix(prefix, self.config.salt)
 
     def ingest(
-        self, text: TextOrIds, *, progress: Progress | None = None, salt: str | None = None
+        self,
+        text: TextOrIds,
+        *,
+        progress: Progress | None = None,
+        grouping: Progress | None = None,
+        salt: str | None = None,
     ) -> Prefix:
         """Computes and stores the KV of a text, or of what of it is not stored yet.
 
-        A block at a time between the tokens of others; `progress` is called in this thread. `salt`:
-        whose prefix it is; None: the engine's.
+        A block at a time between the tokens of others; `progress` is called in this thread.
+        `grouping`: where chunks are of alike tokens, told at the end of runs that are grouped, in
+        another thread. `salt`: whose prefix it is; None: the engine's.
         """
         tokens = self.encode(text, begins=True)
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
         self._placement.check_context(len(tokens), 0)
-        return self._ingest.store(tokens, progress, salt=self.config.salt if salt is None else salt)
+        salt = self.config.salt if salt is None else salt
+        return self._ingest.store(tokens, progress, grouping, salt=salt)
 
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
@@ -302,8 +309,12 @@ class Engine(OpenEngine):
         return self._scheduler.add(Job(let_go(self._worker, prefix))).future
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
-        """Chunk ids that the latest batch over `prefix` chose, period by period; else empty."""
+        """Chunk ids that the latest batch over `prefix` chose, choice by choice; else empty.
+
+        A period is one choice; where heads choose for themselves it has one for each KV head: entry
+        `period * num_kv_heads + head`.
+        """
         chosen = self._scheduler.call(
             lambda: dict(self._worker.residents.open(prefix).last_selection)
         )
-        return [chosen[period] for period in sorted(chosen)]
+        return [chosen[choice] for choice in sorted(chosen)]

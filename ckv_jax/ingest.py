@@ -31,7 +31,7 @@ from ckv_jax.storage.store import ChunkStore
 from ckv_jax.stored_kv import EarlierKv, read_kv
 
 Progress = Callable[[int, int], None]
-"""(tokens done, tokens in all)."""
+"""(tokens done, tokens in all); or runs, where tokens are grouped."""
 
 _AHEAD = 2  # blocks that are computed before the first of them is written
 
@@ -59,7 +59,14 @@ class Ingest:
         self._layout = layout
         self._mending = Mending(store, prefills, scheduler, prefill_bytes, codec)
 
-    def store(self, tokens: np.ndarray, progress: Progress | None = None, *, salt: str) -> Prefix:
+    def store(
+        self,
+        tokens: np.ndarray,
+        progress: Progress | None = None,
+        grouping: Progress | None = None,
+        *,
+        salt: str,
+    ) -> Prefix:
         """Stores the exact KV of `tokens` int32 [T], computing only what is not stored yet.
 
         What is stored and marked as bad is put right where it lies, as far as that is worth it.
@@ -80,10 +87,10 @@ class Ingest:
         parent = longest(tokens[:whole]) if whole else None
         if parent is not None and parent.num_tokens:
             try:
-                return self._store_after(parent, tokens, progress, salt=salt)
+                return self._store_after(parent, tokens, progress, grouping, salt=salt)
             except (SegmentDamaged, ProcessFailed):
                 pass  # some of what is before cannot be read: all of it is computed again
-        return self._store_after(None, tokens, progress, salt=salt)
+        return self._store_after(None, tokens, progress, grouping, salt=salt)
 
     def write(
         self, tokens: np.ndarray, kv: np.ndarray, first: int, *, provenance: str, salt: str
@@ -159,7 +166,13 @@ class Ingest:
         )
 
     def _store_after(
-        self, parent: Prefix | None, tokens: np.ndarray, progress: Progress | None, *, salt: str
+        self,
+        parent: Prefix | None,
+        tokens: np.ndarray,
+        progress: Progress | None,
+        grouping: Progress | None,
+        *,
+        salt: str,
     ) -> Prefix:
         whole = parent.num_tokens if parent is not None else 0
         with ExitStack() as stack:
@@ -185,7 +198,7 @@ class Ingest:
                 if progress is not None:
                     progress(way.written, len(tokens))
             job.future.result()
-            return writer.commit()
+            return writer.commit(grouping)
 
 
 class _Way:

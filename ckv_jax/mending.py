@@ -68,53 +68,61 @@ class Mending:
                         continue
                     if not todo:
                         return stored
-                if whole.layout.alike:  # a chunk's tokens are from all over: it is stored again
-                    return stored
                 todo = self._bad_packs(whole, np.array(todo))
                 if not todo:  # it is probes or the digest that are bad, and want other packs first
                     tried.update(bad.tolist())
                     continue
-                chunks = self._run(whole, todo)
-                kv = self._compute(whole, chunks)
-                self._store.replace_packs(whole, chunks.start, kv, codec=self._codec)
+                chunks, reach = self._reach(whole, todo)
+                kv = self._compute(whole, reach)
+                first = reach.start // whole.layout.chunk_tokens
+                self._store.replace_packs(whole, first, kv, codec=self._codec)
             except StoreError:  # such as bad packs ahead, which are marked by now
                 if np.array_equal(self._store.marked_chunks(longest(tokens, marked=True)), bad):
                     return stored
                 continue
             tried.update(chunks)
             if progress is not None:
-                progress(chunks.start * whole.layout.chunk_tokens + kv.shape[2], len(tokens))
+                progress(reach.stop, len(tokens))
 
     def _bad_packs(self, whole: Prefix, chunks: np.ndarray) -> list[int]:
-        """Those of some chunks that have packs which cannot be read."""
+        """Those of some chunks that have packs which cannot be read; and the first ones of segments
+        whose assignment cannot."""
         good = np.ones(len(chunks), bool)
         out = np.empty((len(chunks), *whole.layout.stored_shape), whole.layout.stored_dtype)
         with self._store.reader(whole) as reader:
             for group in range(whole.layout.groups):
                 good &= reader.read_packs(group, chunks, out)
-        found: list[int] = chunks[~good].tolist()
-        return found
+            lost = set(reader.lost_orders() if whole.layout.alike else ())
+        bad: list[int] = chunks[~good | np.isin(chunks, list(lost))].tolist()
+        return bad
 
-    def _run(self, whole: Prefix, bad: list[int]) -> range:
-        """The first bad chunks: about a block of the prefill, and no more than a segment has."""
+    def _reach(self, whole: Prefix, bad: list[int]) -> tuple[list[int], range]:
+        """The first bad chunks that are mended together, and the tokens to compute for that: about
+        a block of the prefill, and no more than a segment has; or what groups of alike tokens
+        take."""
+        size = whole.layout.chunk_tokens
+        if whole.layout.alike:
+            with self._store.reader(whole) as reader:
+                return reader.reach(bad)
         ends = np.cumsum([span.num_chunks for span in whole.spans])
         end = int(ends[np.searchsorted(ends, bad[0], side="right")])
-        reach = bad[0] + max(1, self._prefills.block // whole.layout.chunk_tokens)
-        return range(bad[0], 1 + max(chunk for chunk in bad if chunk < min(end, reach)))
+        end = min(end, bad[0] + max(1, self._prefills.block // size))
+        stop = 1 + max(chunk for chunk in bad if chunk < end)
+        tokens = range(bad[0] * size, min(stop * size, whole.num_tokens))
+        return list(range(bad[0], stop)), tokens
 
-    def _compute(self, whole: Prefix, chunks: range) -> np.ndarray:
-        """KV [L, 2, n, K, D] of some chunks, from what is stored before them.
+    def _compute(self, whole: Prefix, tokens: range) -> np.ndarray:
+        """KV [L, 2, n, K, D] of some tokens, from what is stored before them.
 
         Raises SegmentDamaged where not all of that can be read.
         """
-        layout = whole.layout
-        start, stop = (at * layout.chunk_tokens for at in (chunks.start, chunks.stop))
+        layout, start, stop = whole.layout, tokens.start, tokens.stop
         with self._store.reader(whole) as reader:
             earlier = EarlierKv(layout, self._codec, start, reader, None)
             known = _Known(earlier, start, layout.numpy_dtype)
             job = Job(
                 self._steps(known, whole.tokens[start:stop], start),
-                num_bytes=self._prefill_bytes(min(stop, whole.num_tokens)),
+                num_bytes=self._prefill_bytes(stop),
             )
             try:
                 self._scheduler.add(job).future.result()

@@ -207,9 +207,8 @@ class Trace:
         read = self.bytes["ssd"] / 1e6
         ahead = self.bytes["unused"] / 1e6
         unused = f", {ahead:.1f} of it ahead and not used" if ahead else ""
-        again = (
-            f"; {self.recomputed_chunks} chunks computed again" if self.recomputed_chunks else ""
-        )
+        chunks = self.recomputed_chunks
+        again = f"; {chunks} chunk{'' if chunks == 1 else 's'} computed again" if chunks else ""
         if self.blended_tokens or self.recomputed_tokens:
             again += f"; {self.blended_tokens} tokens blended, {self.recomputed_tokens} recomputed"
         made = f"; programs compiled or loaded: {self.compiled}" if self.compiled else ""

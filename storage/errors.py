@@ -47,10 +47,17 @@ class PrefixNotFound(StoreError):
     """
 
     def __init__(
-        self, prefix_id: str, close: Sequence[str] = (), *, several: int = 0, stored: str = ""
+        self,
+        prefix_id: str,
+        close: Sequence[str] = (),
+        *,
+        several: int = 0,
+        stored: str = "",
+        within: str = "",
     ) -> None:
         """`several`: how many ids begin with what was asked for. `stored`: what there is, to be
-        said where no id is close."""
+        said where no id is close. `within`: the id of a longer prefix, whose tokens are stored in
+        another order, so that none can end where this one would."""
         self.prefix_id = prefix_id
         self.close = tuple(close)
         self.several = several if several > 1 else 0
@@ -58,6 +65,12 @@ class PrefixNotFound(StoreError):
             more = f" and {several - len(self.close)} more" if several > len(self.close) else ""
             said = f"{several} stored prefixes begin with {prefix_id!r}"
             super().__init__(f"{said}: {', '.join(self.close)}{more}" if self.close else said)
+            return
+        if within:
+            super().__init__(
+                f"prefix {prefix_id!r} ends inside of {within}, whose tokens are stored in another "
+                "order: it cannot be used or pinned by itself, only the whole"
+            )
             return
         hint = f"; close ids: {', '.join(self.close)}" if self.close else ""
         if stored:

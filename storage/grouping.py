@@ -12,13 +12,23 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["RUN", "TOGETHER", "alike", "order_of", "runs", "steady"]
+__all__ = [
+    "RUN",
+    "TOGETHER",
+    "alike",
+    "bounded",
+    "by_position",
+    "order_of",
+    "run_chunks",
+    "runs",
+    "steady",
+]
 
 TOGETHER = 4
 """Tokens side by side that stay together."""
 RUN = 8192
 """Tokens that are grouped with each other."""
-_LARGEST = np.float32(1e15)  # what is greater would make infinities on the way to a direction
+_LARGEST = np.float32(1e15)
 _TINY = np.finfo(np.float32).tiny
 _TURNS = 8  # of the power iteration
 FIRST, LAST = 16, 64
@@ -37,7 +47,7 @@ def alike(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
         )
     size = unit_tokens // TOGETHER
     means = keys.reshape(-1, TOGETHER, keys.shape[-1]).mean(1, dtype=np.float32)
-    means = np.clip(means, -_LARGEST, _LARGEST)
+    means = bounded(means)
     unit = np.empty(len(means), np.int32)
     leaves, found = [np.arange(len(means))] if len(means) else [], 0
     while leaves:
@@ -49,6 +59,11 @@ def alike(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
         below, above = _halves(means, leaf, len(leaf) // size // 2 * size)
         leaves += [above, below]
     return np.repeat(unit, TOGETHER)
+
+
+def bounded(keys: np.ndarray) -> np.ndarray:
+    """Keys without what is so large that sums of squares would be infinite."""
+    return np.clip(keys, -_LARGEST, _LARGEST)
 
 
 def _halves(means: np.ndarray, leaf: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,11 +92,22 @@ def steady(first_token: int, tokens: int, chunk_tokens: int) -> tuple[int, int]:
 
 def runs(first: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
     """The chunks [first, stop) in runs of `RUN` tokens, which end where multiples of it do."""
-    size = max(1, RUN // chunk_tokens)
+    size = run_chunks(chunk_tokens)
     while first < stop:
         end = min(stop, (first // size + 1) * size)
         yield first, end
         first = end
+
+
+def run_chunks(chunk_tokens: int) -> int:
+    """The chunks of a run."""
+    return max(1, RUN // chunk_tokens)
+
+
+def by_position(tokens: int, chunk_tokens: int) -> np.ndarray:
+    """uint16 [T]: the chunk of each token, counted in its run, where none is grouped."""
+    chunk_of: np.ndarray = np.arange(tokens) // chunk_tokens % run_chunks(chunk_tokens)
+    return chunk_of.astype("<u2")
 
 
 def order_of(assignment: np.ndarray, chunk_tokens: int) -> np.ndarray:
@@ -90,7 +116,7 @@ def order_of(assignment: np.ndarray, chunk_tokens: int) -> np.ndarray:
     `assignment` uint16 [R, T]: the chunk of each token, counted in its run.
     """
     tokens = assignment.shape[1]
-    size = max(1, RUN // chunk_tokens) * chunk_tokens
+    size = run_chunks(chunk_tokens) * chunk_tokens
     order = np.empty(assignment.shape, np.int32)
     for start in range(0, tokens, size):
         part = assignment[:, start : start + size]

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckv_jax.storage.grouping import FIRST, LAST, RUN, TOGETHER
+from ckv_jax.storage.grouping import FIRST, LAST, TOGETHER, run_chunks
 from ckv_jax.storage.layout_versions import (
     LANDMARKS,
     PLAIN,
@@ -255,7 +255,7 @@ class Layout:
         if self.reordered:
             return 0
         tail = (tokens - LAST) // self.chunk_tokens * self.chunk_tokens
-        run = max(1, RUN // self.chunk_tokens) * self.chunk_tokens
+        run = run_chunks(self.chunk_tokens) * self.chunk_tokens
         return whole if whole >= tail else whole // run * run
 
     def steady_chunks(self, tokens: int) -> int:

@@ -79,9 +79,11 @@ class Prefix:
     def __str__(self) -> str:
         """One line for people."""
         made = "" if self.provenance == chain.EXACT else f", made under {self.provenance}"
-        plural = "" if self.num_chunks == 1 else "s"
-        chunks = f"{self.num_chunks:,} chunk{plural}"
-        return f"prefix {self.id[:12]}: {self.num_tokens:,} tokens in {chunks}{made}"
+        tokens, chunks = (
+            f"{count:,} {noun}{'' if count == 1 else 's'}"
+            for count, noun in ((self.num_tokens, "token"), (self.num_chunks, "chunk"))
+        )
+        return f"prefix {self.id[:12]}: {tokens} in {chunks}{made}"
 
     @property
     def num_tokens(self) -> int:

@@ -186,24 +186,25 @@ class ChunkStore(OpenStore):
         """Write packs and probes that are proven bad anew, in the segment where they lie.
 
         The marks of chunks that are whole again are lifted; the prefix must be looked up again.
+        Of alike tokens those packs are written all of whose tokens are in `kv`, as `reach` of a
+        reader says; and the assignment, if it is bad, where all tokens of the segment are.
 
         Args:
           prefix: stored, as `longest_prefix(marked=True)` finds it.
-          first_chunk: first chunk that was computed again.
-          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order: whole chunks from there on, or
-            up to the end of the prefix, all within one segment.
+          first_chunk: first chunk that was computed again; of a run, where tokens are alike.
+          kv: [L, 2, t, K, D] of layout.numpy_dtype, in stored order, or of alike tokens by
+            position: whole chunks from there on, or up to the end of the prefix, all within one
+            segment.
           codec: the one that the prefix's layout names.
 
         Returns:
-          How many packs and chunks of probes were bad, and are good now.
+          How many packs, chunks of probes and rows of assignments were bad, and are good now.
 
         Raises:
           StoreUnavailable: somebody else is mending the segment, or the disk gives no answer.
-          SegmentDamaged: the segment is gone.
+          SegmentDamaged: the segment is gone, or it cannot be told which tokens are in its packs.
         """
         check_codec(codec, prefix.layout)
-        if prefix.layout.alike:
-            raise ValueError("prefix: got one of alike tokens, which is stored again as a whole")
         span, first = locate(prefix, first_chunk, kv)
 
         def work() -> int:

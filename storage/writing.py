@@ -18,7 +18,7 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.manifest import Manifest, check_order
+from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.open_segments import Opened, OpenSegments
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.segment.writer import SegmentWriter, draft_manifest
@@ -57,7 +57,7 @@ def open_writer(
         start=start,
         parent=holder.segment_id if holder else None,
         first_chunk=before,
-        order=None if order is None else check_order(order, len(tokens), layout),
+        order=order,
     )
     held = segments.acquire_all(parent.spans) if parent else []
     workspace: Workspace | None = None

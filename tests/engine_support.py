@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckv_jax import Engine, EngineConfig
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.model.config import ModelConfig
@@ -89,6 +89,15 @@ def small_engine(
     else:
         layers, fingerprint = Layers(weights), random_fingerprint(weights)
     return Engine(layers, None, ChunkStore.open(folder), fingerprint, engine_config)
+
+
+def kept_kv(engine: Engine, requests: list[Request], *, max_tokens: int) -> list[np.ndarray]:
+    """Keys and values of all that each text computed, which every attention has been through."""
+    sampling = SamplingParams(max_tokens=max_tokens)
+    texts = engine.generate(requests, sampling, keep_kv=True).results()
+    for text in texts:
+        text.raise_for_error()
+    return [np.asarray(text.completion().kv) for text in texts]
 
 
 def scale_error(got: np.ndarray, expected: np.ndarray) -> float:

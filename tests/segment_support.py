@@ -9,6 +9,11 @@ import numpy as np
 from bench.truth import FINGERPRINT
 from ckv_jax.storage import ChunkStore, Layout, Prefix
 
+ALIKE = Layout(
+    num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",
+    heads_apart=True, grouping="alike",
+)  # fmt: skip
+
 
 def segment_folder(folder: Path, prefix: Prefix, span: int = 0) -> Path:
     """Where a span's segment lies in the store in `folder`."""

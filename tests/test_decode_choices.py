@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from engine_sharp import POOL_BYTES, Sharp
-from engine_support import TIGHT, scale_error, tokens
+from engine_support import TIGHT, kept_kv, scale_error, tokens
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -44,13 +45,7 @@ def asked(prefixes: list[Prefix]) -> list[Request]:
     ]
 
 
-def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
-    """Keys and values of all that each text computed, which every attention has been through."""
-    sampling = SamplingParams(max_tokens=LENGTH)
-    texts = engine.generate(requests, sampling, keep_kv=True).results()
-    for text in texts:
-        text.raise_for_error()
-    return [np.asarray(text.completion().kv) for text in texts]
+told = partial(kept_kv, max_tokens=LENGTH)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from compilations import compilations
 from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
-from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
 from engine_tiny import TINY
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 from pipeline_support import UnsteadyStore
@@ -60,12 +61,7 @@ def asked(prefixes: list[Prefix], budget: float = BUDGET) -> list[Request]:
     ]
 
 
-def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
-    """Keys and values of all that each text computed, which every attention has been through."""
-    texts = engine.generate(requests, SamplingParams(max_tokens=LENGTH), keep_kv=True).results()
-    for text in texts:
-        text.raise_for_error()
-    return [np.asarray(text.completion().kv) for text in texts]
+told = partial(kept_kv, max_tokens=LENGTH)
 
 
 @pytest.fixture(scope="module")

@@ -250,12 +250,13 @@ def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
     unused = answer["ssd_bytes_unused"]
     needed = byte_size(answer["bytes"]["ssd"] - unused)
     terminal.say(
-        f"\nattended to {share:.1%} of {answer['prefix_tokens']:,} tokens, which hold "
+        f"\nattended to {share:.1%} of {number_of(answer['prefix_tokens'], 'token')}, which hold "
         f"{answer['attention_mass']:.1%} of the probe's attention"
     )
     if "blended_tokens" in answer:
         terminal.say(
-            f"of the texts after the first, {answer['blended_tokens']:,} tokens as stored, "
+            "of the texts after the first, "
+            f"{number_of(answer['blended_tokens'], 'token')} as stored, "
             f"{answer['recomputed_tokens']:,} computed again"
         )
     terminal.say(

@@ -156,7 +156,8 @@ def batch(
         if stored:
             terminal.say(
                 f"{number_of(len(stored), 'beginning')} that prompts share "
-                f"{'is' if len(stored) == 1 else 'are'} stored, {sum(stored.values()):,} tokens"
+                f"{'is' if len(stored) == 1 else 'are'} stored, "
+                f"{number_of(sum(stored.values()), 'token')}"
             )
     if compiling:
         terminal.warn(

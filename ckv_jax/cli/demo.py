@@ -11,7 +11,7 @@ import typer
 
 from ckv_jax.cli.ingest import read_text
 from ckv_jax.cli.options import Json, System
-from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.output import Terminal, byte_size, number_of
 
 if TYPE_CHECKING:
     from ckv_jax.demo import Report
@@ -119,8 +119,8 @@ def _show(terminal: Terminal, report: Report) -> None:
     terminal.out.print(table)
     terminal.out.print()
     terminal.say(
-        f"{report.prefix_tokens:,} tokens, {byte_size(report.store_bytes)} on disk; "
-        f"{report.questions} question{'s' if report.questions > 1 else ''} per row. Times are "
+        f"{number_of(report.prefix_tokens, 'token')}, {byte_size(report.store_bytes)} on disk; "
+        f"{number_of(report.questions, 'question')} per row. Times are "
         "medians after a warm-up; the KV is read from disk each time."
     )
     terminal.say(

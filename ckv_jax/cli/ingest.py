@@ -27,7 +27,7 @@ from ckv_jax.cli.options import (
     TenantBytes,
     TensorParallel,
 )
-from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.cli.store_tools import given_codec, given_heads, parse_seconds, store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
@@ -136,7 +136,9 @@ def ingest(
         start = time.perf_counter()
         try:
             with terminal.progress() as bar:
-                prefix = engine.ingest(text, progress=bar("tokens"))
+                prefix = engine.ingest(
+                    text, progress=bar("tokens"), grouping=bar("runs of tokens grouped")
+                )
         except KeyboardInterrupt:
             terminal.warn("interrupted: nothing of this text was kept; run the command again")
             raise typer.Exit(130) from None
@@ -164,7 +166,7 @@ def ingest(
         return
     terminal.say(f"prefix  {prefix.id}")
     terminal.say(
-        f"        {prefix.num_tokens:,} tokens in {seconds:.1f} s; "
+        f"        {number_of(prefix.num_tokens, 'token')} in {seconds:.1f} s; "
         f"the store now holds {byte_size(stored)}"
     )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]

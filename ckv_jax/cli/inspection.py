@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from ckv_jax.cli.output import Terminal, byte_size
+from ckv_jax.cli.output import Terminal, byte_size, number_of
 
 if TYPE_CHECKING:
     from ckv_jax.storage.tools.inspect import Inspection, PrefixInfo, SegmentInfo
@@ -51,13 +51,15 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
     if layout["digest"] != "none":
         heads = len(layout.get("digest_heads", ()))
         kind += f", digest {layout['digest']}" + (f" of {heads} heads" if heads else "")
+    if layout.get("grouping") == "alike":
+        kind += ", chunks of alike tokens"
     if "codec" in layout:
         kind += f", codec {layout['codec']}"
     notes = [
         "pinned" if segment.pinned else "",
         "salted" if segment.salted else "",
         f"score {segment.score:.3g}" if segment.score is not None else "",
-        f"only {segment.usable_chunks} of {segment.chunks} chunks are good"
+        f"only {segment.usable_chunks} of {segment.chunks} chunks can be served"
         if segment.usable_chunks < segment.chunks
         else "",
     ]
@@ -71,12 +73,13 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
         )
         if part
     )
+    first = segment.first_chunk * layout["chunk_tokens"]
     return ", ".join(
         part
         for part in (
             f"{'[bold]' if leaf else ''}{segment.prefix_id}{'[/bold]' if leaf else ''}",
             about,
-            f"{segment.tokens:,} tokens from {segment.first_chunk * layout['chunk_tokens']:,}",
+            f"{number_of(segment.tokens, 'token')} from {first:,}",
             byte_size(segment.bytes),
             kind,
             *notes,
@@ -86,9 +89,13 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
 
 
 def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
-    terminal.say(f"\n{prefix.id}: {prefix.num_tokens:,} tokens in {prefix.num_chunks} chunks")
+    tokens, chunks = number_of(prefix.num_tokens, "token"), number_of(prefix.num_chunks, "chunk")
+    terminal.say(f"\n{prefix.id}: {tokens} in {chunks}")
     if prefix.bad_packs:
-        terminal.warn(f"{prefix.bad_packs} packs could not be read")
+        terminal.warn(f"{number_of(prefix.bad_packs, 'pack')} could not be read")
+    if prefix.lost_orders:
+        segments = number_of(prefix.lost_orders, "segment")
+        terminal.warn(f"which tokens are in which pack is damaged in {segments}")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in ("layer", "keys from", "to", "mean size", "values from", "to", "mean size"):
         table.add_column(name, justify="right", no_wrap=True)

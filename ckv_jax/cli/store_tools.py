@@ -139,13 +139,14 @@ def verify(
             terminal.say(f"upload   {segment_id}: not finished, left alone")
         for segment_id in report.unindexed:
             terminal.say(f"index    {segment_id}: not as on disk")
+        limited = [id_ for id_ in report.quarantined if id_ not in report.unrepaired]
         done = [
             f"{len(ids)} {name}"
             for name, ids in (
                 ("made whole", report.remade),
                 ("kept, as they could not be made whole", report.unrepaired),
                 ("removed", report.removed),
-                ("limited to their good chunks", report.quarantined),
+                ("limited to their good chunks", limited),
                 ("found whole again", report.pardoned),
             )
             if ids

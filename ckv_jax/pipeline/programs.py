@@ -109,11 +109,11 @@ class Programs:
             program.chosen.pop(key, None)
 
     @property
-    def chosen(self) -> dict[tuple[str, Hashable], tuple[Choice, ...]]:
-        """The kernels' implementations in every program held now, by its function's name and key,
-        in the order of the calls; programs that were never called are not there."""
+    def chosen(self) -> dict[tuple[Callable[..., Any], Hashable], tuple[Choice, ...]]:
+        """The kernels' implementations in every program held now, by its function and key, in the
+        order of the calls; programs that were never called are not there."""
         return {
-            (program.function.__name__, key): chosen
+            (program.function, key): chosen
             for program in list(self._programs.values())
             for key, chosen in list(program.chosen.items())
         }

@@ -13,10 +13,13 @@ from functools import cached_property
 import numpy as np
 
 from ckv_jax.pipeline.prefill import Prefill, Prefills
+from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.prefix import Prefix
 
-Order = Callable[[], np.ndarray | None]
-"""The order of a prefix, when somebody asks. Raises a `StoreError` where it cannot be read."""
+Order = Callable[[np.ndarray | None], np.ndarray | None]
+"""The order of a prefix, when somebody asks; that of alike tokens is found again by all KV
+[L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
+`SegmentDamaged` where that is for good."""
 
 _KEPT = 4  # prefixes whose recomputed KV stays, in files without a name
 
@@ -42,8 +45,8 @@ class Recovered:
     """The dense KV of one prefix's first tokens, shared by all who wait for some of it.
 
     Engine thread only. Args:
-        order: asked for once, where it is needed: int [L, T], the position of each token as stored,
-            of a reordered prefix, [groups, T] of one of alike tokens; None: as they are.
+        order: asked for where it is needed: int [L, T], the position of each token as stored, of a
+            reordered prefix, [groups, T] of one of alike tokens; None: as they are.
     """
 
     def __init__(self, prefix: Prefix, prefills: Prefills, order: Order) -> None:
@@ -124,7 +127,13 @@ class Recovered:
 
     @cached_property
     def _order(self) -> np.ndarray | None:
-        return self._order_of()
+        try:
+            return self._order_of(None)
+        except SegmentDamaged:
+            if not self.prefix.layout.alike:
+                raise
+        self._require(self.prefix.num_tokens)
+        return self._order_of(self._kv)
 
     def _positions(self, row: int, stored: np.ndarray) -> np.ndarray:
         """The positions in the prefix of tokens as stored in a row of its order."""

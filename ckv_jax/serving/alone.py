@@ -56,7 +56,7 @@ class Alone:
         self._store_prompt = store_prompt
 
     def job(self, sequence: Sequence) -> Job | None:
-        """See `scheduler.Worker.job_for`."""
+        """See `scheduler.Computes.job_for`."""
         if sequence.parts:
             return self._parts.job(sequence)
         if not self._computes_all and len(sequence.tokens) > self._prefills.window:

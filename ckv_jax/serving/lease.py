@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 from jax import Array
@@ -97,20 +98,29 @@ class Leases:
             resident = exit_.enter_context(self.residents.using(prefix, room))
             order = reader.order if prefix.layout.reordered else None
             recovered = self._recoveries.of(
-                prefix, (lambda: self.order_of(prefix)) if prefix.layout.alike else lambda: order
+                prefix, partial(self.order_of, prefix) if prefix.layout.alike else lambda _: order
             )
             return Lease(reader, resident, recovered, exit_, order)
         except BaseException:
             exit_.close()
             raise
 
-    def order_of(self, prefix: Prefix) -> np.ndarray | None:
-        """The order of a prefix, as a lease has it, or of alike tokens. Raises a `StoreError` if it
-        is gone."""
-        if not (prefix.layout.reordered or prefix.layout.alike):
+    def order_of(self, prefix: Prefix, kv: np.ndarray | None = None) -> np.ndarray | None:
+        """The order of a prefix, as a lease has it, or of alike tokens, found again by `kv`
+        [L, 2, T, K, D]. Raises a `StoreError` if it is gone."""
+        layout = prefix.layout
+        if not (layout.reordered or layout.alike):
             return None
         with self._store.reader(prefix, deadline_s=self._deadline_s) as reader:
-            return reader.order
+            if kv is None:
+                return reader.order
+
+            def keys(group: int, start: int, end: int) -> np.ndarray:
+                layer, head = layout.group_layers(group)[0], layout.group_heads(group).start
+                found: np.ndarray = kv[layer, 0, start:end, head]
+                return found
+
+            return reader.order_by(keys)
 
     def probes(self, lease: Lease, trace: Trace) -> Probes:
         """The probes of a lease; `Probes.cancel` ends their reads.

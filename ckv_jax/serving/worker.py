@@ -154,7 +154,7 @@ class Worker:
         return 0 if self._running.waiting() else len(self._running)
 
     def together(self, sequence: Sequence) -> Hashable:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         if not sparse(sequence, self.system):
             return None
         if not self.system.chunked:
@@ -162,7 +162,7 @@ class Worker:
         return sequence.sampling is None
 
     def fits(self, batch: Several[Sequence], job_bytes: int) -> bool:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         return self._room.fits(batch, job_bytes)
 
     def prefill_bytes(self, tokens: int) -> int:
@@ -172,7 +172,7 @@ class Worker:
     # -- first tokens -----------------------------------------------------------------------------
 
     def first_tokens(self, batch: Several[Sequence]) -> None:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         texts = batch[0].sampling is not None
         if texts and not self.system.chunked:
             raise ValueError(
@@ -284,7 +284,7 @@ class Worker:
     # -- tokens -----------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         if not self._peers.alone:
             for sequence in self._running.sequences:
                 sequence.check()
@@ -311,17 +311,17 @@ class Worker:
         self._running.warm(sequences, tokens, suffix)
 
     def end(self, error: CkvError) -> None:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         self._running.end(error)
 
     # -- prefills ---------------------------------------------------------------------------------
 
     def job_for(self, sequence: Sequence) -> Job | None:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         return self.alone.job(sequence)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
-        """See `scheduler.Worker`. Who asks for more than a job under way computes asks again."""
+        """See `scheduler.Computes`. Who asks for more than a job under way computes asks again."""
         known, tokens = self._recovering.get(id(needed.recovered), (None, 0))
         if known is not None and not known.future.done() and tokens >= needed.tokens:
             return known
@@ -333,7 +333,7 @@ class Worker:
         return job
 
     def shorten(self, sequence: Sequence) -> bool:
-        """See `scheduler.Worker`."""
+        """See `scheduler.Computes`."""
         before = sequence.prefix
         if not self._peers.alone:  # some process cannot read it: nobody does
             nothing = Prefix.empty(before.fingerprint, before.layout, before.salt)

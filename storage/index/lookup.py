@@ -220,21 +220,28 @@ def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> 
       catalog, load: where to look.
 
     Raises:
-      PrefixNotFound: with close ids of the same tenant; of those without a salt where none is said.
+      PrefixNotFound: with close ids of the same tenant; of those without a salt where none is said;
+        or with that of the prefix that it ends inside of, see `Layout.cut`.
     """
     whose = None if salt is None else tenant.mark(salt)
     ids = [prefix_id] if is_id(prefix_id) else []
     if not ids:
         ids = sorted({e for e in catalog.ends(whose) if prefix_id and e.startswith(prefix_id)})
     if len(ids) == 1:
-        link = bytes.fromhex(ids[0])
+        link, within = bytes.fromhex(ids[0]), ""
         for segment_id in dict.fromkeys(catalog.ending_with(link) + catalog.passing(link)):
             loaded = load(segment_id)
             if loaded is None or link not in loaded.manifest.links:
                 continue
             if whose is None or loaded.manifest.tenant == whose:
+                chunks, manifest = loaded.manifest.links.index(link) + 1, loaded.manifest
+                if not _cuts(manifest, chunks):
+                    within = manifest.links[-1].hex()
+                    continue
                 with contextlib.suppress(SegmentDamaged):
-                    return resolve(loaded, loaded.manifest.links.index(link) + 1, load, salt)
+                    return resolve(loaded, chunks, load, salt)
+        if within:
+            raise PrefixNotFound(ids[0], [within], within=within)
     ends = sorted(set(catalog.ends(tenant.PUBLIC if whose is None else whose)))
     if len(ids) > 1:
         named = set(ends)

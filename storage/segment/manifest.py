@@ -139,6 +139,12 @@ class Manifest:
             raise SegmentDamaged(f"segment {expected_id}: bad manifest: {str(e)[:200]}") from e
 
 
+def servable(manifest: Manifest, chunk: int) -> int:
+    """The chunks of a segment that can be served where those from `chunk` on cannot."""
+    layout, tokens = manifest.layout, len(manifest.tokens)
+    return layout.num_chunks(layout.cut(min(chunk * layout.chunk_tokens, tokens), tokens))
+
+
 def segment_id(start: bytes, end: bytes, order: np.ndarray | None) -> str:
     """Hex id of the segment from link `start` to link `end`, its tokens in `order`."""
     mapping = b"" if order is None else order.astype("<i4").tobytes()
@@ -159,19 +165,18 @@ def check_size(layout: Layout, tokens: int) -> None:
         raise ValueError(
             f"tokens: got {tokens}, more than the manifest of one segment has room for with "
             f"{layout.groups} packs for each chunk"
+            + (f" and {layout.orders} mapping lists" if layout.orders else "")
         )
 
 
 def check_order(order: Any, tokens: int, layout: Layout) -> np.ndarray:
     """`order` as int32 [R, T]; raises ValueError unless every row is a permutation of
-    range(tokens), or where the manifest would be too large to be read."""
+    range(tokens)."""
     array, want = np.asarray(order), (layout.orders, tokens)
     if array.shape == (tokens,) and not layout.layer_orders:
         array = array[None]
     if array.shape != want or array.dtype.kind not in "iu":
         raise ValueError(f"order: got {array.dtype} {array.shape}, expected integers {want}")
-    if array.size * 6 > MAX_BYTES // 2:
-        raise ValueError(f"order: got {array.size} entries, more than a manifest has room for")
     if not np.array_equal(np.sort(array, axis=1), np.tile(np.arange(tokens), (layout.orders, 1))):
         raise ValueError(f"order: expected a permutation of range({tokens})")
     return array.astype(np.int32)

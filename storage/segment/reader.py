@@ -18,12 +18,13 @@ from ckv_jax.storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ckv_jax.storage.grouping import order_of
+from ckv_jax.storage.grouping import order_of, run_chunks
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment import probe_reads
+from ckv_jax.storage.segment.assignment import order_again
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.open_segments import Opened
 from ckv_jax.storage.segment.pack_read import PackRead
@@ -229,6 +230,24 @@ class PrefixReader:
         Raises SegmentDamaged where that is lost with its segment: look the prefix up again; and
         StoreUnavailable where the segment cannot be opened just now.
         """
+        return self._order(lambda segment, start, end: self._grouped(segment))
+
+    def order_by(self, keys: Callable[[int, int, int], np.ndarray]) -> np.ndarray:
+        """The same of alike tokens, found again by their keys where it is damaged.
+
+        `keys(group, start, end)`: those of tokens [start, end) of the prefix, [n, D] of
+        layout.numpy_dtype.
+        """
+
+        def again(segment: Segment, start: int, end: int) -> np.ndarray:
+            bits = self.prefix.layout.disk_dtype
+            return order_again(segment, end - start, lambda g: keys(g, start, end).view(bits))
+
+        return self._order(again)
+
+    def _order(self, grouped: Callable[[Segment, int, int], np.ndarray]) -> np.ndarray:
+        """`grouped`: the order of a segment, [groups, >= n], whose tokens [start, end) of the
+        prefix are of alike tokens."""
         self._open()
         layout = self.prefix.layout
         shape = (layout.groups if layout.alike else layout.num_layers, self.prefix.num_tokens)
@@ -241,7 +260,7 @@ class PrefixReader:
                     said = f"segment {span.segment_id}: its order cannot be read: {segment}"
                     raise StoreUnavailable(said)
             elif layout.alike:
-                order[:, start:end] = start + self._grouped(segment)[:, : end - start]
+                order[:, start:end] = start + grouped(segment, start, end)[:, : end - start]
             elif segment.manifest.order is not None:
                 order[:, start:end] = start + segment.manifest.order
         return order
@@ -254,6 +273,41 @@ class PrefixReader:
             self._proof.prove(segment, "assignment", found, 0, 0, "assignment", deadline)
             raise SegmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
         return order_of(found, self.prefix.layout.chunk_tokens)
+
+    def lost_orders(self) -> list[int]:
+        """The first chunks of segments of alike tokens whose order is proven to be damaged."""
+        found = []
+        for first, segment in zip(self._runs.starts.tolist(), self._runs.segments, strict=False):
+            if isinstance(segment, Segment):
+                try:
+                    self._grouped(segment)
+                except SegmentDamaged:
+                    found.append(first)
+        return found
+
+    def reach(self, bad: Sequence[int]) -> tuple[list[int], range]:
+        """What to compute again for the first of some bad chunks of alike tokens, ascending.
+
+        Returns:
+          Those of them that are made again with it: in its run, or in its segment where the order
+          is damaged; and the tokens of the prefix, whole chunks from the first of the run on, that
+          hold all of theirs.
+        """
+        which = int(np.searchsorted(self._runs.starts, bad[0], side="right")) - 1
+        _, segment, start, end = self._runs.of_tokens()[which]
+        if isinstance(segment, StoreError):
+            raise segment
+        first, stop = self._runs.starts[which : which + 2].tolist()
+        size = self.prefix.layout.chunk_tokens
+        try:
+            order = self._grouped(segment)[:, : end - start]
+        except SegmentDamaged:
+            return [chunk for chunk in bad if chunk < stop], range(start, end)
+        run = run_chunks(size)
+        begin = first + (bad[0] - first) // run * run
+        mine = [chunk for chunk in bad if chunk < min(stop, begin + run)]
+        last = max(int(order[:, (c - first) * size : (c - first + 1) * size].max()) for c in mine)
+        return mine, range(begin * size, min(end, start + (last // size + 1) * size))
 
     # -- life ------------------------------------------------------------------------------------
 

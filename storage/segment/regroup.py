@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ckv_jax.storage.digest.data import as_float32
-from ckv_jax.storage.grouping import RUN, alike, runs, steady
+from ckv_jax.storage.grouping import alike, by_position, runs, steady
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.array_writer import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest
@@ -15,7 +15,10 @@ from ckv_jax.storage.segment.packing import aligned
 
 
 def regroup(
-    draft: Manifest, packs: ArrayWriter, assignment: ArrayWriter, step: Callable[[], None]
+    draft: Manifest,
+    packs: ArrayWriter,
+    assignment: ArrayWriter,
+    step: Callable[[int, int], None],
 ) -> None:
     """Groups the tokens of every layer and KV head, and writes down which chunk each is in.
 
@@ -25,18 +28,20 @@ def regroup(
       draft: its checksums are those of the packs as they lie after this.
       packs: has all packs, their tokens by position.
       assignment: is filled.
-      step: told of each run, so that a long text is not taken for a disk that does nothing.
+      step: told of each run, how many are done and of how many, so that a long text is not taken
+        for a disk that does nothing.
     """
     layout, size = draft.layout, draft.layout.chunk_tokens
     first, stop = steady(draft.first_chunk * size, len(draft.tokens), size)
-    by_position = (np.arange(len(draft.tokens)) // size % max(1, RUN // size)).astype("<u2")
+    parts = list(runs(first, stop, size))
+    ungrouped = by_position(len(draft.tokens), size)
     seed = crc.seed(draft.segment_id, "assignment")
     for group in range(layout.groups):
-        chunk_of = by_position.copy()
-        for start, end in runs(first, stop, size):
+        chunk_of = ungrouped.copy()
+        for number, (start, end) in enumerate(parts, 1):
             unit = _regroup_run(draft, packs, group, start, end)
             chunk_of[start * size : end * size] = chunk_of[start * size] + unit
-            step()
+            step(group * len(parts) + number, layout.groups * len(parts))
         assignment.put(group, chunk_of)
         view = crc.as_bytes(chunk_of[None])[0]
         draft.assignment_crc[group, 0] = crc.checksum(seed, group, 0, view)

@@ -18,8 +18,10 @@ from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 _NOTHING = np.zeros(0, np.uint8)
 _NOTHING.flags.writeable = False
-_TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
-           "assignment": "assignment_crc"}  # fmt: skip
+TABLES = {"packs": "pack_crc", "probe": "probe_crc", "digest": "digest_crc",
+          "assignment": "assignment_crc"}  # fmt: skip
+"""Where a manifest has the checksums of a kind of data."""
+
 _PROBE_READ = 64  # pages of one direct read of a probe
 
 
@@ -241,11 +243,16 @@ class Segment:
         """
         found = np.empty((self._layout.groups, len(self.manifest.tokens)), "<u2")
         for row in range(len(found)):
-            data = self.reread("assignment", row, 0)
+            data = self.assignment_row(row)
             if data is None:
                 return row
-            found[row] = np.frombuffer(data, "<u2")
+            found[row] = data
         return found
+
+    def assignment_row(self, group: int) -> np.ndarray | None:
+        """uint16 [T] of one group, or None where it is proven bad; raises as `assignment`."""
+        data = self.reread("assignment", group, 0)
+        return None if data is None else np.frombuffer(data, "<u2")
 
     # -- proof -------------------------------------------------------------------------------------
 
@@ -286,7 +293,7 @@ class Segment:
         if data is None:
             return None
         view = np.frombuffer(data, np.uint8)
-        table = getattr(manifest or self.manifest, _TABLES[kind])
+        table = getattr(manifest or self.manifest, TABLES[kind])
         found = crc.checksum(self._seeds[kind], row, column, view)
         return data if found == table[row, column] else None
 

@@ -243,15 +243,19 @@ class SegmentWriter:
 
     # -- commit ----------------------------------------------------------------------------------
 
-    def commit(self) -> Prefix:
-        """Make everything durable, publish the segment, return the whole prefix with its parent."""
+    def commit(self, grouping: Callable[[int, int], None] | None = None) -> Prefix:
+        """Make everything durable, publish the segment, return the whole prefix with its parent.
+
+        `grouping`: told in the writer's thread how many runs of alike tokens are grouped, and of
+        how many.
+        """
         self._check_open()
         if self._written != len(self._draft.tokens):
             raise ValueError(
                 f"tokens: got KV of {self._written}, expected all {len(self._draft.tokens)}"
             )
         try:
-            self._wait(self._thread.submit(self._finish))
+            self._wait(self._thread.submit(self._finish, grouping))
             return self._patience.run(
                 "publishing a segment",
                 lambda: self._publish(self._draft, self._workspace),
@@ -282,11 +286,16 @@ class SegmentWriter:
         packs = decoded(self._codec, stored, group, self.layout)
         out[:] = packs.view(self.layout.disk_dtype)
 
-    def _finish(self) -> None:
+    def _finish(self, grouping: Callable[[int, int], None] | None) -> None:
+        def step(done: int, total: int) -> None:
+            self._step()
+            if grouping is not None:
+                grouping(done, total)
+
         for job in (*self._blocks, *self._jobs):  # every block has its job by now
             job.result()
         if self.layout.alike:
-            regroup(self._draft, self._arrays["packs"], self._arrays["assignment"], self._step)
+            regroup(self._draft, self._arrays["packs"], self._arrays["assignment"], step)
             self._add_grouped()
         if self._digest is not None:
             self._digest.finish(self._packs_back, self._step)
@@ -369,9 +378,11 @@ def draft_manifest(
 ) -> Manifest:
     """A manifest whose checksums are still to be filled in.
 
-    Raises ValueError where it would be too large to be read.
+    Raises ValueError where it would be too large to be read, and for an `order` that is none.
     """
     manifests.check_size(layout, len(tokens))
+    if order is not None:
+        order = manifests.check_order(order, len(tokens), layout)
     chunks = layout.num_chunks(len(tokens))
     return Manifest(
         layout=layout,

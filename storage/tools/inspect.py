@@ -15,6 +15,7 @@ from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.quantised import Quantised
+from ckv_jax.storage.segment.manifest import servable
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
 
@@ -30,7 +31,8 @@ class SegmentInfo:
       prefix_id: id of the prefix that ends with it.
       parent: id of the segment that it continues, None for a root.
       first_chunk, chunks, tokens: where it starts, and how much it holds.
-      usable_chunks: chunks before the first quarantined one.
+      usable_chunks: chunks that can be served: those before the first quarantined one, or of a
+        segment that is used whole the most that go without it.
       bytes: on disk.
       pinned: whether a pinned prefix needs it.
       salted: whether it belongs to a tenant with a salt.
@@ -83,6 +85,7 @@ class PrefixInfo:
       id, num_tokens, num_chunks: which, and how long.
       segments: ids of its segments, in order.
       bad_packs: packs that could not be read; they are not in the statistics.
+      lost_orders: segments of alike tokens of which it is not known which tokens are in which pack.
       layers: statistics of every layer; none of a codec that is not known here.
       bits: what every layer's keys and values are rounded to; None where they are not, or by a
         codec that is not known here.
@@ -94,6 +97,7 @@ class PrefixInfo:
     num_chunks: int
     segments: list[str]
     bad_packs: int
+    lost_orders: int
     layers: list[LayerStats]
     bits: list[tuple[int, int]] | None
     importance: list[float] | None
@@ -151,7 +155,7 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
             first_chunk=manifest.first_chunk,
             chunks=manifest.chunks,
             tokens=len(manifest.tokens),
-            usable_chunks=loaded.usable,
+            usable_chunks=servable(manifest, loaded.usable),
             bytes=entry.bytes,
             pinned=entry.id in pinned,
             salted=bool(manifest.tenant),
@@ -208,12 +212,14 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
                 bad += _read_group(reader, first, totals)
             pairs = zip(layout.group_layers(group), totals, strict=True)
             layers += [t.stats(layer) for layer, t in pairs]
+        lost = len(reader.lost_orders()) if layout.alike else 0
     return PrefixInfo(
         id=prefix.id,
         num_tokens=prefix.num_tokens,
         num_chunks=prefix.num_chunks,
         segments=[s.segment_id for s in prefix.spans],
         bad_packs=bad,
+        lost_orders=lost,
         layers=layers,
         bits=_bits(layout),
         importance=None if importance is None else importance.mean(0).tolist(),

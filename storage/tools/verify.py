@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,119 +17,17 @@ from ckv_jax.storage.errors import (
 )
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.lookup import Loaded
-from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.manifest import Manifest, servable
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.tools.damage import Damage, VerifyReport, ranges
+from ckv_jax.storage.tools.losses import losses, mendable
 from ckv_jax.storage.writing import whole_span
 
+__all__ = ["Damage", "VerifyReport", "losses", "ranges", "verify_store"]
+
 _PIECE_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Something that is not as it was written.
-
-    Attributes:
-      segment_id: where.
-      chunk: the first bad chunk within the segment; 0 when nothing of it can be served.
-      what: what was found.
-    """
-
-    segment_id: str
-    chunk: int
-    what: str
-
-
-@dataclass(slots=True)
-class VerifyReport:
-    """What `verify_store` found and did.
-
-    Attributes:
-      segments, packs, bytes: how much was checked.
-      damages: all that is proven to be damaged.
-      unread: what could not be read in time, or at all just now; it may be whole.
-      foreign: segments of another version of the format; they are left alone.
-      unfinished: objects of an object store without a manifest, as somebody uploads them now or was
-        killed while doing so; they are left alone.
-      unindexed: segments that the index lacked, or had although they were gone.
-      remade: segments whose probes or digests the repair made anew, and that are whole now.
-      unrepaired: damaged segments that could not be made whole just now, or not here, and may be
-        later; they are kept, and not served.
-      removed: segments that the repair removed, as no chunk of them could be served.
-      quarantined: segments that the repair limited to their good chunks.
-      pardoned: segments that were marked as bad and are whole.
-      swept: what killed writers had left.
-    """
-
-    segments: int = 0
-    packs: int = 0
-    bytes: int = 0
-    damages: list[Damage] = field(default_factory=list)
-    unread: list[Damage] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)
-    unindexed: list[str] = field(default_factory=list)
-    remade: list[str] = field(default_factory=list)
-    unrepaired: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    quarantined: list[str] = field(default_factory=list)
-    pardoned: list[str] = field(default_factory=list)
-    swept: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything is as it was written."""
-        return not (self.damages or self.unindexed or self.unread)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"ok": self.ok, **dataclasses.asdict(self)}
-
-
-def ranges(damages: Sequence[Damage]) -> list[str]:
-    """What was found, a line for each run of neighbouring chunks of one segment."""
-    chunks: dict[str, set[int]] = {}
-    first: dict[str, str] = {}
-    for damage in damages:
-        chunks.setdefault(damage.segment_id, set()).add(damage.chunk)
-        first.setdefault(damage.segment_id, damage.what)
-    lines = []
-    for id_, bad in chunks.items():
-        runs: list[list[int]] = []
-        for chunk in sorted(bad):
-            if runs and runs[-1][1] == chunk - 1:
-                runs[-1][1] = chunk
-            else:
-                runs.append([chunk, chunk])
-        said = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8])
-        more = f" and {len(runs) - 8} more runs" if len(runs) > 8 else ""
-        word = "chunk" if len(bad) == 1 else f"{len(bad)} chunks:"
-        lines.append(f"{id_}, {word} {said}{more}: {first[id_]}")
-    return lines
-
-
-def losses(store: ChunkStore, report: VerifyReport) -> list[str]:
-    """What a repair would do for each segment that `verify_store` found damaged, changing nothing.
-
-    Probes and digests are made anew where the packs are whole, which only the repair finds out.
-    """
-    said = store.wishes()
-    lines = []
-    for id_ in dict.fromkeys(damage.segment_id for damage in report.damages):
-        chunk = min(d.chunk for d in report.damages if d.segment_id == id_)
-        found = store.index.find(id_)
-        wish = said.get(found.manifest.links[-1].hex(), Wish()) if found is not None else Wish()
-        about = f" ({wish.name or wish.begins})" if wish.name or wish.begins else ""
-        total = f" of {found.manifest.chunks}" if found is not None else ""
-        what = (
-            f"be limited to its first {chunk}{total} chunks"
-            if chunk
-            else "be made anew where its packs are whole, removed where they are not"
-        )
-        lines.append(f"{id_}{about}: {what}")
-    return lines
 
 
 def verify_store(
@@ -164,9 +58,9 @@ def verify_store(
         elif isinstance(manifest, SegmentUnfinished):
             report.unfinished.append(id_)
         elif isinstance(manifest, SegmentDamaged):
-            report.damages.append(Damage(id_, 0, "the manifest is missing or damaged"))
+            report.damages.append(Damage(id_, 0, "the manifest is missing or damaged", "manifest"))
         else:
-            report.unread.append(Damage(id_, 0, str(manifest)))
+            report.unread.append(Damage(id_, 0, str(manifest), "manifest"))
     # Of what the index lacks, only what could be in it counts.
     indexed = {e.id for e in store.index.catalog.entries()}
     lacking = {manifest.segment_id for manifest, _, _ in known} - indexed
@@ -194,7 +88,8 @@ def verify_store(
     unknown = {d.segment_id for d in report.unread}
     unknown.update(report.foreign, report.unfinished, report.unrepaired)
     orphans = _orphans(usable, unknown)
-    orphaned = [Damage(id_, 0, "what it continues is gone or damaged") for id_ in orphans]
+    gone = "what it continues is gone or damaged"
+    orphaned = [Damage(id_, 0, gone, "parent") for id_ in orphans]
     report.damages += orphaned
     if repair:
         _repair(store, report, usable, left + orphaned)
@@ -212,18 +107,18 @@ def _check(
     damages: list[Damage] = []
     unread: list[Damage] = []
     torn: set[int] = set()
-    at_packs = True
+    kind = "packs"
     try:
         segment = store.open_segment(manifest, checksum)
     except SegmentDamaged as e:
-        return [Damage(id_, 0, str(e))], [], {0}
+        return [Damage(id_, 0, str(e), "segment")], [], {0}
     except StoreUnavailable as e:
-        return [], [Damage(id_, 0, str(e))], torn
+        return [], [Damage(id_, 0, str(e), "segment")], torn
     whole = _alone(manifest, checksum)
 
     def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
-        (damages if proof else unread).append(Damage(id_, chunk, reason))
-        if proof and at_packs:
+        (damages if proof else unread).append(Damage(id_, chunk, reason, kind))
+        if proof and kind == "packs":
             torn.add(chunk)
 
     with store.segment_reader(whole, segment, note) as reader:
@@ -235,19 +130,20 @@ def _check(
                     ids = np.arange(first, min(first + step, chunks))
                     reader.read_packs(group, ids, out[: len(ids)])
                     report.packs += len(ids)
-            at_packs = False
             if layout.alike:
-                with contextlib.suppress(SegmentDamaged):  # which has been noted
-                    _ = reader.order
+                kind = "assignment"
+                reader.lost_orders()  # which notes them
+            kind = "probe"
             shape = (len(manifest.tokens), layout.probe_heads, layout.head_dim)
             for layer in layout.probe_layers:
                 reader.read_probe(layer, np.empty(shape, layout.numpy_dtype))
-        except ReadTimeout as e:  # its buffer is given up with it
-            unread.append(Damage(id_, 0, str(e)))
+        except (ReadTimeout, StoreUnavailable) as e:  # a buffer is given up with it
+            unread.append(Damage(id_, 0, str(e), kind))
         else:
+            kind = "digest"
             found = reader.read_digest()
             if found is None and layout.digest != "none" and not (damages or unread):
-                unread.append(Damage(id_, 0, "digest: not read"))
+                unread.append(Damage(id_, 0, "digest: not read", kind))
     return damages, unread, torn
 
 
@@ -306,7 +202,7 @@ def _remake(
     """Make bad probes and digests anew; notes the segments that are whole again.
 
     And those that are not, though no pack of theirs is proven to be why: making them anew may work
-    another time.
+    another time. And those of alike tokens that the next ingest makes whole.
     """
     for id_ in sorted({d.segment_id for d in report.damages} & segments.keys()):
         loaded = segments[id_]
@@ -321,6 +217,10 @@ def _remake(
             segments[id_] = tried
         if tried is not None and tried.usable == loaded.manifest.chunks:
             report.remade.append(id_)
+        elif loaded.manifest.layout.alike:
+            left = servable(loaded.manifest, (tried or loaded).usable)
+            if not left and mendable(loaded.manifest, torn[id_]):
+                report.unrepaired.append(id_)
         elif (why > loaded.usable) if tried is None else not torn[id_]:
             report.unrepaired.append(id_)
 
@@ -348,7 +248,8 @@ def _repair(
     for damage in sorted(damages, key=lambda d: -d.chunk):
         first[damage.segment_id] = damage
     for id_, damage in first.items():
-        useless = damage.chunk == 0 and id_ not in report.unrepaired
+        served = servable(segments[id_].manifest, damage.chunk) if id_ in segments else 0
+        useless = not served and id_ not in report.unrepaired
         if useless and store.bounds.remove(id_, f"repair: {damage.what}"):
             report.removed.append(id_)
         elif id_ in segments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,76 @@ def test_a_url_of_another_machine_is_refused(here: Here) -> None:
     assert folder_of("s3://bucket/kv") is None
     code, _, err = here("verify", "file://elsewhere/kv")
     assert code == 1 and "expected file:///path" in err
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["prune", "--max-bytes", "0"]])
+def test_looking_after_no_store_makes_none(tmp_path: Path, here: Here, command: list[str]) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, _, err = here(*command, empty)
+    assert code == 1 and "there is no store" in err
+    assert list(empty.iterdir()) == []
+
+
+def test_the_store_is_shown_checked_pinned_and_pruned(
+    home: Path, prefix: dict, tmp_path: Path, here: Here
+) -> None:
+    store, name = tmp_path / "kv", str(prefix["prefix"])
+    shutil.copytree(home / "kv", store)
+
+    def look_after(*args: object) -> dict:
+        code, out, _ = here(*args, "--json")
+        assert code == 0
+        found: dict = json.loads(out)
+        return found
+
+    shown = look_after("inspect", store, name)
+    assert shown["prefixes"] == {name: prefix["tokens"]}
+    assert len(shown["prefix"]["layers"]) == 2
+    (segment,) = shown["segments"]
+    assert segment["name"] == "handbook"
+    assert segment["source"] in ("text.txt", "stdin")  # another test stores it again from there
+    assert segment["begins"] == "The lamp of room 0 is number 0. The lamp of room 1 is …"
+    seen = here("inspect", store, name[:5])[1]
+    assert name in seen and "handbook" in seen
+    assert look_after("verify", store)["ok"]
+
+    assert look_after("pin", store, name[:5])["pinned"]
+    code, out, err = here("prune", store, "--max-bytes", "0", "--json")
+    assert (code, json.loads(out)["removed"]) == (3, 0) and "the rest is pinned" in err
+    assert not look_after("pin", store, name, "--unpin")["pinned"]
+    pruned = look_after("prune", store, "--max-bytes", "1kB")
+    assert (pruned["removed"], pruned["bytes_after"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, here: Here) -> None:
+    store = tmp_path / "kv"
+    shutil.copytree(home / "kv", store)
+    largest = max(store.rglob("packs/c.*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    code, out, _ = here("verify", store, "--json")
+    assert code == 1
+    (damage,) = json.loads(out)["damages"]
+    assert here("verify", store, "--dry-run")[0] == 1  # without --repair it has nothing to say
+    code, out, _ = here("verify", store, "--repair", "--dry-run")
+    assert code == 1 and "handbook" in out and f"its first {damage['chunk']} of" in out
+    assert len(json.loads(here("verify", store, "--json")[1])["damages"]) == 1  # nothing was done
+    assert here("verify", store, "--repair")[0] == 0
+
+    def ask(of: Path) -> tuple[int, int, str]:
+        code, out, err = here(
+            "ask", home / "checkpoint", "why?", "--store", of, "--prefix", "handbook",
+            "--budget", 1, "--no-warm-up", "--json",
+        )  # fmt: skip
+        assert code == 0
+        found = json.loads(out)
+        return found["token_id"], found["recomputed_chunks"], err
+
+    whole = ask(home / "kv")
+    assert whole[1] == 0 and "computed again" not in whole[2]
+    token, again, err = ask(store)  # what is damaged is computed again, and said
+    assert (token, again) == (whole[0], 1)
+    assert "1 chunk is damaged on disk and was computed again" in err

@@ -158,7 +158,7 @@ def test_an_interrupted_ingest(
     store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Engine.ingest
-    monkeypatch.setattr(Engine, "ingest", lambda engine, text, progress: whole(
+    monkeypatch.setattr(Engine, "ingest", lambda engine, text, **_: whole(
         engine, text, progress=lambda done, total: signal.raise_signal(signal.SIGINT)
     ))  # fmt: skip
     before = sorted(path for path in store.rglob("*") if path.is_dir())

@@ -26,13 +26,15 @@ NEAR: dict[str, tuple[str, ...]] = {
         for name in (
             "round_trip", "landmarks", "quantised", "codec", "provenance", "limits", "mending",
             "remaking", "tensorstore", "direct_reads", "writer_memory", "promises", "durability",
-            "faults", "unknown", "hidden_names", "tenants", "probe_spans",
+            "faults", "unknown", "hidden_names", "tenants", "probe_spans", "alike",
+            "mending_alike",
         )
     ),
     "storage/tools": (
         "tests/storage/test_tools.py", "tests/storage/test_mending.py",
         "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
-        "tests/storage/test_room.py", "tests/storage/test_pins.py", "tests/test_cli.py",
+        "tests/storage/test_room.py", "tests/storage/test_pins.py",
+        "tests/cli/test_looking_after.py",
     ),
     "storage/index": (
         "tests/storage/test_database.py",

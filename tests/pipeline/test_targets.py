@@ -98,9 +98,18 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
 def test_programs_remember_what_their_tracing_chose() -> None:
     programs = Programs(most=1)
     jit: Callable[..., Any] = programs.jit
-    doubled = jit(lambda start: positions(start, 2) * 2)
+    double = lambda start: positions(start, 2) * 2  # noqa: E731
+    doubled = jit(double)
     assert programs.chosen == {}
     doubled("a", np.zeros(1, np.int32))
-    assert programs.chosen == {("<lambda>", "a"): ()}
+    assert programs.chosen == {(double, "a"): ()}
     doubled("b", np.zeros(2, np.int32))
-    assert programs.chosen == {("<lambda>", "b"): ()}
+    assert programs.chosen == {(double, "b"): ()}
+
+
+def test_functions_of_one_name_are_told_apart() -> None:
+    programs = Programs()
+    for times in (2, 3):
+        found = programs.jit(lambda x, times=times: times * x)("a", np.ones(1, np.int32))
+        assert found.tolist() == [times]
+    assert len(programs) == len(programs.chosen) == 2

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
+from segment_support import ALIKE as LAYOUT
 from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, verify_store
+from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, pin_prefix, verify_store
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
 from ckv_jax.storage.segment.array_writer import ArrayWriter
@@ -20,10 +22,6 @@ from ckv_jax.storage.segment.regroup import regroup
 from ckv_jax.storage.segment.writer import draft_manifest
 from ckv_jax.stored_kv import read_kv
 
-LAYOUT = Layout(
-    num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",
-    heads_apart=True, grouping="alike",
-)  # fmt: skip
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
 TOKENS = some_tokens(16 * 23 + 5)
 TAIL = (len(TOKENS) - 64) // 16 * 16
@@ -131,38 +129,15 @@ def test_no_id_leads_to_chunks_of_tokens_from_elsewhere(store: ChunkStore, layou
     seed = chain.seed(FINGERPRINT, layout, "")
     links = [link.hex() for link in chain.links(seed, TOKENS, 16)]
     assert links[-1] == prefix.id and store.prefix(prefix.id) == prefix
-    with pytest.raises(PrefixNotFound):
-        store.prefix(links[9])
+    for use in (store.prefix, functools.partial(pin_prefix, store)):
+        with pytest.raises(PrefixNotFound, match=f"ends inside of {prefix.id}") as error:
+            use(links[9])
+        assert error.value.close == (prefix.id,)
+    assert store.bounds.pinned() == set() and not store.wishes()
+    pin_prefix(store, prefix.id)
+    assert store.bounds.pinned() == {prefix.spans[0].segment_id}
     if layout.alike:  # in the last 64
         assert store.prefix(links[-2]).num_tokens == 16 * 23
-
-
-def test_an_assignment_that_is_damaged_is_noticed_and_stored_again(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=LAYOUT)
-        (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
-        hurt(shard, 2 * len(TOKENS) + 40)
-        assert not verify_store(store).ok
-        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="assignment"):
-            _ = reader.order
-        assert find(store, TOKENS, LAYOUT).num_tokens == 0
-        again = ingest(store, TOKENS, layout=LAYOUT)
-        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
-        assert verify_store(store).ok
-
-
-def test_a_bad_pack_has_the_segment_stored_again(folder: Path) -> None:
-    with ChunkStore.open(folder) as store:
-        prefix = ingest(store, TOKENS, layout=LAYOUT)
-        shard = sorted(segment_folder(folder, prefix).glob("packs/c.0.*"))[0]
-        hurt(shard, 5 * LAYOUT.pack_bytes + 3)
-        assert read_all(store, prefix).refused == 1
-        assert find(store, TOKENS, LAYOUT).num_tokens == 0
-        marked = find(store, TOKENS, LAYOUT, marked=True)
-        with pytest.raises(ValueError, match="stored again as a whole"):
-            store.replace_packs(marked, 5, kv_of(LAYOUT, TOKENS)[:, :, 80:96])
-        again = ingest(store, TOKENS, layout=LAYOUT)
-        assert read_all(store, again).right == LAYOUT.groups * again.num_chunks
 
 
 def test_a_digest_is_made_again_of_grouped_packs(folder: Path) -> None:
@@ -186,9 +161,10 @@ def test_every_run_that_is_grouped_counts_as_a_step(tmp_path: Path) -> None:
         ArrayWriter(tmp_path, draft.arrays[name], direct=False) for name in ("packs", "assignment")
     )
     packs.put(0, np.zeros((LAYOUT.groups, draft.chunks, *LAYOUT.pack_shape), np.uint16))
-    steps: list[None] = []
-    regroup(draft, packs, assignment, lambda: steps.append(None))
-    assert len(steps) == LAYOUT.groups * 3
+    steps: list[tuple[int, int]] = []
+    regroup(draft, packs, assignment, lambda *step: steps.append(step))
+    total = LAYOUT.groups * 3
+    assert steps == [(done, total) for done in range(1, total + 1)]
     packs.close()
     assignment.close()
 

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
@@ -157,6 +158,18 @@ def test_what_no_manifest_has_room_for_is_refused_before_it_is_written(folder: P
         assert not list((folder / "tmp").iterdir()) and store.usage() == 0
         together = dataclasses.replace(apart, heads_apart=False)
         store.writer(fingerprint=FINGERPRINT, layout=together, tokens=tokens).close()
+
+
+def test_an_order_that_no_manifest_has_room_for_is_refused(folder: Path) -> None:
+    layout = Layout(
+        num_layers=80, num_kv_heads=1, head_dim=8, probe="none", reordered=True, layer_orders=True
+    )
+    tokens = some_tokens(200_000)
+    order = np.broadcast_to(np.zeros(1, np.int32), (80, len(tokens)))
+    with ChunkStore.open(folder) as store:
+        with pytest.raises(ValueError, match=r"got 200000, .* and 80 mapping lists"):
+            store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens, order=order)
+        assert not list((folder / "tmp").iterdir()) and store.usage() == 0
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -1,0 +1,121 @@
+"""What is not as it should be: one clear line, and the exit code that says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from command_line import TEXT, Here, ckv
+
+
+def test_help_is_there_for_every_command(here: Here) -> None:
+    code, overview, _ = here("--help")
+    assert code == 0
+    for command in (
+        "demo", "ingest", "ask", "batch", "convert", "inspect", "verify", "prune", "pin"
+    ):  # fmt: skip
+        assert command in overview
+        code, out, _ = here(command, "--help")
+        assert code == 0 and "--json" in out
+    code, out, _ = here("codec", "profile", "--help")
+    assert code == 0 and "--target-bytes" in out and "codec" in overview
+    code, out, _ = here("--version")
+    assert code == 0 and out.startswith("ckv ")
+
+
+def test_wrong_usage_is_exit_code_2(here: Here) -> None:
+    code, _, err = here("ingest", "a", "b")
+    assert code == 2 and "--store" in err
+    assert here("no-such-command")[0] == 2
+
+
+def test_a_process_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    done = ckv("ask", tmp_path, "why?", "--store", tmp_path / "kv", cache=tmp_path, code=1)
+    assert "there is no store" in done.stderr
+
+
+@pytest.fixture(scope="session")
+def broken(home: Path) -> None:
+    """Folders and files that are not what they should be."""
+    checkpoint = home / "checkpoint"
+    (home / "empty").mkdir()
+    shutil.copytree(checkpoint, home / "no-tokenizer")
+    for file in (home / "no-tokenizer").glob("tokenizer*"):
+        file.unlink()
+    shutil.copytree(checkpoint, home / "misfit")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (home / "misfit" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    torch.manual_seed(1)
+    other = transformers.Qwen2ForCausalLM(transformers.Qwen2Config.from_pretrained(checkpoint))
+    other.save_pretrained(home / "other")
+    for file in checkpoint.glob("tokenizer*"):
+        shutil.copy(file, home / "other")
+    (home / "empty.txt").write_text(" \n")
+    (home / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (home / "long.txt").write_text(TEXT * 16)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["ingest", "{home}/nowhere", "{home}/text.txt"], "nowhere"),
+        (["ingest", "{home}/empty", "{home}/text.txt"], "not a checkpoint"),
+        (["ingest", "{home}/no-tokenizer", "{home}/text.txt"], "tokenizer missing"),
+        (["ingest", "{home}/misfit", "{home}/text.txt"], "do not fit"),
+        (["ingest", "{home}/checkpoint", "{home}/nothing.txt"], "nothing.txt"),
+        (["ingest", "{home}/checkpoint", "{home}/empty.txt"], "empty"),
+        (["ingest", "{home}/checkpoint", "{home}/binary.txt"], "UTF-8"),
+        (["ingest", "{home}/checkpoint", "{home}/long.txt"], "context"),
+        (["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "magic"], "contiguous-kv"),
+        (["ask", "{home}/checkpoint", "why?", "--budget", "0"], "(0, 1]"),
+        (["ask", "{home}/checkpoint", "why?", "--budget", "1.5"], "(0, 1]"),
+        (["ask", "{home}/checkpoint", " "], "empty"),
+        (["ask", "{home}/checkpoint", "why?", "--recompute", "0.3"], "for one text"),
+        (["ask", "{home}/checkpoint", "why?", "--prefix", "{wrong}"], "{prefix}"),
+        (["ask", "{home}/checkpoint", "why?", "--dtype", "float32"], "dtype"),
+        (["ask", "{home}/checkpoint", "why?", "--system", "contiguous-kv"], "digest"),
+        (["ask", "{home}/other", "why?"], "weights"),
+        (["ingest", "{home}/checkpoint", "{home}/text.txt", "--max-bytes", "much"], "a size"),
+        (["ask", "{home}/checkpoint", "why?", "--eviction", "oldest"], "'lru'"),
+        (["ask", "{home}/checkpoint", "why?", "--io-concurrency", "0"], "1 to 1024"),
+        (["demo", "--question", " "], "empty"),
+        (
+            ["ingest", "{home}/checkpoint", "{home}/text.txt", "--system", "recompute"],
+            "stores nothing",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    home: Path, broken: None, prefix: dict, here: Here, args: list[str], says: str
+) -> None:
+    stored = str(prefix["prefix"])
+    names = {"home": home, "wrong": stored[:-1] + ("0" if stored[-1] != "0" else "1")}
+    names["prefix"] = stored[:12]
+    before = sorted((home / "kv").rglob("*"))
+    more = () if args[0] == "demo" else ("--store", home / "kv")
+    code, out, err = here(*(arg.format(**names) for arg in args), *more)
+    assert (code, out) == (1, "")
+    assert err.startswith("ckv: ") and len(err.strip().splitlines()) == 1
+    assert says.format(**names) in err
+    assert [path for path in (home / "kv").rglob("*") if path not in before and path.is_dir()] == []
+
+
+def test_a_name_on_the_hub_is_told_how_to_come(
+    home: Path, prefix: dict, tmp_path: Path, here: Here
+) -> None:
+    name = "Qwen/Qwen2.5-0.5B-Instruct"
+    store = ("--store", home / "kv")
+    for args in (
+        ("ingest", name, home / "text.txt", *store),
+        ("ask", name, "why?", *store),
+        ("convert", name, tmp_path / "orbax"),
+        ("inspect", name),
+    ):
+        code, out, err = here(*args)
+        assert (code, out) == (1, "")
+        (line,) = err.strip().splitlines()
+        assert f"hf download {name} --local-dir Qwen2.5-0.5B-Instruct" in line

@@ -1,0 +1,150 @@
+"""A disk that fails while texts run, each head choosing for itself: who is told, who is not hurt.
+
+What a text generated lies in segments of its own, which are read like the prefix under them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_sharp import COLD, Sharp
+from engine_support import tokens
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.pipeline.window import Window
+from ckv_jax.serving.lease import Lease
+from ckv_jax.serving.segments import Segments
+from ckv_jax.serving.sequence import generation_of
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.segment.reader import PrefixReader
+from ckv_jax.systems import SYSTEMS
+
+ALIKE = {name: getattr(SYSTEMS["kvdrive"], name) for name in SYSTEMS["kvdrive"].__slots__}
+BY_POSITION = ALIKE | {"grouping": "position"}
+LENGTH = 215
+SEGMENT = 96
+"""Of which those tokens are grouped that are not among the last 64."""
+
+
+def asked(prefix: Prefix, budget: float = 0.2) -> Request:
+    return Request(prefix=prefix, suffix=tokens(7, 40).tolist(), budget=budget)
+
+
+def hurt_all(folder: Path, prefix: Prefix) -> None:
+    """Flips a bit of every pack of a prefix's last segment."""
+    id_ = prefix.spans[-1].segment_id
+    for path in (folder / "segments" / id_[:2] / id_).glob("packs/c.*"):
+        data = bytearray(path.read_bytes())
+        for start in range(0, len(data), prefix.layout.pack_bytes):
+            data[start] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
+)
+def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
+    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+) -> None:
+    with sharp.fresh(tmp_path, system=system, segment_tokens=SEGMENT, **COLD) as engine:
+        prefix, other = engine.ingest(tokens(150)), engine.ingest(tokens(170, 1))
+        sampling = SamplingParams(max_tokens=LENGTH)
+        [alone] = engine.generate(asked(other), sampling).results()
+        before = {p.id for p in engine.store.prefixes()}
+        with engine.generate([asked(prefix), asked(other)], sampling) as stream:
+            count = 0  # of the first one's tokens
+            for event in stream:
+                count += event.index == 0
+                if count == SEGMENT + 64 + 16 + 10:  # it stands on its first segment
+                    break
+            own = [p for p in engine.store.prefixes() if p.id not in before]
+            [mine] = [p for p in own if (p.tokens[:150] == prefix.tokens).all()]
+            hurt_all(tmp_path, mine)
+            texts = stream.results()
+        for text in texts:
+            text.raise_for_error()
+            assert len(text.token_ids) == LENGTH and text.trace.segments == 1
+        assert sum(token.recomputed for token in texts[0].trace.tokens) > 0
+        assert texts[1].token_ids.tolist() == alone.token_ids.tolist()
+        assert engine.stats().pinned_packs == engine.stats().running == 0
+
+
+@pytest.mark.parametrize("system", [BY_POSITION, ALIKE], ids=["position", "alike"])
+def test_a_text_that_is_given_up_while_its_packs_are_fetched_hurts_nobody(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
+) -> None:
+    with sharp.fresh(tmp_path, system=system, **COLD) as engine:
+        prefix, other = engine.ingest(tokens(250)), engine.ingest(tokens(230, 1))
+        sampling = SamplingParams(max_tokens=40)
+        [alone] = engine.generate(asked(other), sampling).results()
+        read, reading, given_up = PrefixReader.read_packs, threading.Event(), threading.Event()
+
+        def slow(self: PrefixReader, *args: object, **named: object) -> np.ndarray:
+            if self.prefix.id == prefix.id and held:
+                reading.set()
+                assert given_up.wait(60)
+            return read(self, *args, **named)  # type: ignore[arg-type]
+
+        held: list[bool] = []
+        monkeypatch.setattr(PrefixReader, "read_packs", slow)
+        first = engine.submit(asked(prefix), SamplingParams(max_tokens=400))
+        second = engine.submit(asked(other), sampling)
+        while not first.token_ids:
+            pass
+        held.append(True)
+        assert reading.wait(60)
+        first.cancel()
+        given_up.set()
+        texts = [generation_of(sequence, settled=True) for sequence in (first, second)]
+        assert texts[0].completion().finish_reason == "cancelled"
+        assert texts[1].token_ids.tolist() == alone.token_ids.tolist()
+        assert engine.stats().pinned_packs == engine.stats().running == 0
+        assert engine._worker.memory.tiers.pinned_slots == 0
+
+
+@pytest.mark.parametrize("system", [None, BY_POSITION], ids=["ckv", "heads apart"])
+def test_a_text_that_attends_to_all_goes_on_where_the_pool_has_no_room_for_its_segment(
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, system: dict[str, object] | None,
+) -> None:  # fmt: skip
+    """Somebody else has taken the slots since they were counted."""
+    with sharp.fresh(tmp_path, system=system, segment_tokens=32) as engine:
+        prefix, sampling = engine.ingest(tokens(150)), SamplingParams(max_tokens=160)
+        [plain] = engine.generate(asked(prefix, 1.0), sampling).results()
+        attend, taken = Segments._attend_all, slots_of(engine)
+        failed: list[PoolExhausted] = []
+
+        def crowded(self: Segments, window: Window, lease: Lease) -> None:
+            give_back = taken()
+            try:
+                attend(self, window, lease)
+            except PoolExhausted as error:
+                failed.append(error)
+                raise
+            finally:
+                give_back()
+
+        monkeypatch.setattr(Segments, "_attend_all", crowded)
+        [text] = engine.generate(asked(prefix, 1.0), sampling).results()
+        text.raise_for_error()
+        assert failed and text.token_ids.tolist() == plain.token_ids.tolist()
+        assert (plain.trace.segments, text.trace.segments) == (2, 0)
+        assert "a text keeps what it generated in memory" in caplog.text
+        assert engine.stats().pinned_packs == engine.stats().running == 0
+
+
+def slots_of(engine: Engine) -> Callable[[], Callable[[], None]]:
+    """Takes all device slots that are free, or that caches could give up; what it returns gives
+    them back."""
+
+    def take() -> Callable[[], None]:
+        memory = engine._worker.memory
+        slots = memory.take(memory.step_slots)
+        return lambda: memory.tiers.release(slots)
+
+    return take

@@ -1,0 +1,266 @@
+"""Segments of alike tokens are put right where they lie: packs, and which tokens are in them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from segment_support import ALIKE as LAYOUT
+from segment_support import find, hurt, segment_folder
+
+from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
+from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
+from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.grouping import RUN
+from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.tools.inspect import inspect_store
+from ckv_jax.storage.tools.losses import losses
+
+TOKENS = some_tokens(RUN + 16 * 23 + 5)
+"""A run and what a second one has."""
+HERE = RUN // 16
+"""The first chunk of the second run."""
+KV = kv_of(LAYOUT, TOKENS)
+WIDE = KV.astype(np.float32)
+NEARLY = (WIDE * np.float32(1 + 2**-7)).astype(KV.dtype)
+"""As if computed again in another order: most bits differ, and not by much."""
+
+
+@pytest.fixture
+def prefix(folder: Path) -> Prefix:
+    with ChunkStore.open(folder) as store:
+        return ingest(store, TOKENS, layout=LAYOUT)
+
+
+def packs(folder: Path, prefix: Prefix, group: int, chunks: list[int]) -> None:
+    """Flip a bit in packs of a group."""
+    shards = sorted(segment_folder(folder, prefix).glob("packs/c.*"))
+    shard, row = divmod(group, LAYOUT.shard_groups)
+    for chunk in chunks:
+        hurt(shards[shard], (row * prefix.num_chunks + chunk) * LAYOUT.pack_bytes + 3)
+
+
+def assignment(folder: Path, prefix: Prefix, group: int) -> None:
+    """Flip a bit in a group's row."""
+    (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
+    hurt(shard, 2 * len(TOKENS) * group + 40)
+
+
+def written(folder: Path, prefix: Prefix) -> dict[str, bytes]:
+    files = segment_folder(folder, prefix).rglob("*")
+    return {str(path): path.read_bytes() for path in files if path.is_file()}
+
+
+def orders(store: ChunkStore, prefix: Prefix) -> np.ndarray:
+    with store.reader(prefix) as reader:
+        return reader.order
+
+
+def mend(store: ChunkStore, kv: np.ndarray = KV) -> int:
+    """Put the first bad chunks right, as an engine does that computes this KV."""
+    marked = find(store, TOKENS, LAYOUT, marked=True)
+    assert marked.num_tokens == len(TOKENS)
+    bad = store.marked_chunks(marked).tolist()
+    with store.reader(marked) as reader:
+        together, tokens = reader.reach(bad)
+    assert bad[0] in together
+    return store.replace_packs(marked, tokens.start // 16, kv[:, :, tokens.start : tokens.stop])
+
+
+def test_a_bad_pack_is_made_of_its_own_tokens_where_it_lies(folder: Path, prefix: Prefix) -> None:
+    before = written(folder, prefix)
+    packs(folder, prefix, 1, [HERE + 5])
+    with ChunkStore.open(folder) as store:
+        assert read_all(store, prefix).refused == 1
+        assert find(store, TOKENS, LAYOUT).num_tokens == RUN
+        marked = find(store, TOKENS, LAYOUT, marked=True)
+        order = orders(store, prefix)
+        with store.reader(marked) as reader:
+            together, tokens = reader.reach([HERE + 5])
+        last = order[:, (HERE + 5) * 16 : (HERE + 6) * 16].max()
+        assert together == [HERE + 5] and tokens.start == RUN
+        assert last < tokens.stop <= last + 16  # no more than up to the chunk's last token
+        assert mend(store) == 1
+        assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok
+        assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
+    assert written(folder, prefix) == before
+
+
+def test_only_packs_all_of_whose_tokens_were_computed_are_written(
+    folder: Path, prefix: Prefix
+) -> None:
+    with ChunkStore.open(folder) as store:
+        last = orders(store, prefix)[0, : len(TOKENS) // 16 * 16].reshape(-1, 16).max(1)
+        least, most = (HERE + 1 + int(f(last[HERE + 1 : -4])) for f in (np.argmin, np.argmax))
+        packs(folder, prefix, 0, [least, most])
+        assert read_all(store, prefix).refused == 2
+        marked, stop = find(store, TOKENS, LAYOUT, marked=True), (last[least] // 16 + 1) * 16
+        assert stop <= last[most]
+        assert store.replace_packs(marked, HERE, KV[:, :, RUN:stop]) == 1
+        marked = find(store, TOKENS, LAYOUT, marked=True)
+        assert store.marked_chunks(marked).tolist() == [most]
+        assert mend(store) == 1 and find(store, TOKENS, LAYOUT) == prefix
+        assert read_all(store, prefix).right == LAYOUT.groups * prefix.num_chunks
+
+
+def test_packs_that_were_computed_in_other_bits_are_checksummed_anew(
+    folder: Path, prefix: Prefix
+) -> None:
+    packs(folder, prefix, 3, [HERE + 2, HERE + 3])
+    with ChunkStore.open(folder) as store:
+        order = orders(store, prefix)
+        assert read_all(store, prefix).refused == 2
+        assert mend(store, NEARLY) == 2
+        found = find(store, TOKENS, LAYOUT)
+        assert found.num_tokens == len(TOKENS) and verify_store(store).ok
+        outcome = read_all(store, found)
+        assert (outcome.wrong, outcome.refused) == (2, 0)  # not as KV says, and whole
+        np.testing.assert_array_equal(orders(store, found), order)
+
+
+@pytest.mark.parametrize("kv", [KV, NEARLY], ids=["the same bits", "other bits"])
+@pytest.mark.parametrize("bad", [[], [HERE + 5]], ids=["all packs good", "a bad pack"])
+def test_a_lost_assignment_is_found_again(
+    folder: Path, prefix: Prefix, kv: np.ndarray, bad: list[int]
+) -> None:
+    before = written(folder, prefix)
+    assignment(folder, prefix, 2)
+    packs(folder, prefix, 2, bad)
+    with ChunkStore.open(folder) as store:
+        assert read_packs(store, prefix) == len(bad)
+        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="assignment"):
+            _ = reader.order
+        assert find(store, TOKENS, LAYOUT).num_tokens == 0
+        assert mend(store, kv) == 1 + len(bad)
+        found = find(store, TOKENS, LAYOUT)
+        assert found.num_tokens == len(TOKENS) and verify_store(store).ok
+    if kv is KV or not bad:
+        assert written(folder, prefix) == before
+
+
+def read_packs(store: ChunkStore, prefix: Prefix) -> int:
+    """Read all packs, and no order; returns the bad ones."""
+    out = np.empty((prefix.num_chunks, *LAYOUT.pack_shape), LAYOUT.numpy_dtype)
+    every = np.arange(prefix.num_chunks)
+    with store.reader(prefix) as reader:
+        good = [reader.read_packs(group, every, out) for group in range(LAYOUT.groups)]
+    return int((~np.array(good)).sum())
+
+
+def test_a_lost_file_of_assignments_is_made_anew(folder: Path, prefix: Prefix) -> None:
+    before = written(folder, prefix)
+    (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
+    shard.unlink()
+    with ChunkStore.open(folder) as store:
+        assert not verify_store(store).ok
+        with store.reader(prefix) as reader:
+            assert reader.lost_orders() == [0]
+        assert mend(store, NEARLY) == LAYOUT.groups
+        assert verify_store(store).ok and find(store, TOKENS, LAYOUT) == prefix
+    assert written(folder, prefix) == before
+
+
+def test_what_cannot_be_told_is_told_of_and_not_written(
+    folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two packs of a run and the assignment are bad, and keys differ: whose tokens are whose?"""
+    before = orders_of(folder, prefix)
+    assignment(folder, prefix, 2)
+    packs(folder, prefix, 2, [HERE + 4, HERE + 5])
+    with ChunkStore.open(folder) as store:
+        assert read_packs(store, prefix) == 2
+        with store.reader(prefix) as reader:
+            assert reader.lost_orders() == [0]
+            with caplog.at_level(logging.WARNING):
+                again = reader.order_by(lambda g, start, end: NEARLY[g // 2, 0, start:end, g % 2])
+        assert "it is not known which of 1 heads' tokens" in caplog.text
+        pair = slice((HERE + 4) * 16, (HERE + 6) * 16)  # between them they have all that they had
+        np.testing.assert_array_equal(np.sort(again[2, pair]), np.sort(before[2, pair]))
+        again[2, pair] = before[2, pair]
+        np.testing.assert_array_equal(again, before)
+        assert mend(store, NEARLY) == 0 and find(store, TOKENS, LAYOUT).num_tokens == 0
+        assert mend(store, KV) == 3  # the same keys, the same groups
+        assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok
+
+
+def orders_of(folder: Path, prefix: Prefix) -> np.ndarray:
+    with ChunkStore.open(folder) as store:
+        return orders(store, prefix)
+
+
+def test_packs_of_the_same_keys_tell_nothing(folder: Path) -> None:
+    """As of a head that looks at nothing: no order is made up."""
+    tokens, kv = TOKENS[: 16 * 23 + 5], KV[:, :, : 16 * 23 + 5].copy()
+    kv[:, 0] = 0
+    with ChunkStore.open(folder) as store:
+        with store.writer(fingerprint=FINGERPRINT, layout=LAYOUT, tokens=tokens) as writer:
+            writer.write(0, kv)
+            prefix = writer.commit()
+        (shard,) = segment_folder(folder, prefix).glob("assignment/c.*")
+        hurt(shard, 40)
+        other = np.random.default_rng(0).normal(size=kv[0, 0, :, 0].shape).astype(kv.dtype)
+        with store.reader(prefix) as reader, pytest.raises(SegmentDamaged, match="the same keys"):
+            reader.order_by(lambda group, start, end: other[start:end])
+
+
+def test_what_is_computed_again_begins_with_a_run(folder: Path, prefix: Prefix) -> None:
+    with (
+        ChunkStore.open(folder) as store,
+        pytest.raises(ValueError, match="expected the first one of a run"),
+    ):
+        store.replace_packs(prefix, HERE + 5, KV[:, :, RUN + 80 : RUN + 96])
+
+
+def test_a_repair_keeps_what_the_next_ingest_makes_whole(folder: Path, prefix: Prefix) -> None:
+    segment = prefix.spans[0].segment_id
+    assignment(folder, prefix, 1)
+    packs(folder, prefix, 1, [HERE + 5])
+    with ChunkStore.open(folder) as store:
+        report = verify_store(store)
+        assert {d.kind for d in report.damages} == {"packs", "assignment"}
+        assert losses(store, report) == [
+            f"{segment}: be kept and not served, until its text is ingested again"
+        ]
+        report = verify_store(store, repair=True)
+        assert report.unrepaired == [segment] and not (report.removed or report.remade)
+        found = inspect_store(store, prefix.id)
+        assert found.segments[0].usable_chunks == 0
+        assert found.prefix is not None
+        assert (found.prefix.bad_packs, found.prefix.lost_orders) == (1, 1)
+        assert mend(store) == 2 and verify_store(store).ok
+        found = inspect_store(store, prefix.id)
+        assert found.prefix is not None and found.segments[0].usable_chunks == prefix.num_chunks
+        assert (found.prefix.bad_packs, found.prefix.lost_orders) == (0, 0)
+
+
+def test_a_repair_limits_it_to_whole_runs_and_removes_what_has_no_good_chunk(
+    folder: Path, prefix: Prefix
+) -> None:
+    packs(folder, prefix, 0, [HERE + 5])
+    with ChunkStore.open(folder) as store:
+        (line,) = losses(store, verify_store(store))
+        assert line.endswith(f"be limited to its first {HERE} of {prefix.num_chunks} chunks")
+        report = verify_store(store, repair=True)
+        assert report.quarantined == [prefix.spans[0].segment_id] and not report.unrepaired
+        assert inspect_store(store).segments[0].usable_chunks == HERE
+        assert find(store, TOKENS, LAYOUT).num_tokens == RUN
+        next(segment_folder(folder, prefix).glob("packs/c.0*")).unlink()
+        (line,) = losses(store, verify_store(store))
+        assert line.endswith(": be removed")
+        assert verify_store(store, repair=True).removed == [prefix.spans[0].segment_id]
+
+
+def test_an_assignment_that_cannot_be_read_is_not_damaged(
+    folder: Path, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise StoreUnavailable("no answer")
+
+    with ChunkStore.open(folder) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Segment, "assignment_row", none)
+            report = verify_store(store, repair=True)
+        assert [d.kind for d in report.unread] == ["assignment"] and not report.damages
+        assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok
