@@ -28,6 +28,8 @@ TORCH := torch==2.13.0
 demo: $(VENV)/.installed
 	@$(VENV)/bin/ckv demo $(ARGS)
 
+# Both workers and every process that tests start would compile the same sources otherwise.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.tested
 	@$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 

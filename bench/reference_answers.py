@@ -18,7 +18,7 @@ __all__ = ["by_engine", "by_transformers", "counts"]
 
 def by_engine(folder: Path, pages: Sequence[Ledger]) -> list[np.ndarray]:
     """bool [Q] a ledger: right answers of the engine at budget 1, in bfloat16."""
-    config = EngineConfig(system="as-lru", prefill_block=2048)  # nobody waits: few, large blocks
+    config = EngineConfig(system="as-lru", prefill_block=4096)  # nobody waits: few, large blocks
     with (
         tempfile.TemporaryDirectory() as store,
         Engine.from_pretrained(folder, store=store, config=config) as engine,

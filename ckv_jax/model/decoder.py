@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         config: ModelConfig,
         *,
         dtype: str,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         out_first: bool,
         target: Target,
         shardings: Shardings = ONE_DEVICE,
@@ -124,7 +124,7 @@ class Mlp(nnx.Module):
         config: ModelConfig,
         *,
         dtype: str,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         out_first: bool,
         target: Target,
         shardings: Shardings = ONE_DEVICE,
@@ -159,7 +159,7 @@ class Layer(nnx.Module):
         config: ModelConfig,
         *,
         dtype: str,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         out_first: bool,
         target: Target,
         shardings: Shardings = ONE_DEVICE,
@@ -203,7 +203,8 @@ class Transformer(nnx.Module):
     """A decoder of any family with its embedding and head.
 
     A fresh model draws kernels and embeddings from N(0, 0.02²), zero biases and unit norms, like
-    HF. `Transformer.abstract` gives the same tree of shapes without memory, to load weights into.
+    HF; without `rngs` kernels are zeros. `Transformer.abstract` gives the same tree of shapes
+    without memory, to load weights into.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Transformer(nnx.Module):
         config: ModelConfig,
         *,
         dtype: str = "bfloat16",
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         out_first: bool = False,
         target: Target | None = None,
         shardings: Shardings = ONE_DEVICE,
@@ -251,7 +252,7 @@ class Transformer(nnx.Module):
         target = target or Target.here()
         model: Transformer = nnx.eval_shape(
             lambda: cls(
-                config, dtype=dtype, rngs=nnx.Rngs(0), out_first=out_first, target=target,
+                config, dtype=dtype, rngs=None, out_first=out_first, target=target,
                 shardings=shardings,
             )
         )  # fmt: skip
@@ -341,7 +342,9 @@ def _bias(size: int, dtype: str) -> nnx.Param[Array]:
 
 
 def _kernel(
-    rngs: nnx.Rngs, shape: tuple[int, int], dtype: str, out_first: bool = False
+    rngs: nnx.Rngs | None, shape: tuple[int, int], dtype: str, out_first: bool = False
 ) -> nnx.Param[Array]:
+    if rngs is None:  # nobody wants the values, and drawing them is most of making a model
+        return nnx.Param(jnp.zeros(shape[::-1] if out_first else shape, dtype))
     draw = jax.random.normal(rngs.params(), shape, jnp.float32) * _INIT_SCALE
     return nnx.Param((draw.T if out_first else draw).astype(dtype))

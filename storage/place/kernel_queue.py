@@ -43,6 +43,12 @@ _EVENT = np.dtype([("index", "<u8"), ("request", "<u8"), ("result", "<i8"), ("mo
 _IN_FLIGHT: set[KernelRead] = set()
 """Reads that the kernel may still write for: they outlive their caller and their store."""
 
+_SPARE: list[int] = []
+"""Queues of closed stores, with nothing in flight, for those that are opened next: the kernel waits
+for every processor before it takes a queue back, which is 40 ms with two of them at work."""
+_MOST_SPARE = 8
+os.register_at_fork(after_in_child=_SPARE.clear)  # queues belong to the memory of one process
+
 
 def fits(out: np.ndarray, align: int = MEMORY_ALIGN) -> bool:
     """Whether rows of `out` [n, ...], C-contiguous, can be read into directly, from offsets that
@@ -171,11 +177,16 @@ class KernelQueues:
         self._end(queue)
 
     def _new(self) -> int:
+        with contextlib.suppress(IndexError):
+            return _SPARE.pop()
         queue = ctypes.c_ulong(0)
         self._check(self._setup, ctypes.c_long(_DEPTH), ctypes.byref(queue))
         return queue.value
 
     def _end(self, queue: int) -> None:
+        if len(_SPARE) < _MOST_SPARE:
+            _SPARE.append(queue)
+            return
         with contextlib.suppress(OSError):
             self._check(self._destroy, ctypes.c_ulong(queue))
 
@@ -187,7 +198,8 @@ class KernelQueues:
         return found
 
     def close(self) -> None:
-        """Give idle queues back; reads in flight go on, and new ones are possible."""
+        """Give idle queues back, to the process or the kernel; reads in flight go on, and new ones
+        are possible."""
         with self._lock:
             idle, self._idle, self._closed = self._idle, [], True
         for queue in idle:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.decoder import Layer, Mlp, causal_attention
+from ckv_jax.model.decoder import Layer, Mlp, Transformer, causal_attention
 from ckv_jax.model.matmul import matmul
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.weights import random_model
@@ -206,3 +206,15 @@ def test_every_parameter_gets_a_gradient() -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         assert bool(jnp.all(jnp.isfinite(leaf))), path
         assert float(jnp.max(jnp.abs(leaf))) > 0, path
+
+
+@pytest.mark.parametrize("out_first", [True, False])
+def test_the_tree_of_shapes_is_that_of_a_drawn_model(out_first: bool) -> None:
+    drawn = Transformer(CONFIG, dtype="bfloat16", rngs=nnx.Rngs(0), out_first=out_first)
+    shapes = Transformer.abstract(CONFIG, dtype="bfloat16", out_first=out_first)
+    assert nnx.graphdef(drawn) == nnx.graphdef(shapes)
+    for mine, theirs in zip(
+        jax.tree.leaves(nnx.state(shapes)), jax.tree.leaves(nnx.state(drawn)), strict=True
+    ):
+        assert isinstance(mine, jax.ShapeDtypeStruct)
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)

@@ -46,7 +46,7 @@ def config(name: str, size: int, processes: int = 1) -> EngineConfig:
     """Pools of a few packs, so that a budget of 1.0 goes through them in parts."""
     return EngineConfig(
         system=system(name), dtype="float32", tensor_parallel=size, processes=processes,
-        prefill_block=64, prefill_window=512 if processes > 1 else 128,
+        prefill_block=128 if processes > 1 else 64, prefill_window=512 if processes > 1 else 128,
         device_cache_bytes=200_000, prefetch_device_bytes=400_000, host_cache_bytes=0,
         compilation_cache=False,
     )  # fmt: skip

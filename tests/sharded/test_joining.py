@@ -44,9 +44,9 @@ def both(
 
 
 def test_processes_of_other_settings(model: Path, tmp_path: Path) -> None:
-    other = dataclasses.replace(TOLD, prefill_block=128)
+    other = dataclasses.replace(TOLD, prefill_block=256)
     for said in both(model, tmp_path / "store", theirs=other):
-        assert "config.prefill_block=128 in process 1, expected 64, the leader's" in said
+        assert "config.prefill_block=256 in process 1, expected 128, the leader's" in said
     assert not (tmp_path / "store").exists()
 
 
@@ -90,7 +90,7 @@ def test_nobody_comes(model: Path, tmp_path: Path) -> None:
 def test_somebody_else_connects(model: Path, tmp_path: Path) -> None:
     address = free_address()
     place: dict[str, Any] = {"folder": model, "store": tmp_path / "store", "address": address}
-    other = dataclasses.replace(TOLD, prefill_block=128)
+    other = dataclasses.replace(TOLD, prefill_block=256)
     with ThreadPoolExecutor(2) as pool:
         led = pool.submit(lead, config=TOLD, wait_s=20, **place)
         connect(address, time.monotonic() + 20).close()
@@ -101,7 +101,7 @@ def test_somebody_else_connects(model: Path, tmp_path: Path) -> None:
                 assert stray.recv(1) == b""  # let go
         followed = pool.submit(follow, config=other, process=1, wait_s=20, **place)
         for work in (led, followed):  # who comes then is heard
-            assert "config.prefill_block=128 in process 1" in str(work.exception(timeout=30))
+            assert "config.prefill_block=256 in process 1" in str(work.exception(timeout=30))
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,7 @@ def test_queues_that_are_used_up(
         monkeypatch.setattr(KernelQueues, "submit", refuse)
         assert read_all(store, prefix).right == PAGES.groups * 4
         monkeypatch.setattr(KernelQueues, "_check", refuse)
+        monkeypatch.setattr(kernel_queue, "_SPARE", [])
         assert read_all(store, prefix).right == PAGES.groups * 4
     with ChunkStore.open(folder) as store:
         assert read_all(store, prefix).right == PAGES.groups * 4

@@ -126,6 +126,46 @@ def test_queues_outlive_their_close(file: Path, queues: KernelQueues) -> None:
     assert not queues._idle
 
 
+def test_what_one_store_gives_back_another_takes(
+    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is asked for no queue and is given none back, up to the most that are kept."""
+    spare: list[int] = []
+    monkeypatch.setattr(kernel_queue, "_SPARE", spare)
+    asked: list[int] = []
+    real = KernelQueues._check
+
+    def counted(self: KernelQueues, number: int, *arguments: object) -> int:
+        asked.append(number)
+        return real(self, number, *arguments)
+
+    monkeypatch.setattr(KernelQueues, "_check", counted)
+    most = kernel_queue._MOST_SPARE
+    many = [KernelQueues() for _ in range(most + 1)]
+    for one in many:
+        one.close()
+    calls = queues._setup, queues._destroy
+    assert ([asked.count(call) for call in calls], len(spare)) == ([most + 1, 1], most)
+    again = KernelQueues()
+    again.read(opened(file), np.zeros(1, np.int64), rows(1), slice(None)).result(timeout=5)
+    again.close()
+    assert ([asked.count(call) for call in calls], len(spare)) == ([most + 1, 1], most)
+    monkeypatch.setattr(kernel_queue, "_MOST_SPARE", 0)
+    for queue in spare:
+        queues._end(queue)
+    assert asked.count(queues._destroy) == most + 1
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_copy_of_the_process_starts_without_the_queues_of_the_first(queues: KernelQueues) -> None:
+    queues.close()
+    assert kernel_queue._SPARE
+    pid = os.fork()
+    if not pid:
+        os._exit(len(kernel_queue._SPARE))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_calls_have_the_numbers_of_linux_tables() -> None:
     """io_setup, io_destroy, io_submit, io_getevents: `syscall_64.tbl`, `asm-generic/unistd.h`."""
     assert kernel_queue._CALLS == {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
