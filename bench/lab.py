@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -139,11 +139,7 @@ class Lab:
 
     def forget_scores(self) -> None:
         """What engines have learned of packs and kept, so that the next one starts as the first."""
-        for prefix in self._prefixes.values():
-            for span in prefix.spans:
-                scores = self.store.load_scores(span.segment_id)
-                if scores is not None:
-                    self.store.save_scores(span.segment_id, *(0 * column for column in scores))
+        forget_scores(self.store, self._prefixes.values())
 
     def prefix(self, index: int, engine: Engine) -> Prefix:
         """Prefix `index` in the layout of `engine`, stored if it is not yet."""
@@ -186,6 +182,15 @@ class Lab:
     def layout(self, system: str | SystemConfig) -> Layout:
         """How a prefix lies on disk for `system`."""
         return layout_of(system_of(system), self.config, self.setting.dtype)
+
+
+def forget_scores(store: ChunkStore, prefixes: Iterable[Prefix]) -> None:
+    """What engines have learned of the packs of prefixes, and kept in their store."""
+    for prefix in prefixes:
+        for span in prefix.spans:
+            scores = store.load_scores(span.segment_id)
+            if scores is not None:
+                store.save_scores(span.segment_id, *(0 * column for column in scores))
 
 
 def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthetic | FewShot]:
