@@ -24,6 +24,7 @@ pack's size. `ahead_share` and `unused_share`: packs that reads ahead had when t
 that they brought for nothing, over all packs read. `peak_mb` is the most that the process held,
 `budget_mb` weights, pools and digests. `claims` is what was to be shown of such rows, and whether
 it was (`bench.decode_claims`). `--windows` and `--budgets` take several values: the ablation.
+A run that was cut short goes on where it was (`bench.kept`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
 from bench.decode_claims import claims, show
 from bench.disk import Disk
 from bench.figures import save
+from bench.kept import Kept
 from ckv_jax.selection.select import Ahead
 
 QUICK = Setting(
@@ -66,7 +68,9 @@ def main() -> None:
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))
     p.add_argument("--sequences", nargs="+", type=int)
     p.add_argument("--budgets", nargs="+", type=budget_share)
-    p.add_argument("--windows", nargs="+", type=float, help="times a choice, of systems that choose")
+    p.add_argument(
+        "--windows", nargs="+", type=float, help="times a choice, of systems that choose"
+    )
     p.add_argument("--ahead", choices=get_args(Ahead))
     for option in ("--device-share", "--host-share", "--stay", "--overfetch", "--row-seconds"):
         p.add_argument(option, type=float)
@@ -74,11 +78,12 @@ def main() -> None:
         p.add_argument(option, type=int)
     setting = setting_of(args := p.parse_args())
     rows: list[Json] = []
+    kept = Kept(args.json, setting.to_json())
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
         bench = Bench(setting, Path(folder))
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
             for systems in bench.systems():
-                for row in bench.rows(systems, disk):
+                for row in bench.rows(systems, disk, kept):
                     rows.append(row)
                     print(table(cells(rows[-1:]), COLUMNS), flush=True)
     print(table(cells(rows), COLUMNS))
@@ -88,6 +93,7 @@ def main() -> None:
     print(show(found))
     result = finish(args, setting, {"rows": rows, "left_out": bench.left_out, "claims": found})
     save("decode", result, args.plot)
+    kept.forget()
 
 
 def setting_of(args: argparse.Namespace) -> Setting:

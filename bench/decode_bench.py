@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from bench.common import SHAPES, Json
 from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
 from bench.disk import Disk
 from bench.heads import HEADED, headed
+from bench.kept import Kept
 from bench.lab import forget_scores
 from bench.long_kv import stored, walking_tokens
 from bench.structured import structured_model
@@ -83,6 +85,20 @@ class Setting:
         return sorted({*self.sequences, *rising})
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a row is of."""
+
+    system: SystemConfig
+    budget: float
+    sequences: int
+
+    def name(self, place: str) -> str:
+        """Of its row."""
+        window = f", window {self.system.window:g}" if self.budget < 1 else ""
+        return f"{self.system.name}, {place}, {self.sequences}, {self.budget:g}{window}"
+
+
 class Bench:
     """One model, and an engine at a time over a store of one layout."""
 
@@ -127,35 +143,43 @@ class Bench:
             found.setdefault(layout_of(system, self.model, "bfloat16").hex, []).append(system)
         return list(found.values())
 
-    def rows(self, systems: Sequence[SystemConfig], disk: Disk) -> Iterator[Json]:
+    def rows(self, systems: Sequence[SystemConfig], disk: Disk, kept: Kept) -> Iterator[Json]:
         """Rows of systems of one layout: from SSD, then from memory."""
         with tempfile.TemporaryDirectory(prefix="ckv-decode-", dir=self._folder) as name:
             for place in self.setting.places or ("ssd", "host"):
-                todo = [(s, n) for s in systems for n in self.setting.counts(s.name, place)]
-                todo = [(s, n) for s, n in todo if self._fits(s, n, place, Path(name))]
-                if todo:
-                    with self._placed(place, Path(name), max(n for _, n in todo)) as store:
-                        for system, sequences in todo:
-                            yield from self._rows(system, place, store, sequences, disk)
+                todo = [
+                    one
+                    for system in systems
+                    for count in self.setting.counts(system.name, place)
+                    for one in self._asked(system, count)
+                ]
+                there = {one.name(place): one.name(place) in kept for one in todo}
+                new = [one for one in todo if not there[one.name(place)]]
+                fits = [one for one in new if self._fits(one, place, Path(name))]
+                most = max((one.sequences for one in fits), default=0)
+                with self._placed(place, Path(name), most) as store:
+                    for one in todo:
+                        if one in fits or there[one.name(place)]:
+                            yield kept.part(
+                                one.name(place),
+                                partial(self._row, one, place, store, disk),
+                            )
 
-    def _rows(
-        self, system: SystemConfig, place: str, store: Path, sequences: int, disk: Disk
-    ) -> Iterator[Json]:
-        """A row for every budget and window."""
+    def _asked(self, system: SystemConfig, sequences: int) -> Iterator[Asked]:
+        """Every budget and window."""
         if system.name in EVERYTHING:
-            yield self._row(system, 1.0, place, store, sequences, disk)
+            yield Asked(system, 1.0, sequences)
             return
         for budget in self.setting.budgets:
             for window in self.setting.windows if budget < 1 else (None,):
                 width = system.window if window is None else window
-                one = dataclasses.replace(system, window=width)
-                yield self._row(one, budget, place, store, sequences, disk)
+                yield Asked(dataclasses.replace(system, window=width), budget, sequences)
 
     @contextmanager
     def _placed(self, place: str, kept: Path, sequences: int) -> Iterator[Path]:
         """The folder of a store: the one on disk, or a new one in memory with what the one on disk
         has of so many prefixes."""
-        if place == "ssd":
+        if place == "ssd" or not sequences:
             yield kept
             return
         with tempfile.TemporaryDirectory(prefix="ckv-decode-", dir=SHM) as name:
@@ -169,8 +193,9 @@ class Bench:
                 shutil.copytree(kept / part, Path(name, part))
             yield Path(name)
 
-    def _fits(self, system: SystemConfig, sequences: int, place: str, kept: Path) -> bool:
+    def _fits(self, asked: Asked, place: str, kept: Path) -> bool:
         """Whether pools and KV have room; notes why not."""
+        system, sequences = asked.system, asked.sequences
         size = self._kv_bytes * sequences
         device, host = self._shares(system, place)
         # Digests are at most an eighth of the KV; the store has them beside it.
@@ -214,15 +239,8 @@ class Bench:
         store = ChunkStore.open(folder, config=StoreConfig(direct_io=place == "ssd"))
         return Engine(self.layers, None, store, self.fingerprint, config)
 
-    def _row(
-        self,
-        system: SystemConfig,
-        budget: float,
-        place: str,
-        folder: Path,
-        sequences: int,
-        disk: Disk,
-    ) -> Json:
+    def _row(self, asked: Asked, place: str, folder: Path, disk: Disk) -> Json:
+        system, budget, sequences = asked.system, asked.budget, asked.sequences
         setting, texts = self.setting, self.texts[:sequences]
         with self._engine(system, place, folder, sequences) as engine:
             prefixes = [stored(engine, tokens) for tokens in self.prefixes[:sequences]]
@@ -233,13 +251,9 @@ class Bench:
                 for prefix, text in zip(prefixes, texts, strict=True)
             ]
             step_s = warmed(engine, requests, texts)
-            warm, tokens = tokens_within(
-                setting.row_seconds, step_s, setting.warm, setting.tokens
-            )
+            warm, tokens = tokens_within(setting.row_seconds, step_s, setting.warm, setting.tokens)
             bandwidth = disk.bandwidth(engine.layout.pack_bytes) if place == "ssd" else None
-            found = measured(
-                engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth
-            )
+            found = measured(engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth)
             found |= memory(engine, self._weight_bytes)
         return {
             "system": system.name,

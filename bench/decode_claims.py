@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from bench.common import Json, table
 
@@ -70,7 +71,7 @@ def _many(
     if len(counts) < 2:
         return
     speeds = [of(n, "tokens_s") or 0.0 for n in counts]
-    rises = min(b / a for a, b in zip(speeds, speeds[1:], strict=False))
+    rises = min(b / a for a, b in pairwise(speeds))
     tell(f"{name}: tokens/s with each doubling of sequences, the least rise", rises, 1.0)
     if {1, TYPICAL} <= set(counts):
         eight, one = of(TYPICAL, "tokens_s"), of(1, "tokens_s")

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from bench.common import Json, result_folder
 from bench.figures import FIGURES, Figure, draw_again, result_of
+from bench.kept import same_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +138,6 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     asked = " ".join(["python", *script.command(folder, quick=quick)])
     said = found.get("machine") or {}
     return ran["command"] == asked and same_code(str(said.get("commit", "unknown")))
-
-
-def same_code(commit: str) -> bool:
-    """Whether what lies here differs from that commit in documents and results alone."""
-    words = ["git", "diff", "--quiet", commit, "--", ".", ":!*.md", ":!bench/results"]
-    try:
-        done = subprocess.run(
-            words, cwd=Path(__file__).parents[1], capture_output=True, timeout=60, check=False
-        )
-    except OSError:
-        return False
-    return done.returncode == 0
 
 
 def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:

@@ -14,6 +14,7 @@ from bench.decode_bench import Bench, Setting
 from bench.decode_claims import claims
 from bench.decode_row import Clock, tokens_within
 from bench.disk import Disk
+from bench.kept import Kept
 from bench.long_kv import walking_tokens
 from bench.structured import TOPICS
 from ckv_jax.storage.store import ChunkStore
@@ -33,7 +34,9 @@ class Still(Disk):
 
 def rows_of(setting: Setting, folder: Path) -> tuple[Bench, list[dict[str, Any]]]:
     bench = Bench(setting, folder)
-    return bench, [row for one in bench.systems() for row in bench.rows(one, Still())]
+    return bench, [
+        row for one in bench.systems() for row in bench.rows(one, Still(), Kept(None, {}))
+    ]
 
 
 @pytest.mark.slow
@@ -101,7 +104,9 @@ def test_a_slow_row_has_fewer_tokens() -> None:
     assert tokens_within(60, 500.0, warm=16, tokens=64) == (0, 2)
 
 
-def row(system: str, tokens_s: float, n: int = 8, place: str = "ssd", **more: Any) -> dict[str, Any]:
+def row(
+    system: str, tokens_s: float, n: int = 8, place: str = "ssd", **more: Any
+) -> dict[str, Any]:
     return {
         "system": system, "place": place, "sequences": n, "tokens_s": tokens_s, "window": 2.0,
         "budget": 1 / 64, "bytes_per_token": 1000.0, "device_hits": 0.9, "ratio_to_floor": 2.0,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import SCRIPTS, Script, main, page, same_code
+from bench.kept import same_code
+from bench.report import SCRIPTS, Script, main, page
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -116,7 +117,7 @@ def test_code_is_compared_without_documents_and_results(
     git("add", ".")
     git("commit", "-qm", "code")
     commit = git("rev-parse", "--short", "HEAD")
-    monkeypatch.setattr("bench.report.__file__", str(tmp_path / "bench" / "report.py"))
+    monkeypatch.setattr("bench.kept.__file__", str(tmp_path / "bench" / "kept.py"))
     (tmp_path / "bench" / "results" / "x.json").write_text("{}")
     (tmp_path / "README.md").write_text("words")
     git("add", ".")
