@@ -49,7 +49,7 @@ class Setting:
     """What is measured."""
 
     model: str = "kv7b-thin"
-    systems: tuple[str, ...] = SYSTEMS_SHOWN
+    systems: tuple[str, ...] = (*DECODE_SYSTEMS, "ckv")
     places: tuple[str, ...] | None = None
     """None: SSD, and memory for `IN_MEMORY`."""
     prefix_tokens: int = 32_768
@@ -60,7 +60,7 @@ class Setting:
     tokens: int = 64
     """Measured, after `warm`; fewer where both would take longer than `row_seconds`."""
     warm: int = 16
-    row_seconds: float = 45.0
+    row_seconds: float = 30.0
     stay: float = 0.9
     """Probability that a token keeps to its text's topic."""
     device_share: float = 1 / 16

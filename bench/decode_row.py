@@ -46,9 +46,9 @@ class Clock:
 
 def tokens_within(seconds: float, step_s: float, warm: int, tokens: int) -> tuple[int, int]:
     """How many tokens are to be warm and measured so that all take about `seconds`: those asked
-    for, or fewer in the same proportion, but `LEAST` of the measured."""
-    share = min(1.0, seconds / (step_s * (warm + tokens)))
-    return int(warm * share), max(min(tokens, LEAST), int(tokens * share))
+    for, or fewer. Warm ones, which fill windows, have up to half the time; `LEAST` are measured."""
+    warm = min(warm, int(seconds / 2 / step_s))
+    return warm, max(min(tokens, LEAST), min(tokens, int(seconds / step_s) - warm))
 
 
 def forced(texts: Sequence[np.ndarray], tokens: int) -> list[SamplingParams]:

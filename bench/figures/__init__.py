@@ -114,7 +114,7 @@ FIGURES: dict[str, Figure] = {
         caption=programs.STEPS_CAPTION, conclude=programs.conclude_steps,
     ),
     "decode": Figure(
-        title="Decode: tokens per second", draw=decode.draw_speed, size=(9.5, 3.6),
+        title="Decode: tokens per second", draw=decode.draw_speed, size=(13, 4.0),
         caption=decode.SPEED_CAPTION, conclude=decode.conclude_speed,
     ),
     "decode_accuracy": Figure(

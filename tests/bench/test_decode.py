@@ -100,7 +100,8 @@ def test_what_does_not_fit_is_left_out_and_says_why(
 
 def test_a_slow_row_has_fewer_tokens() -> None:
     assert tokens_within(60, 0.5, warm=16, tokens=64) == (16, 64)
-    assert tokens_within(60, 3.0, warm=16, tokens=64) == (4, 16)
+    assert tokens_within(60, 3.0, warm=16, tokens=64) == (10, 10)
+    assert tokens_within(60, 1.0, warm=16, tokens=64) == (16, 44)
     assert tokens_within(60, 500.0, warm=16, tokens=64) == (0, 2)
 
 
