@@ -6,9 +6,9 @@
 #                    ARGS="--count 20")
 #   make aot         every program of a request through the compilers of TPUs and GPUs (1.1 GB are installed
 #                    into the user's cache folder; ARGS="--target v5e --model 0.5B --json OUT" narrows it)
-#   make bench       every benchmark in full, with one page of figures in bench/results; goes on where it was
-#                    stopped, and says first how many hours are left (ARGS=--quick: small settings;
-#                    ARGS="--only ttft peers" narrows it)
+#   make bench       every benchmark in full, with one page of figures in bench/results: about two and a half
+#                    hours; goes on where it was stopped, and says first how many are left (ARGS=--quick:
+#                    small settings; ARGS="--only ttft peers" narrows it)
 #   make docs        build/docs/index.html from the docstrings
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.

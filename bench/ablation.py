@@ -19,7 +19,7 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.systems import system_named
 
 QUICK = Setting(prefixes=4, prefix_tokens=2000, repeats=6, budgets=(0.25,), systems=OURS)
-FULL = Setting(prefixes=12, repeats=5, budgets=(0.25, 0.05), systems=OURS)
+FULL = Setting(prefixes=12, repeats=5, budgets=(0.25,), systems=OURS)
 
 
 def variants(system: SystemConfig) -> dict[str, SystemConfig]:

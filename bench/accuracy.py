@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,18 @@ from bench.common import budget_share, existing_path, finish, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
 from bench.heads import HEADED, headed_system
+from bench.kept import Kept
 from bench.oracle import Answers, Oracle, Rule
-from bench.selection_study import coverage, interval, quick_rules, rules, study, tally, traces
+from bench.selection_study import (
+    coverage,
+    half_widths,
+    interval,
+    quick_rules,
+    rules,
+    study,
+    tally,
+    traces,
+)
 from bench.tasks.suffixes import lengthened
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
@@ -56,6 +67,11 @@ PAPER_LOSS = {
 }
 """Points below AttentionStore, means of models and tasks (ContiguousKV §5.2, Figure 9): its own
 decline, and that plus what it gains on the others."""
+PRUNING = ("recompute", "as-lru", "as-h2o-lfu", "impress", "contiguous-kv", "ckv")
+"""Systems whose answers may differ: H2O's are the same with either cache, and those that choose at
+every token are `bench.decode_accuracy`'s."""
+STUDIED = 2
+"""Documents of the study, of whose hundred rules differences of ten points and more are read."""
 _RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: seconds for each
 
 
@@ -148,40 +164,51 @@ def measure(
     pages: Sequence[Ledger],
     systems: Mapping[str, SystemConfig],
     budgets: Sequence[float],
+    kept: Kept,
 ) -> Iterator[dict[str, Any]]:
     """Rows of every system at every budget; systems without one have budget 1."""
     for name, system in systems.items():
         everything = system.selector in ("all", "none")
         with engine.variant(EngineConfig(system=system)) as served:
             for budget in (1.0,) if everything else budgets:
-                began = time.monotonic()
-                dense = system.selector == "none"
-                read = [first(page, _RECOMPUTED) if dense else page for page in pages]
-                asked = [ask(served, page, budget) for page in read]
-                right = np.concatenate([part[0] for part in asked])
-                given = recall.of(system, budget)
-                print(
-                    f"{name} at {budget:.0%}: {right.mean():.3f} right, "
-                    f"recall {given['chunk_recall']:.2f}, needle {given['needle']:.2f}, "
-                    f"{time.monotonic() - began:.0f} s",
-                    flush=True,
-                )
-                common = {
-                    "system": name,
-                    "budget": budget,
-                    "period": system.period if system.chunked else 1,
-                    **given,
-                    "ssd_bytes_per_question": float(np.mean([part[1] for part in asked])),
-                }
-                kinds = np.concatenate([page.families for page in read])
-                for index, family in enumerate((*LEARNED, "all")):
-                    mine = right if family == "all" else right[kinds == index]
-                    yield common | {
-                        "task": family,
-                        "accuracy": float(mine.mean()),
-                        "ci95": interval(int(mine.sum()), len(mine)),
-                        "questions": len(mine),
-                    }
+                make = partial(_rows, name, served, recall, pages, budget)
+                yield from kept.part(f"{name} at {budget:g}", make)["rows"]
+
+
+def _rows(
+    name: str, engine: Engine, recall: Recall, pages: Sequence[Ledger], budget: float
+) -> dict[str, Any]:
+    """Rows of one system at one budget, one for each family of questions and one for all."""
+    system, began = engine.system, time.monotonic()
+    dense = system.selector == "none"
+    read = [first(page, _RECOMPUTED) if dense else page for page in pages]
+    asked = [ask(engine, page, budget) for page in read]
+    right = np.concatenate([part[0] for part in asked])
+    given = recall.of(system, budget)
+    print(
+        f"{name} at {budget:.0%}: {right.mean():.3f} right, "
+        f"recall {given['chunk_recall']:.2f}, needle {given['needle']:.2f}, "
+        f"{time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    common = {
+        "system": name,
+        "budget": budget,
+        "period": system.period if system.chunked else 1,
+        **given,
+        "ssd_bytes_per_question": float(np.mean([part[1] for part in asked])),
+    }
+    kinds = np.concatenate([page.families for page in read])
+    rows = []
+    for index, family in enumerate((*LEARNED, "all")):
+        mine = right if family == "all" else right[kinds == index]
+        rows.append(common | {
+            "task": family,
+            "accuracy": float(mine.mean()),
+            "ci95": interval(int(mine.sum()), len(mine)),
+            "questions": len(mine),
+        })  # fmt: skip
+    return {"rows": rows}
 
 
 def digest_sizes() -> list[dict[str, Any]]:
@@ -252,7 +279,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
-    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(PRUNING))
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
     args = parser.parse_args()
@@ -276,6 +303,7 @@ def main() -> None:
     except CkvError as error:
         raise SystemExit(f"{folder}: {error}") from error
     finish(args, None, {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS} | report)
+    Kept(args.json, {}).forget()
     if any("why_skipped" in row for row in report["rows"]):
         raise SystemExit(3)
 
@@ -306,7 +334,7 @@ def of_ledgers(
 ) -> dict[str, Any]:
     """The result of a run over generated ledgers."""
     budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
-    count = args.documents or (2 if args.quick else 8)
+    count = args.documents or (2 if args.quick else 6)
     pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
     if args.suffix_tokens:
         pages = [lengthened(page, args.suffix_tokens) for page in pages]
@@ -316,20 +344,26 @@ def of_ledgers(
         "suffix_tokens": args.suffix_tokens,
         "documents": count,
         "questions": sum(len(page.answers) for page in pages),
+        "half_width": half_widths(sum(len(page.answers) for page in pages)),
         "digests": digest_sizes(),
     }
+    about = report | {"systems": [str(s) for s in systems.values()], "budgets": budgets}
+    kept = Kept(args.json, about)
     model = load_pretrained(folder, dtype="float32")
     recall = Recall(model, pages[0])
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system="ckv")
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
-            report["rows"] = list(measure(engine, recall, pages, systems, budgets))
+            report["rows"] = list(measure(engine, recall, pages, systems, budgets, kept))
     print(summary(report["rows"]))
     report["coverage"] = [
         row for budget in (0.05, 0.25) for row in coverage(model, pages[:2], budget=budget)
     ]
     if not args.skip_study:
-        report["study"] = study(model, quick_rules() if args.quick else rules(), pages)
+        studied, named = pages[:STUDIED], quick_rules() if args.quick else rules()
+        report["study_questions"] = sum(len(page.answers) for page in studied)
+        made = kept.part("study", lambda: {"rows": study(model, named, studied)})
+        report["study"] = made["rows"]
     if args.plot:
         save("accuracy", report, args.plot)
         beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")

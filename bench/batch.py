@@ -34,7 +34,7 @@ from ckv_jax.pipeline.plan import Plan
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUICK = Setting(repeats=3, prefixes=2, systems=("ckv",))
-FULL = Setting(repeats=8, prefixes=2, systems=("ckv", "contiguous-kv"))
+FULL = Setting(repeats=5, prefixes=2, systems=("ckv", "contiguous-kv"))
 
 FASTER = 3.0
 """The bar for requests/s of eight on one prefix, times those of one."""

@@ -4,18 +4,17 @@
 
 Stages as the engine thread sees them: waiting for probe keys, selecting (and syncing), waiting for
 critical KV, waiting for compute, and the rest (staging, bookkeeping, dispatch). They add up to the
-time to first token. Cold requests, systems by turns.
+time to first token. Cold requests, systems by turns; `--rows FILE` takes those of a `bench.ttft`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from bench.common import Json, Setting, finish, parser, setting_of, table
+from bench.common import Json, Setting, existing_path, finish, parser, setting_of, table
 from bench.figures import save
-from bench.lab import Lab
-from bench.turns import take_turns
-from ckv_jax.systems import system_named
+from bench.turns import cold_rows
 from ckv_jax.trace import STAGES
 
 SYSTEMS_SHOWN = ("impress", "contiguous-kv", "ckv")
@@ -24,12 +23,10 @@ FULL = Setting(prefixes=1, repeats=12, systems=SYSTEMS_SHOWN, budgets=(0.05, 0.1
 PARTS = (*STAGES, "other")
 
 
-def rows_of(lab: Lab) -> list[Json]:
-    """Mean ms and share of each stage, by system and budget."""
-    systems = {(name, "default"): system_named(name) for name in lab.setting.systems}
+def rows_of(measured: Sequence[Json]) -> list[Json]:
+    """Mean ms and share of each stage, by system and budget, of rows of `bench.measure`."""
     rows = []
-    for taken in take_turns(lab, systems):
-        row = taken.row()
+    for row in measured:
         spent = row["breakdown_ms"]
         total = sum(spent.values())
         shares = {name: spent[name] / total for name in PARTS}
@@ -48,20 +45,22 @@ def rows_of(lab: Lab) -> list[Json]:
 
 def main() -> None:
     """The command."""
-    args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
+    p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--rows", type=existing_path, metavar="FILE", help="a result of bench.ttft")
+    args = p.parse_args()
     setting = setting_of(args)
     setting = dataclasses.replace(
         setting, systems=tuple(name for name in setting.systems if name != "recompute")
     )
-    with Lab(setting) as lab:
-        rows = rows_of(lab)
+    measured, about = cold_rows(setting, args.rows)
+    rows = rows_of(measured)
     header = ["system", "budget", "TTFT ms", *PARTS]
     cells = [
         [r["system"], r["budget"], r["ttft_ms"]["mean"], *(r["breakdown_ms"][p] for p in PARTS)]
         for r in rows
     ]
     print(table(cells, header))
-    result = finish(args, setting, {"rows": rows})
+    result = finish(args, None, about | {"rows": rows})
     save("breakdown", result, args.plot)
 
 

@@ -224,7 +224,7 @@ def machine() -> Json:
         "python": platform.python_version(),
         "packages": packages,
         "load_average": os.getloadavg()[0],
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -280,7 +280,8 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit of this code, short; "unknown" where git does not say."""
     try:
         run = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],

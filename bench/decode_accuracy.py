@@ -16,7 +16,8 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 
@@ -24,9 +25,11 @@ from bench.common import Json, budget_share, finish, result_file, table
 from bench.decode_cache import Setting, sequences_of
 from bench.figures import save
 from bench.heads import HEADED, headed_system
-from bench.selection_study import interval
+from bench.kept import Kept
+from bench.selection_study import half_widths, interval
 from bench.tasks.suffixes import Told
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
@@ -64,7 +67,7 @@ def right(texts: Sequence[Generation], told: Told) -> np.ndarray:
 
 
 def measure(
-    engine: Engine, systems: Mapping[str, SystemConfig], setting: Setting
+    engine: Engine, systems: Mapping[str, SystemConfig], setting: Setting, kept: Kept
 ) -> Iterator[Json]:
     """A row for every kind of sequence, system and budget."""
     pages = [demo_ledger(seed, setting.tokens, asked=LEARNED) for seed in range(setting.documents)]
@@ -73,29 +76,34 @@ def measure(
         with engine.variant(EngineConfig(system=config)) as served:
             for budget in setting.budgets:
                 for trace in told[0]:
-                    began = time.monotonic()
-                    texts = [
-                        ask(served, page.tokens, sequences[trace], budget)
-                        for page, sequences in zip(pages, told, strict=True)
-                    ]
-                    answers = np.concatenate(
-                        [right(part, one[trace]) for part, one in zip(texts, told, strict=True)]
-                    )
-                    means = [text.trace.decode for part in texts for text in part]
-                    row = {
-                        "trace": trace, "system": system, "budget": budget,
-                        "answers": len(answers), "accuracy": float(answers.mean()),
-                        "ci95": interval(int(answers.sum()), len(answers)),
-                        **{name: float(np.mean([mean[name] for mean in means]))
-                           for name in ("device_hits", "ssd_bytes", "choices", "attention_mass")
-                           if all(means)},
-                    }  # fmt: skip
-                    print(
-                        f"{system} at {budget:.2%}, {trace}: {answers.mean():.3f} right, "
-                        f"{time.monotonic() - began:.0f} s",
-                        flush=True,
-                    )
-                    yield row
+                    of_trace = [sequences[trace] for sequences in told]
+                    make = partial(_answered, served, pages, of_trace, budget)
+                    row = kept.part(f"{system} at {budget:g}, {trace}", make)
+                    yield {"trace": trace, "system": system} | row
+
+
+def _answered(engine: Engine, pages: Sequence[Ledger], told: Sequence[Told], budget: float) -> Json:
+    """A row of one system, but for whose it is."""
+    began = time.monotonic()
+    texts = [ask(engine, page.tokens, one, budget) for page, one in zip(pages, told, strict=True)]
+    answers = np.concatenate([right(part, one) for part, one in zip(texts, told, strict=True)])
+    means = [text.trace.decode for part in texts for text in part]
+    print(
+        f"{engine.system.name} at {budget:.2%}: {answers.mean():.3f} right of {len(answers)}, "
+        f"{time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return {
+        "budget": budget,
+        "answers": len(answers),
+        "accuracy": float(answers.mean()),
+        "ci95": interval(int(answers.sum()), len(answers)),
+        **{
+            name: float(np.mean([mean[name] for mean in means]))
+            for name in ("device_hits", "ssd_bytes", "choices", "attention_mass")
+            if all(means)
+        },
+    }
 
 
 def bars(rows: Sequence[Json]) -> list[Json]:
@@ -151,7 +159,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     setting = Setting(
-        documents=args.documents or (1 if args.quick else 6),
+        documents=args.documents or (1 if args.quick else 4),
         budgets=tuple(args.budgets or (BUDGETS[::3] if args.quick else BUDGETS)),
         tokens=args.tokens,
     )
@@ -163,10 +171,12 @@ def main() -> None:
     for name, system in systems.items() if args.drift is not None else ():
         if system.decode is not None and system.window > 0:
             systems[name] = replace(system, decode=replace(system.decode, drift=args.drift))
+    about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
+    kept = Kept(args.json, about)
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system=systems[args.systems[0]])
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
-            rows = list(measure(engine, systems, setting))
+            rows = list(measure(engine, systems, setting, kept))
     print(show(rows))
     lines = [[bar["claim"], f"{bar['budget']:.2%}", f"{bar['value']:.3f}", f"{bar['bar']:.3f}",
               "met" if bar["met"] else "MISSED"] for bar in bars(rows)]  # fmt: skip
@@ -175,10 +185,12 @@ def main() -> None:
     found = {
         "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
         "sequences": setting.sequences, "steps": setting.steps, "drift": args.drift,
+        "half_width": half_widths(sum(row["answers"] for row in rows[:2])),
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", found, args.plot)
     finish(args, None, found)
+    kept.forget()
 
 
 if __name__ == "__main__":

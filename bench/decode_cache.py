@@ -58,7 +58,7 @@ BARS = {"lead": 0.01, "hits": 0.80, "fewer_bytes": 40.0, "widths": 0.95}
 class Setting:
     """What is recorded."""
 
-    documents: int = 6
+    documents: int = 4
     sequences: int = 8
     steps: int = 64
     tokens: int = 4096

@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.checkpoint or reference_folder()
     budgets = args.budgets or (BUDGETS[:2] if args.quick else BUDGETS)
-    count = args.documents or (1 if args.quick else 8)
+    count = args.documents or (1 if args.quick else 2)
     pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
     model = load_pretrained(folder, dtype="float32")
     rows = study(model, rules(), budgets, pages)

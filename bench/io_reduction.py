@@ -4,28 +4,25 @@
 
 Counted are the keys and values that requests demanded, in whole tokens (all layers, keys and
 values); `with_probe` adds the keys read to choose them, `with_unused` what was read ahead and then
-not used.
+not used. `--rows FILE` takes the cold rows of a `bench.ttft`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
+from bench.common import OURS, Json, Setting, existing_path, finish, parser, setting_of, table
 from bench.figures import save
-from bench.lab import Lab
-from bench.turns import take_turns
-from ckv_jax.systems import system_named
+from bench.turns import cold_rows
 
 QUICK = Setting(prefixes=1, repeats=4, systems=("impress", *OURS))
 FULL = Setting(prefixes=2, repeats=16, systems=("impress", *OURS), budgets=(0.05, 0.10, 0.25, 0.50))
 PAPER = {"SST-2 7B": 0.0621, "SST-2 14B": 0.0664, "RTE 7B": 0.0600, "RTE 14B": 0.0571}
 
 
-def rows_of(lab: Lab) -> list[Json]:
-    """Tokens by system and budget, and their share of IMPRESS's."""
-    systems = {(name, "default"): system_named(name) for name in lab.setting.systems}
-    measured = [taken.row() for taken in take_turns(lab, systems)]
+def rows_of(measured: Sequence[Json]) -> list[Json]:
+    """Tokens by system and budget, and their share of IMPRESS's, of rows of `bench.measure`."""
     rows = []
     for row in measured:
         loaded = row["tokens_loaded"]
@@ -52,17 +49,19 @@ def rows_of(lab: Lab) -> list[Json]:
 
 def main() -> None:
     """The command."""
-    args = parser(__doc__, quick=QUICK, full=FULL).parse_args()
+    p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--rows", type=existing_path, metavar="FILE", help="a result of bench.ttft")
+    args = p.parse_args()
     setting = setting_of(args)
     if "impress" not in setting.systems:
         setting = dataclasses.replace(setting, systems=("impress", *setting.systems))
-    with Lab(setting) as lab:
-        rows = rows_of(lab)
+    measured, about = cold_rows(setting, args.rows)
+    rows = rows_of(measured)
     cells = []
     for row in rows:
         cells.append([row["system"], row["budget"], *row["share_of_impress"].values()])
     print(table(cells, ["system", "budget", "critical", "with probe", "with unused"]))
-    result = finish(args, setting, {"rows": rows, "paper": PAPER})
+    result = finish(args, None, about | {"rows": rows, "paper": PAPER})
     save("io_reduction", result, args.plot)
 
 

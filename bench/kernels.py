@@ -9,26 +9,25 @@ that accumulates in float32. `share` is the time these would need for the bytes 
 move, or for its multiplications where those take longer, over the time it took: 1 is the ceiling,
 and more says that the data stayed in a CPU's caches. `speedup` is against the jnp reference;
 `temporary_mb` is what the compiled call holds in device memory beside its operands and results, and
-`peak_mb` all of it. With --resume, a run that was cut short goes on from its JSON file.
+`peak_mb` all of it. A run that was cut short goes on where it was (`bench.kept`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, finish, machine, result_file, table
+from bench.common import SHAPES, Json, Setting, finish, result_file, table
+from bench.kept import Kept
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.gather.api import gather
@@ -248,7 +247,6 @@ def main(argv: Sequence[str] | None = None) -> Json:
     p.add_argument("--prefix-tokens", type=int, nargs="+")
     p.add_argument("--budgets", type=float, nargs="+")
     p.add_argument("--repeats", type=int)
-    p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     args = p.parse_args(argv)
     models = args.models or (["7B"] if args.quick else ["7B", "14B", "32B"])
     prefixes = args.prefix_tokens or ([5008] if args.quick else [5008, 32768])
@@ -256,36 +254,19 @@ def main(argv: Sequence[str] | None = None) -> Json:
     repeats = args.repeats or (5 if args.quick else 10)
     parts = [(names, prefix) for names in _distinct(models).values() for prefix in prefixes]
     setting = Setting(model=models[0], prefix_tokens=prefixes[0], budgets=budgets, repeats=repeats)
-    rows = _kept(args.json, setting) if args.resume else []
-    done = {(row["models"], row["prefix_tokens"]) for row in rows}
+    kept = Kept(args.json, setting.to_json() | {"models": models, "prefixes": prefixes})
+    rows: list[Json] = []
     for names, prefix in parts:
         label = " ".join(names)
-        if (label, prefix) in done:
-            continue
-        found = kernel_rows(dataclasses.replace(setting, model=names[0], prefix_tokens=prefix))
+        one = dataclasses.replace(setting, model=names[0], prefix_tokens=prefix)
+        found = kept.part(f"{label}, {prefix}", lambda one=one: {"rows": kernel_rows(one)})["rows"]
         rows += [row | {"models": label} for row in found]
         copy, matmul = found[0]["copy_gb_per_s"], found[0]["matmul_gflop_per_s"]
         print(f"copy {copy:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
-        print(table([[row.get(c, "") for c in COLUMNS] for row in found], COLUMNS))
-        if args.json is not None:
-            finish(args, setting, {"rows": rows})
-    return finish(args, setting, {"rows": rows})
-
-
-def _kept(path: Path | None, setting: Setting) -> list[Json]:
-    """Rows of a run that was cut short; refuses one of other settings or another machine."""
-    if path is None:
-        raise SystemExit("--resume needs --json FILE, the file to go on from")
-    if not path.is_file():
-        return []
-    found, now = json.loads(path.read_text(encoding="utf-8")), machine()
-    same = all(found["machine"][key] == now[key] for key in ("cpu", "cores", "device", "packages"))
-    then = found["setting"]
-    same &= tuple(then["budgets"]) == setting.budgets and then["repeats"] == setting.repeats
-    if not same:
-        raise SystemExit(f"{path} is of another machine, other versions or other arguments")
-    rows: list[Json] = found["rows"]
-    return rows
+        print(table([[row.get(c, "") for c in COLUMNS] for row in rows[-len(found) :]], COLUMNS))
+    result = finish(args, setting, {"rows": rows})
+    kept.forget()
+    return result
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import numpy as np
 
 from bench.common import SHAPES, Setting
 from bench.structured import Structure, alike_for, structured_model
@@ -35,6 +38,10 @@ from ckv_jax.systems import REORDER_EVERY, system_of
 BASE = "contiguous-kv"
 """The system whose layout a prefix is first stored in."""
 
+KEPT = "CKV_BENCH_PREFIXES"
+"""Environment: folder for prefixes that benchmarks of one code compute, to be used by the next."""
+KEPT_BYTES = 16 << 30
+
 WARM_UP = REORDER_EVERY + 2
 """Requests before anything is measured: compiles, loads digests, and lets IMPRESS reorder."""
 
@@ -42,7 +49,8 @@ WARM_UP = REORDER_EVERY + 2
 class Lab:
     """Owns model, store and engines; a context manager that removes what it stored.
 
-    A prefix is computed once and written in every layout that is asked for.
+    A prefix is computed once, in all benchmarks of `bench.report`, and written in every layout that
+    is asked for.
     """
 
     def __init__(self, setting: Setting, *, like: Lab | None = None) -> None:
@@ -55,6 +63,9 @@ class Lab:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.store = ChunkStore.open(self.folder / "store", config=StoreConfig(direct_io=True))
         self._stack.callback(self.store.close)
+        kept = Path(os.environ.get(KEPT) or self.folder / "computed")
+        self._kept = ChunkStore.open(kept, config=StoreConfig(max_bytes=KEPT_BYTES))
+        self._stack.callback(self._kept.close)
         if like is None:
             model, fingerprint, self.work = _model_and_work(setting)
             config = EngineConfig(
@@ -68,6 +79,7 @@ class Lab:
         self.config: ModelConfig = self.base.model_config
         self._prefixes: dict[tuple[int, str], Prefix] = {}
         self.prefill_s: list[float] = []
+        """Of those prefixes that had to be computed."""
 
     def __enter__(self) -> Self:
         return self
@@ -116,12 +128,7 @@ class Lab:
         if not missing:
             return
         tokens = self.work.prefix(index)
-        base = (index, self.base.layout.hex)
-        if base not in self._prefixes:
-            start = time.perf_counter()
-            self._prefixes[base] = self.base.ingest(tokens)
-            self.prefill_s.append(time.perf_counter() - start)
-        kv = read_kv(self.store, self._prefixes[base])
+        kv = self._computed(tokens)
         for layout in missing:
             if (index, layout.hex) not in self._prefixes:
                 with self.store.writer(
@@ -133,17 +140,28 @@ class Lab:
                     writer.write(0, kv)
                     self._prefixes[index, layout.hex] = writer.commit()
 
+    def _computed(self, tokens: np.ndarray) -> np.ndarray:
+        """KV of a prefix, as `read_kv` gives it, which this or an earlier benchmark has computed.
+
+        Nothing but what a prefill gives is kept from one benchmark to the next: what engines learn
+        of a prefix, they learn in this lab's own store.
+        """
+        about = {"fingerprint": self.base.fingerprint, "layout": self.base.layout}
+        found = self._kept.longest_prefix(tokens, **about)
+        if found.num_tokens < len(tokens):
+            start = time.perf_counter()
+            with self.base.variant(self.base.config, store=self._kept) as engine:
+                found = engine.ingest(tokens)
+            self.prefill_s.append(time.perf_counter() - start)
+        return read_kv(self._kept, found)
+
     def put(self, index: int, prefix: Prefix) -> None:
         """Prefix `index` is this one in its layout, which was written otherwise."""
         self._prefixes[index, prefix.layout.hex] = prefix
 
     def forget_scores(self) -> None:
         """What engines have learned of packs and kept, so that the next one starts as the first."""
-        for prefix in self._prefixes.values():
-            for span in prefix.spans:
-                scores = self.store.load_scores(span.segment_id)
-                if scores is not None:
-                    self.store.save_scores(span.segment_id, *(0 * column for column in scores))
+        forget_scores(self.store, self._prefixes.values())
 
     def prefix(self, index: int, engine: Engine) -> Prefix:
         """Prefix `index` in the layout of `engine`, stored if it is not yet."""
@@ -186,6 +204,15 @@ class Lab:
     def layout(self, system: str | SystemConfig) -> Layout:
         """How a prefix lies on disk for `system`."""
         return layout_of(system_of(system), self.config, self.setting.dtype)
+
+
+def forget_scores(store: ChunkStore, prefixes: Iterable[Prefix]) -> None:
+    """What engines have learned of the packs of prefixes, and kept in their store."""
+    for prefix in prefixes:
+        for span in prefix.spans:
+            scores = store.load_scores(span.segment_id)
+            if scores is not None:
+                store.save_scores(span.segment_id, *(0 * column for column in scores))
 
 
 def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthetic | FewShot]:

@@ -31,6 +31,7 @@ def stored(engine: Engine, tokens: np.ndarray) -> Prefix:
     if found.num_tokens == len(tokens):
         return found
     project = _project(layers)
+    row = layout.num_kv_heads, layout.head_dim
     with engine.store.writer(
         fingerprint=engine.fingerprint, layout=layout, tokens=tokens, codec=engine.system.coder
     ) as writer:
@@ -39,13 +40,11 @@ def stored(engine: Engine, tokens: np.ndarray) -> Prefix:
             part = tokens[first : first + BLOCK]
             block[0, : len(part)] = part
             hidden = layers.embed(block)
-            kv = np.stack(
-                [
-                    np.stack([np.asarray(x)[0, : len(part)] for x in project(layer, hidden, first)])
-                    for layer in range(layers.num_layers)
-                ]
-            )
-            writer.write(first, kv.astype(layout.numpy_dtype, copy=False))
+            kv = np.empty((layers.num_layers, 2, len(part), *row), layout.numpy_dtype)
+            for layer in range(layers.num_layers):
+                for which, found in enumerate(project(layer, hidden, first)):
+                    kv[layer, which] = np.asarray(found)[0, : len(part)]
+            writer.write(first, kv)
         return writer.commit()
 
 

@@ -20,17 +20,14 @@ import argparse
 import dataclasses
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, finish, result_file, table
-from bench.memory import status_mb
+from bench.common import Json, finish, result_file
+from bench.held import MORE, growth, held, show
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.pipeline import mappings
 
-MORE = 0.10
 BARS = {"rss_mb": MORE, "mappings": MORE, "pinned_packs": 0.0, "programs": 0.0}
 MODEL = dataclasses.replace(SMALL, num_layers=8, hidden_size=128, intermediate_size=256)
 
@@ -74,42 +71,13 @@ def generate(engine: Engine, texts: Texts) -> list[Json]:
             seen += 1
             if seen % texts.every == 0:
                 spent = time.perf_counter() - start
-                rows.append(_row(engine, seen, texts.sequences * texts.every / spent))
+                speed = texts.sequences * texts.every / spent
+                rows.append({"tokens": seen, **held(engine), "tokens_s": speed})
                 print(", ".join(f"{name} {value:.0f}" for name, value in rows[-1].items()))
                 start = time.perf_counter()
         for text in stream.results():
             text.raise_for_error()
     return rows
-
-
-def _row(engine: Engine, tokens: int, tokens_s: float) -> Json:
-    stats = engine.stats()
-    return {
-        "tokens": tokens,
-        "rss_mb": status_mb("VmRSS"),
-        "digest_mb": stats.digest_bytes / 1e6,
-        "pinned_packs": stats.pinned_packs,
-        "device_packs": stats.device_packs,
-        "programs": stats.programs,
-        "mappings": mappings.held(),
-        "tokens_s": tokens_s,
-    }
-
-
-def growth(rows: Sequence[Json]) -> Json:
-    """Each of `BARS` at the first quarter's end and at most afterwards, and whether that is met."""
-    first = next(row for row in rows if row["tokens"] >= rows[-1]["tokens"] / 4)
-    found = {}
-    for name, bar in BARS.items():
-        held = [_held(row, name) for row in rows if row["tokens"] >= first["tokens"]]
-        more = (max(held) - held[0]) / max(1.0, held[0])
-        found[name] = {"first": held[0], "most": max(held), "more": more, "met": more <= bar}
-    return found
-
-
-def _held(row: Json, name: str) -> float:
-    value = float(row[name])
-    return value - float(row["digest_mb"]) if name == "rss_mb" else value
 
 
 def main() -> None:
@@ -135,12 +103,9 @@ def main() -> None:
         ) as engine:  # fmt: skip
             rows = generate(engine, texts)
         left = sum(1 for _ in Path(folder).rglob("manifest.json")) - texts.sequences
-    found = growth(rows)
-    cells = [
-        [name, one["first"], one["most"], f"{one['more']:+.1%}", "met" if one["met"] else "missed"]
-        for name, one in found.items()
-    ]
-    print(table(cells, ["", "after a quarter", "at most later", "grew", "bar"]))
+    quarter = next(n for n, row in enumerate(rows) if row["tokens"] >= texts.tokens / 4)
+    found = growth(rows[quarter : quarter + 1], rows[quarter:], BARS)
+    print(show(found, "after a quarter"))
     print(f"segments left in the store beside the prefixes: {left}")
     finish(args, texts, {"rows": rows, "growth": found, "segments_left": left})
 

@@ -25,7 +25,7 @@ import numpy as np
 from bench.bound import bound_model
 from bench.common import SHAPES, Json, budget_share, finish, median_interval, result_file, table
 from bench.random_engine import random_engine, random_prefix, random_tokens
-from bench.selection_study import interval
+from bench.selection_study import half_widths, interval
 from bench.tasks.texts import Texts, alias_texts, ledger_texts, seam_texts
 from ckv_jax import Blend, Engine, EngineConfig, Request
 from ckv_jax.data.reference import reference_folder
@@ -81,6 +81,7 @@ def accuracy(
             "accuracy": float(np.mean(right[index])),
             "ci95": interval(sum(right[index]), len(right[index])),
             "questions": len(right[index]),
+            "half_width": half_widths(len(right[index])),
         }
 
 
@@ -191,12 +192,12 @@ def main() -> None:
     parser.add_argument("--skip-ttft", action="store_true")
     args = parser.parse_args()
     shares = (0.1, 0.3)
-    documents = args.documents if args.documents is not None else (9 if args.quick else 48)
+    documents = args.documents if args.documents is not None else (9 if args.quick else 24)
     body: Json = {"texts": [2, 3, 4], "documents": documents}
     if documents:
         body["accuracy"] = all_accuracy(documents, 1024, shares)
     if not args.skip_ttft:
-        repeats, recomputes = (2, 1) if args.quick else (5, 2)
+        repeats, recomputes = (2, 1) if args.quick else (3, 2)
         body["ttft"] = ttft(
             args.model, args.tokens, 4, repeats, recomputes, shares, args.budgets
         )  # fmt: skip

@@ -8,11 +8,12 @@
 `--resume`, which `make bench` says, leaves out what has a result of this code already: one whose
 commit differs from this one in nothing but documents and results, and that was run in full (or
 `--quick`, if that is asked). Before anything runs, the hours that the rest will take are told: as
-long as each took the last time in that folder, and a guess for what has not run there.
+long as each took the last time in that folder, and an estimate for what has not run there.
 
-Each script runs in a process of its own, one after the other; its JSON and PNG land beside the
-page. A script that fails is shown with its error and does not stop the rest. `--redraw` measures
-nothing: it draws every figure again from the JSON in the folder, and writes the page.
+Each script runs in a process of its own, one after the other, those that measure no time two at a
+time; its JSON and PNG land beside the page. A script that fails is shown with its error and does
+not stop the rest. `--redraw` measures nothing: it draws every figure again from the JSON in the
+folder, and writes the page.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ import argparse
 import base64
 import html
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, result_folder
+from bench.common import Json, commit, result_folder
 from bench.figures import FIGURES, Figure, draw_again, result_of
+from bench.kept import same_code
+from bench.lab import KEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +48,18 @@ class Script:
     name: str = ""
     """Of its files; "": the module's."""
     minutes: float
-    """A guess at how long it takes in full on two cores, for where it has not been run yet."""
+    """How long it takes in full on two cores, as far as parts of it were measured, for where it has
+    not been run yet; of what is not timed, beside another one."""
     plots: bool = True
     """Whether it draws a figure."""
     quick: bool = True
     """Whether it knows `--quick`."""
+    compiles: bool = False
+    """Whether what it measures hangs on programs being compiled here: it gets none from disk."""
+    timed: bool = True
+    """Whether it measures time, and so wants the machine for itself."""
+    after: str = ""
+    """The result that it is made of, by its stem: given as `--rows`."""
 
     @property
     def stem(self) -> str:
@@ -58,40 +71,63 @@ class Script:
         words = ["-m", f"bench.{self.module}", "--json", str(folder / f"{self.stem}.json")]
         if self.plots:
             words += ["--plot", str(folder / f"{self.stem}.png")]
+        if self.after:
+            words += ["--rows", str(folder / f"{self.after}.json")]
         return [*words, *self.more, *(["--quick"] if quick and self.quick else [])]
 
 
+SWEEP = ("--sweep-traffic", "--repeats", "8", "--warm-prefixes", "6")
+WINDOWS = (
+    "--systems", "kvdrive", "ckv", "--places", "ssd", "--sequences", "2", "--prefix-tokens", "8192",
+    "--device-share", "0.3", "--budgets", "0.0625", "1.0", "--windows", "0", "1", "2", "3",
+)  # fmt: skip
+"""The ablation of decode's windows, and everything attended to by systems that choose."""
+
 SCRIPTS = (
-    Script(module="ttft", minutes=10),
-    Script(module="ttft", name="ttft_traffic", more=("--sweep-traffic",), plots=False, minutes=60),
-    Script(module="read_amplification", minutes=10),
-    Script(module="breakdown", minutes=10),
-    Script(module="similarity", minutes=10),
-    Script(module="ablation", minutes=30),
-    Script(module="io_reduction", minutes=10),
-    Script(module="sensitivity", minutes=27),
-    Script(module="accuracy", minutes=60),
-    Script(module="cache_policies", more=("--structured",), minutes=10),
-    Script(module="batch", minutes=15),
-    Script(module="simulate", minutes=15),
-    Script(module="paper", plots=False, quick=False, minutes=5),
-    Script(module="versus_transformers", plots=False, quick=False, minutes=10),
-    Script(module="peers", plots=False, minutes=30),
-    Script(module="serving", plots=False, minutes=15),
-    Script(module="server", plots=False, minutes=10),
-    Script(module="storage", plots=False, quick=False, minutes=10),
-    Script(module="memory", plots=False, quick=False, minutes=20),
-    Script(module="long_text", plots=False, quick=False, minutes=5),
-    Script(module="kernels", plots=False, minutes=20),
-    Script(module="decode", minutes=30),
-    Script(module="decode_study", minutes=30),
-    Script(module="decode_cache", minutes=30),
-    Script(module="decode_accuracy", minutes=60),
-    Script(module="parts", more=("--skip-ttft",), name="parts_accuracy", plots=False, minutes=30),
-    Script(module="parts", more=("--documents", "0"), name="parts_ttft", plots=False, minutes=15),
-    Script(module="shapes", quick=False, minutes=20),
-    Script(module="faults", plots=False, minutes=30),
+    Script(module="ttft", minutes=8),
+    Script(module="ttft", name="ttft_traffic", more=SWEEP, plots=False, minutes=7),
+    Script(module="read_amplification", minutes=3),
+    Script(module="breakdown", after="ttft", minutes=0.1),
+    Script(module="similarity", minutes=3),
+    Script(module="ablation", minutes=5),
+    Script(module="io_reduction", after="ttft", minutes=0.1),
+    Script(module="sensitivity", minutes=8),
+    Script(module="accuracy", timed=False, minutes=14),
+    Script(module="cache_policies", more=("--structured",), timed=False, minutes=4),
+    Script(module="batch", minutes=4),
+    Script(module="simulate", minutes=4),
+    Script(module="paper", plots=False, quick=False, minutes=0.5),
+    Script(module="versus_transformers", plots=False, quick=False, minutes=4),
+    Script(module="peers", plots=False, minutes=6),
+    Script(module="serving", plots=False, minutes=4),
+    Script(module="server", plots=False, minutes=4),
+    Script(module="storage", plots=False, quick=False, minutes=3),
+    Script(module="memory", plots=False, quick=False, compiles=True, timed=False, minutes=5),
+    Script(module="long_text", plots=False, quick=False, compiles=True, timed=False, minutes=3),
+    Script(module="long_decode", quick=False, compiles=True, timed=False, minutes=3),
+    Script(module="kernels", plots=False, minutes=6),
+    Script(module="decode", minutes=24),
+    Script(module="decode", name="decode_windows", more=WINDOWS, plots=False, minutes=3),
+    Script(module="decode_study", timed=False, minutes=7),
+    Script(module="decode_cache", timed=False, minutes=9),
+    Script(module="decode_accuracy", timed=False, minutes=13),
+    Script(
+        module="parts",
+        more=("--skip-ttft",),
+        name="parts_accuracy",
+        plots=False,
+        timed=False,
+        minutes=10,
+    ),
+    Script(module="parts", more=("--documents", "0"), name="parts_ttft", plots=False, minutes=5),
+    Script(module="shapes", quick=False, compiles=True, minutes=7),
+    Script(module="faults", more=("--every", "6"), plots=False, minutes=7),
 )
+
+ABREAST = 2
+"""Scripts that run at a time, of those that measure no time: none keeps two cores busy alone."""
+KEPT_IN = Path(__file__).parents[1] / "build" / "bench"
+"""What scripts share; `make clean` removes it."""
 
 STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2.5rem auto;
@@ -114,8 +150,8 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
     """Runs one script; its output, exit status and time go to `<name>.run.json`."""
     command = [sys.executable, *script.command(folder, quick=quick)]
     print("$ " + " ".join(command[1:]), flush=True)
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    start, shared = time.monotonic(), os.environ | kept(compiles=script.compiles)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=shared)
     record = {
         "command": "python " + " ".join(command[1:]),
         "seconds": round(time.monotonic() - start, 1),
@@ -124,7 +160,40 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
         "error": done.stderr[-4_000:] if done.returncode else "",
     }
     (folder / f"{script.stem}.run.json").write_text(json.dumps(record), encoding="utf-8")
-    print(f"  {record['seconds']} s, exit status {done.returncode}", flush=True)
+    said = f"{record['seconds']} s, exit status {done.returncode}"
+    print(f"  {script.stem}: {said}", flush=True)
+
+
+def run_all(scripts: Sequence[Script], folder: Path, *, quick: bool) -> None:
+    """Those that measure time one after the other, then the others, `ABREAST` at a time."""
+    for script in scripts:
+        if script.timed:
+            run(script, folder, quick=quick)
+    with ThreadPoolExecutor(ABREAST) as pool:
+        others = [script for script in scripts if not script.timed]
+        list(pool.map(lambda script: run(script, folder, quick=quick), others))
+
+
+def kept(*, compiles: bool) -> dict[str, str]:
+    """Environment by which scripts share what none of them measures: prefixes that were computed
+    by this code, and, but for those that measure compiling, compiled programs.
+
+    Prefixes of other code go; what code is that is not committed keeps none.
+    """
+    head = commit()
+    for other in (KEPT_IN / "prefixes").glob("*"):
+        if other.name != head:
+            shutil.rmtree(other, ignore_errors=True)
+    found = {}
+    if same_code(head):
+        found[KEPT] = str(KEPT_IN / "prefixes" / head)
+    if not compiles:
+        found |= {
+            "JAX_COMPILATION_CACHE_DIR": str(KEPT_IN / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    return found
 
 
 def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
@@ -139,28 +208,16 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     return ran["command"] == asked and same_code(str(said.get("commit", "unknown")))
 
 
-def same_code(commit: str) -> bool:
-    """Whether what lies here differs from that commit in documents and results alone."""
-    words = ["git", "diff", "--quiet", commit, "--", ".", ":!*.md", ":!bench/results"]
-    try:
-        done = subprocess.run(
-            words, cwd=Path(__file__).parents[1], capture_output=True, timeout=60, check=False
-        )
-    except OSError:
-        return False
-    return done.returncode == 0
-
-
 def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
     """About how long these take, by their last runs with these arguments where there were any."""
-    seconds = 0.0
+    seconds = {True: 0.0, False: 0.0}
     for script in scripts:
         ran = _record(folder / f"{script.stem}.run.json")
         asked = " ".join(["python", *script.command(folder, quick=quick)])
         before = ran is not None and not ran["status"] and ran["command"] == asked
         guess = 60 * (min(script.minutes, 3) if quick and script.quick else script.minutes)
-        seconds += ran["seconds"] if before and ran is not None else guess
-    return seconds / 3600
+        seconds[script.timed] += ran["seconds"] if before and ran is not None else guess
+    return (seconds[True] + seconds[False] / ABREAST) / 3600
 
 
 def page(folder: Path) -> str:
@@ -282,8 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             + (", ".join(script.stem for script in left) or "none"),
             flush=True,
         )
-        for script in left:
-            run(script, args.out, quick=args.quick)
+        run_all(left, args.out, quick=args.quick)
     path = args.out / "report.html"
     path.write_text(page(args.out), encoding="utf-8")
     print(f"wrote {path}")

@@ -14,7 +14,16 @@ from bench.oracle import Answers, Oracle, Rule, best
 from ckv_jax.data.ledger import FAMILIES, Ledger
 from ckv_jax.model.decoder import Transformer
 
-__all__ = ["coverage", "interval", "quick_rules", "rules", "study", "tally", "traces"]
+__all__ = [
+    "coverage",
+    "half_widths",
+    "interval",
+    "quick_rules",
+    "rules",
+    "study",
+    "tally",
+    "traces",
+]
 
 Say = Callable[[str], None]
 
@@ -90,6 +99,16 @@ def interval(right: int, asked: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share."""
     low, high = binomtest(right, asked).proportion_ci(method="wilson")
     return float(low), float(high)
+
+
+def half_widths(asked: int) -> dict[str, float]:
+    """Half of Wilson's 95% interval where 70, 90 and 98% of so many answers are right: what number
+    of documents is enough to tell."""
+    found = {}
+    for share in (0.70, 0.90, 0.98):
+        low, high = interval(round(share * asked), asked)
+        found[f"{share:.0%}"] = round((high - low) / 2, 4)
+    return found
 
 
 def study(

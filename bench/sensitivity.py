@@ -4,18 +4,18 @@
 
 Cold requests at a budget of 25%, one thing changed at a time. `attention_mass` is the share of the
 probe's attention that the selection covers: what a larger chunk gives away. Accuracy by period
-and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS. With the number
-of chosen chunks held (`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix:
-digests are scored in one stage and in two, and by two heads of each period alone or one, over keys
-and values written without a prefill. `--shares` has the same lengths with a share of each chosen
-(`prefix_tokens_share`).
+and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS, over keys and
+values written without a prefill (`bench.long_kv`). With the number of chosen chunks held
+(`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix: digests are scored in one
+stage and in two, and by two heads of each period alone or one. `--shares` has the same
+lengths with a share of each chosen (`prefix_tokens_share`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -32,13 +32,13 @@ from ckv_jax.systems import SYSTEMS, preset, system_named
 QUICK = Setting(
     prefixes=1, prefix_tokens=2000, repeats=4, budgets=(0.25,), systems=("contiguous-kv",)
 )
-FULL = Setting(prefixes=1, repeats=8, budgets=(0.25, 0.05), systems=OURS)
+FULL = Setting(prefixes=1, repeats=6, budgets=(0.25, 0.05), systems=OURS)
 CHUNKS = (4, 8, 16, 32, 64)
 PERIODS = (4, 8, 16)
 SUBPERIODS = (1, 2, 4, 8)
-LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000)
+LENGTHS = (1000, 4000, 10_000, 32_000)
 QUICK_LENGTHS = (1000, 4000)
-FIXED_LENGTHS = (4000, 8000, 16000, 32000)
+FIXED_LENGTHS = (4000, 32_000)
 FIXED_CHUNKS = 16
 
 
@@ -84,6 +84,7 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
         _forget_programs()
         with Lab(setting, like=lab) as other:
             systems = {(name, str(length)): system_named(name) for name in names}
+            _write(other, systems.values())
             for taken in take_turns(other, systems):
                 row = taken.row()
                 found = {"parameter": "prefix_tokens", "value": length}
@@ -122,16 +123,21 @@ def by_length(lab: Lab, lengths: Sequence[int], share: float | None = None) -> l
             k: v for name in setting.systems for k, v in stages(SYSTEMS[name], layers).items()
         }
         with Lab(setting, like=lab) as other:
-            for system in systems.values():
-                with other.engine(system) as engine:
-                    for index in range(setting.prefixes):
-                        other.put(index, stored(engine, other.work.prefix(index)))
+            _write(other, systems.values())
             for taken in take_turns(other, systems):
                 row = taken.row()
                 found = {"parameter": kind, "value": length}
                 keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
                 rows.append(found | {name: row[name] for name in (*keep, "attention_mass")})
     return rows
+
+
+def _write(lab: Lab, systems: Iterable[SystemConfig]) -> None:
+    """Stores a lab's prefixes in the layouts of systems, without a prefill."""
+    for system in systems:
+        with lab.engine(system) as engine:
+            for index in range(lab.setting.prefixes):
+                lab.put(index, stored(engine, lab.work.prefix(index)))
 
 
 def _forget_programs() -> None:

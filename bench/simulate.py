@@ -34,7 +34,7 @@ from ckv_jax.systems import system_named
 
 SIMULATED = (*OURS, "impress", "as-h2o-lfu", "as-lru")
 QUICK = Setting(prefixes=1, repeats=7, systems=SIMULATED)
-FULL = Setting(prefixes=1, repeats=15, systems=SIMULATED)
+FULL = Setting(prefixes=1, repeats=9, systems=SIMULATED)
 MODELS = ("7B", "14B", "32B")
 PREFIXES = (4096, 8192, 16384, 32768, 65536, 131072)
 GOAL = 0.15

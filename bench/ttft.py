@@ -27,6 +27,7 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 from bench.common import (
     OURS,
@@ -41,6 +42,7 @@ from bench.common import (
 from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
+from bench.kept import Kept
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
 from ckv_jax.config import PolicyName, SystemConfig
@@ -52,7 +54,7 @@ FULL = Setting(prefixes=2, repeats=16, budgets=(0.05, 0.10, 0.25, 0.50))
 WARM_TOKENS = 2000
 """Of each of the many prefixes of a warm run."""
 
-TRAFFIC = ((1.0, 0.0), (2.0, 0.0), (4.0, 0.0), (1.0, 0.5), (1.0, 0.8), (2.0, 0.8))
+TRAFFIC = ((1.0, 0.0), (4.0, 0.0), (1.0, 0.8), (2.0, 0.8))
 """Clustering and stability of `--sweep-traffic`: what both papers' numbers leave open."""
 
 
@@ -97,8 +99,10 @@ def floor_system(system: SystemConfig) -> SystemConfig:
     )
 
 
-def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Json]:
-    """Rows with both caches; ours also with the other cache policies."""
+def warm(
+    lab: Lab, disk: Disk, systems: Sequence[str], requests: int, *, ablate: bool
+) -> list[Json]:
+    """Rows with both caches; ours also with the other cache policies, to `ablate`."""
     budget, rows = lab.setting.budgets[0], []
     rivals: tuple[PolicyName, ...] = ("lfu", "lru")
     floors: dict[SystemConfig, list[float]] = {}
@@ -107,7 +111,7 @@ def warm(lab: Lab, disk: Disk, systems: Sequence[str], requests: int) -> list[Js
         bare = floor_system(system)
         if bare not in floors:
             floors[bare] = compute_floor_ms(lab, bare, lab.setting.budgets[:1])
-        for policy in (system.policy, *(rivals if name in OURS else ())):
+        for policy in (system.policy, *(rivals if ablate and name in OURS else ())):
             variant = "warm" if policy == system.policy else f"warm-{policy}"
             changed = dataclasses.replace(system, policy=policy)
             part = warm_run(lab, changed, variant, budget, requests)
@@ -179,21 +183,26 @@ def main() -> None:
         p.error("--sweep-traffic is of structured weights, and draws nothing")
     setting = setting_of(args)
     if args.sweep_traffic:
-        finish(args, setting, {"traffic": swept(setting, args)})
+        kept = Kept(args.json, setting.to_json() | {"warm_prefixes": args.warm_prefixes})
+        finish(args, setting, {"traffic": swept(setting, args, kept)})
+        kept.forget()
         return
     body = measured_with(setting, args, ablate=not args.no_ablation)
     result = finish(args, setting, body)
     save("ttft", result, args.plot)
 
 
-def swept(setting: Setting, args: argparse.Namespace) -> list[Json]:
-    """The smallest budget at every point of `TRAFFIC`, without variants of our systems."""
+def swept(setting: Setting, args: argparse.Namespace, kept: Kept) -> list[Json]:
+    """The smallest budget at every point of `TRAFFIC`, without variants of our systems, and without
+    recompute, which traffic does not change."""
     points = []
+    systems = tuple(name for name in setting.systems if name != "recompute")
     for clustering, stability in TRAFFIC:
         print(f"clustering {clustering:g}, stability {stability:g}", flush=True)
         point = {"clustering": clustering, "stability": stability}
-        chosen = dataclasses.replace(setting, budgets=setting.budgets[:1], **point)
-        points.append(point | measured_with(chosen, args, ablate=False))
+        chosen = dataclasses.replace(setting, budgets=setting.budgets[:1], systems=systems, **point)
+        measure = partial(measured_with, chosen, args, ablate=False)
+        points.append(point | kept.part(f"{clustering:g}, {stability:g}", measure))
     return points
 
 
@@ -210,7 +219,8 @@ def measured_with(setting: Setting, args: argparse.Namespace, *, ablate: bool) -
             smaller = dataclasses.replace(setting, prefixes=prefixes, prefix_tokens=tokens)
             names = [name for name in setting.systems if name != "recompute"]
             with Lab(smaller, like=lab) as other:
-                rows += warm(other, disk, names, requests=(4 if args.quick else 10) * prefixes)
+                requests = (4 if args.quick else 10) * prefixes
+                rows += warm(other, disk, names, requests, ablate=ablate)
         bandwidth = disk.found
     print(show(rows))
     return {

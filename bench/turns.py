@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from bench.common import Json
+from bench.common import Json, Setting
 from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
 from bench.workload import normal_choice
@@ -15,6 +17,7 @@ from ckv_jax import Engine
 from ckv_jax.buckets import probe_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.storage.layout import Layout
+from ckv_jax.systems import system_named
 
 RECOMPUTE_REPEATS = 2
 """A recompute is the same work every time, and slow."""
@@ -91,6 +94,28 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
         for key, system in systems.items()
         for budget in setting.budgets
     ]
+
+
+def cold_rows(setting: Setting, measured: Path | None) -> tuple[list[Json], Json]:
+    """Rows of cold requests of the setting's systems, and what they are of: of a result of
+    `bench.ttft`, which asks the same, or measured now.
+
+    Raises SystemExit where that result has none of a system.
+    """
+    if measured is None:
+        systems = {(name, "default"): system_named(name) for name in setting.systems}
+        with Lab(setting) as lab:
+            rows = [taken.row() for taken in take_turns(lab, systems)]
+        return rows, {"setting": setting.to_json()}
+    found = json.loads(measured.read_text(encoding="utf-8"))
+    rows = [
+        row
+        for row in found["rows"]
+        if row["variant"] == "default" and row["system"] in setting.systems
+    ]
+    if missing := set(setting.systems) - {row["system"] for row in rows}:
+        raise SystemExit(f"{measured} has no cold rows of {', '.join(sorted(missing))}")
+    return rows, {"setting": found["setting"], "measured_by": found["command"]}
 
 
 def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float]:

@@ -109,8 +109,12 @@ FIGURES: dict[str, Figure] = {
         title="Programs and mappings", draw=programs.draw, size=(9, 3.4),
         caption=programs.CAPTION, conclude=programs.conclude,
     ),
+    "long_decode": Figure(
+        title="Ten thousand steps of decode", draw=programs.draw_steps, size=(12, 3.2),
+        caption=programs.STEPS_CAPTION, conclude=programs.conclude_steps,
+    ),
     "decode": Figure(
-        title="Decode: tokens per second", draw=decode.draw_speed, size=(9.5, 3.6),
+        title="Decode: tokens per second", draw=decode.draw_speed, size=(13, 4.0),
         caption=decode.SPEED_CAPTION, conclude=decode.conclude_speed,
     ),
     "decode_accuracy": Figure(

@@ -46,7 +46,7 @@ QUICK = {
 }  # fmt: skip
 FULL = {
     "prefix_tokens": 5000, "repeats": 15, "recomputes": 3, "documents": 8, "document_tokens": 4096,
-    "text_tokens": 65,
+    "text_tokens": 33,
 }  # fmt: skip
 PACKAGES = ("torch", "transformers", "llama-cpp-python", "kvpress")
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import decode
+from bench.decode import COLUMNS, QUICK
+from bench.decode_bench import Bench, Setting
+from bench.decode_claims import claims
+from bench.decode_row import Clock, tokens_within
 from bench.disk import Disk
+from bench.kept import Kept
 from bench.long_kv import walking_tokens
 from bench.structured import TOPICS
+from ckv_jax.storage.store import ChunkStore
+
+SMALL = dataclasses.replace(QUICK, model="tiny", prefix_tokens=1024, tokens=8, warm=2)
 
 
 class Still(Disk):
@@ -24,33 +32,125 @@ class Still(Disk):
         return 1e9
 
 
+def rows_of(setting: Setting, folder: Path) -> tuple[Bench, list[dict[str, Any]]]:
+    bench = Bench(setting, folder)
+    return bench, [
+        row for one in bench.systems() for row in bench.rows(one, Still(), Kept(None, {}))
+    ]
+
+
 @pytest.mark.slow
 def test_rows_add_up(tmp_path: Path) -> None:
-    setting = dataclasses.replace(
-        decode.QUICK, model="tiny", prefix_tokens=1024, systems=("quest", "ckv", "flexgen"),
-        sequences=(1, 2),
-    )  # fmt: skip
-    bench = decode.Bench(setting, tmp_path)
-    rows = {name: bench.rows(name, "ssd", Still())[-1] for name in setting.systems}
+    setting = dataclasses.replace(SMALL, systems=("quest", "ckv", "flexgen"), sequences=(1, 2))
+    _, found = rows_of(setting, tmp_path)
+    assert [row["sequences"] for row in found] == [1, 2] * 3
+    rows = {row["system"]: row for row in found}
     for row in rows.values():
-        assert set(decode.COLUMNS) <= row.keys()
-        assert row["tokens_s"] > 0
+        assert set(COLUMNS) <= row.keys()
+        assert row["tokens_s"] > 0 < row["budget_mb"]
     quest, ours = rows["quest"], rows["ckv"]
     assert quest["device_hits"] == 0 < ours["device_hits"] < 1
     for row in (quest, ours):
         assert 0 < row["exposed_share"] < 1 <= row["ratio_to_floor"]
+    assert rows["flexgen"]["budget"] == 1.0 and rows["flexgen"]["window"] is None
     assert not list(tmp_path.glob("ckv-decode-*"))
+
+
+@pytest.mark.slow
+def test_systems_of_one_layout_share_a_store_and_memory_has_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr("bench.decode_bench.SHM", memory)
+    written: list[ChunkStore] = []
+    make = ChunkStore.writer
+
+    def counting(self: ChunkStore, **more: Any) -> Any:
+        written.append(self)
+        return make(self, **more)
+
+    monkeypatch.setattr(ChunkStore, "writer", counting)
+    setting = dataclasses.replace(
+        SMALL, systems=("retroinfer", "kvdrive"), places=None, sequences=(1,), rising=(2,)
+    )
+    bench, found = rows_of(setting, disk)
+    assert [(row["system"], row["place"], row["sequences"]) for row in found] == [
+        ("retroinfer", "ssd", 1), ("kvdrive", "ssd", 1), ("kvdrive", "ssd", 2),
+        ("retroinfer", "host", 1), ("kvdrive", "host", 1),
+    ]  # fmt: skip
+    assert len(written) == 2  # two prefixes, whoever reads them and wherever
+    assert bench.left_out == []
+    alone, *_ = (row for row in found if row["system"] == "kvdrive")
+    copy = found[-1]
+    assert copy["bytes_per_token"] > 0 and copy["host_hits"] == 0
+    assert copy["device_hits"] == alone["device_hits"]
+
+
+def test_what_does_not_fit_is_left_out_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.decode_bench.BESIDE", 1 << 60)
+    bench, found = rows_of(dataclasses.replace(SMALL, systems=("quest",)), tmp_path)
+    assert found == []
+    [said] = bench.left_out
+    assert said["system"] == "quest" and "GB of memory" in said["why"]
+
+
+def test_a_slow_row_has_fewer_tokens() -> None:
+    assert tokens_within(60, 0.5, warm=16, tokens=64) == (16, 64)
+    assert tokens_within(60, 3.0, warm=16, tokens=64) == (10, 10)
+    assert tokens_within(60, 1.0, warm=16, tokens=64) == (16, 44)
+    assert tokens_within(60, 500.0, warm=16, tokens=64) == (0, 2)
+
+
+def row(
+    system: str, tokens_s: float, n: int = 8, place: str = "ssd", **more: Any
+) -> dict[str, Any]:
+    return {
+        "system": system, "place": place, "sequences": n, "tokens_s": tokens_s, "window": 2.0,
+        "budget": 1 / 64, "bytes_per_token": 1000.0, "device_hits": 0.9, "ratio_to_floor": 2.0,
+        "exposed_share": 0.5, "peak_mb": 1200.0, "budget_mb": 1000.0,
+    } | more  # fmt: skip
+
+
+def test_claims_are_made_of_the_rows_that_there_are() -> None:
+    rows = [
+        row("quest", 2.0, window=0.0), row("shadowkv", 4.0, window=1.0), row("retroinfer", 5.0),
+        row("kvdrive", 10.0), row("ckv", 10.0), row("flexgen", 0.1, window=None),
+        row("ckv", 4.0, n=1), row("ckv", 9.0, n=16, bytes_per_token=1200.0),
+        row("ckv", 1.0, window=0.0, budget=1 / 16, bytes_per_token=4000.0),
+        row("ckv", 3.0, window=3.0, budget=1 / 16),
+        row("ckv", 20.0, place="host"),
+    ]  # fmt: skip
+    found = {one["claim"]: (round(one["value"], 9), one["met"]) for one in claims(rows)}
+    assert found["kvdrive over the best rival, ssd"] == (2.0, True)
+    assert found["ckv over the best rival, ssd"] == (2.0, False)
+    assert found["kvdrive over flexgen"] == (100.0, True)
+    assert found["ckv: share of packs in windows"] == (0.9, True)
+    assert found["ckv: time over the larger floor"] == (2.0, False)
+    assert found["quest: share that waits"] == (0.5, True)
+    assert found["ckv: ssd over memory"] == (0.5, False)
+    assert found["ckv: tokens/s of 8 sequences over 1"] == (2.5, True)
+    assert found["ckv: tokens/s with each doubling of sequences, the least rise"] == (0.9, False)
+    assert found["ckv: most bytes a token over fewest, less 1"] == (0.2, False)
+    assert found["ckv: bytes at x0 over bytes at x3, 6.25%"] == (4.0, False)
+    memory = "ckv: memory with 16 sequences over weights, budgets and index"
+    assert found[memory] == (1.2, False)
+    assert "kvdrive over the best rival, host" not in found  # nothing ran from memory
+    assert claims([]) == []
 
 
 def test_texts_together_and_one_after_the_other_are_timed_alike() -> None:
     """Two texts of five tokens, two of them after the first told apart; a token a second."""
-    together = decode.Clock(2, warm=2, total=5)
+    together = Clock(2, warm=2, total=5)
     for token in range(5):
         for text in range(2):
             together.token(text, 2.0 * token + 0.5 * text, reads=10 * (2 * token + text))
     # The first text is past its warm tokens from 4.0 on, the second ends at 8.5.
     assert (together.warm_s, together.late_s, together.late_reads) == (4.0, 4.5, 50)
-    apart = decode.Clock(2, warm=2, total=5)
+    apart = Clock(2, warm=2, total=5)
     for text in range(2):
         for token in range(5):
             apart.token(text, 100.0 * text + token, reads=1000 * text + 10 * token)

@@ -9,6 +9,7 @@ import pytest
 
 from bench.decode_accuracy import ask, bars, measure, right, show
 from bench.decode_cache import Setting
+from bench.kept import Kept
 from bench.tasks.suffixes import retold
 from ckv_jax.config import EngineConfig
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
@@ -41,7 +42,7 @@ def test_every_token_is_given_and_the_likeliest_next_one_compared(engine: Engine
 
 
 def test_rows_of_a_run(engine: Engine) -> None:
-    rows = list(measure(engine, {"ckv": SYSTEMS["ckv"]}, SETTING))
+    rows = list(measure(engine, {"ckv": SYSTEMS["ckv"]}, SETTING, Kept(None, {})))
     assert len(rows) == 2 * 2
     for row in rows:
         assert row["ci95"][0] <= row["accuracy"] <= row["ci95"][1]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench import kernels
+from bench.common import Setting
+from bench.kept import Kept
 from bench.kernels import main
 
 KERNELS = {"gather", "attend", "score keys", "score int8", "score int4", "score pq", "select"}
@@ -27,11 +29,41 @@ def test_every_kernel_is_measured_against_the_ceilings(
         assert row["peak_mb"] > row["temporary_mb"] >= 0
     score = next(row for row in found["rows"] if row["kernel"] == "score keys")
     assert score["peak_mb"] * 1e6 >= 112 * 2 * 16 * 2  # at least the keys themselves
+    assert list(tmp_path.iterdir()) == [path]  # its parts are in it
 
-    def again(*_: object) -> None:
-        raise AssertionError("measured again")
 
-    monkeypatch.setattr(kernels, "kernel_rows", again)
-    assert main([*sizes, "--json", str(path), "--resume"])["rows"] == found["rows"]
-    with pytest.raises(SystemExit, match="other arguments"):
-        main([*sizes, "--json", str(path), "--resume", "--repeats", "2"])
+def test_a_run_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "kernels.json", list[int]()
+
+    def rows(setting: Setting) -> list[dict[str, object]]:
+        asked.append(setting.prefix_tokens)
+        if asked == [100, 200]:
+            raise KeyboardInterrupt
+        return [
+            {"prefix_tokens": setting.prefix_tokens, "copy_gb_per_s": 1, "matmul_gflop_per_s": 1}
+        ]
+
+    monkeypatch.setattr(kernels, "kernel_rows", rows)
+    monkeypatch.setattr("bench.kept.same_code", lambda commit: True)
+    said = ["--models", "tiny", "--prefix-tokens", "100", "200", "--json", str(path)]
+    with pytest.raises(KeyboardInterrupt):
+        main(said)
+    assert [row["prefix_tokens"] for row in main(said)["rows"]] == [100, 200]
+    assert asked == [100, 200, 200]
+    monkeypatch.setattr("bench.kept.same_code", lambda commit: False)
+    main(said)
+    assert asked == [100, 200, 200, 100, 200]  # nothing was kept of a run that ended
+
+
+def test_parts_of_other_code_or_arguments_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = True
+    monkeypatch.setattr("bench.kept.same_code", lambda commit: same)
+    path, about = tmp_path / "x.json", {"repeats": 2}
+    assert Kept(path, about).part("a", lambda: {"n": 1}) == {"n": 1}
+    assert Kept(path, about).part("a", lambda: {"n": 2}) == {"n": 1}
+    assert "a" not in Kept(path, {"repeats": 3})
+    assert "a" not in Kept(tmp_path / "y.json", about) and "a" not in Kept(None, about)
+    same = False
+    assert "a" not in Kept(path, about)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
-from bench.report import SCRIPTS, Script, main, page, same_code
+from bench.kept import same_code
+from bench.report import SCRIPTS, Script, hours, kept, main, page, run_all
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -116,7 +118,7 @@ def test_code_is_compared_without_documents_and_results(
     git("add", ".")
     git("commit", "-qm", "code")
     commit = git("rev-parse", "--short", "HEAD")
-    monkeypatch.setattr("bench.report.__file__", str(tmp_path / "bench" / "report.py"))
+    monkeypatch.setattr("bench.kept.__file__", str(tmp_path / "bench" / "kept.py"))
     (tmp_path / "bench" / "results" / "x.json").write_text("{}")
     (tmp_path / "README.md").write_text("words")
     git("add", ".")
@@ -138,3 +140,57 @@ def test_every_benchmark_of_make_bench_knows_its_options() -> None:
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)
+
+
+def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.report.KEPT_IN", tmp_path)
+    monkeypatch.setattr("bench.report.commit", lambda: "abc1234")
+    monkeypatch.setattr("bench.report.same_code", lambda commit: True)
+    (tmp_path / "prefixes" / "0000000").mkdir(parents=True)
+    found = kept(compiles=False)
+    assert found["CKV_BENCH_PREFIXES"] == str(tmp_path / "prefixes" / "abc1234")
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "programs")
+    assert not (tmp_path / "prefixes" / "0000000").exists()
+    assert kept(compiles=True).keys() == {"CKV_BENCH_PREFIXES"}
+    monkeypatch.setattr("bench.report.same_code", lambda commit: False)
+    assert kept(compiles=True) == {}
+    measuring = {script.stem for script in SCRIPTS if script.compiles}
+    assert measuring == {"memory", "shapes", "long_text", "long_decode"}
+
+
+def test_results_that_are_made_of_others_come_after_them() -> None:
+    stems = [script.stem for script in SCRIPTS]
+    for script in SCRIPTS:
+        if script.after:
+            assert stems.index(script.after) < stems.index(script.stem)
+            command = script.command(Path("out"), quick=True)
+            assert command[command.index("--rows") + 1] == f"out/{script.after}.json"
+
+
+def test_what_measures_time_has_the_machine_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, together = list[str](), dict[str, int](), threading.Barrier(2, timeout=30)
+
+    def run(script: Script, *_: object, **__: object) -> None:
+        running.append(script.stem)
+        if not script.timed:
+            together.wait()  # two at a time: neither goes on without the other
+        most[script.stem] = len(running)
+        if not script.timed:
+            together.wait()
+        running.remove(script.stem)
+
+    monkeypatch.setattr("bench.report.run", run)
+    scripts = [
+        Script(module=name, timed=name in ("a", "c"), minutes=60) for name in ("a", "b", "c", "d")
+    ]
+    run_all(scripts, tmp_path, quick=False)
+    assert most == {"a": 1, "c": 1, "b": 2, "d": 2}
+    assert hours(scripts, tmp_path, quick=False) == 3.0  # two, and two at a time
+
+
+def test_all_of_it_takes_an_afternoon() -> None:
+    assert hours(SCRIPTS, Path("nowhere"), quick=False) < 2.5

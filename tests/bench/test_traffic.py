@@ -10,6 +10,7 @@ import pytest
 
 from bench import ttft
 from bench.common import SHAPES, Setting
+from bench.kept import Kept
 from bench.structured import GROUPS, STABLE_AT, TOPICS, Structure, alike_for, structured_model
 from bench.workload import Synthetic, touched_chunks
 from ckv_jax.model.decoder import Transformer
@@ -104,7 +105,7 @@ def test_a_sweep_measures_the_smallest_budget_at_every_point(
         return {"rows": [], "ablated": ablate}
 
     monkeypatch.setattr(ttft, "measured_with", measured)
-    points = ttft.swept(Setting(budgets=(0.05, 0.25), seed=7), argparse.Namespace())
+    points = ttft.swept(Setting(budgets=(0.05, 0.25), seed=7), argparse.Namespace(), Kept(None, {}))
     assert [(s.clustering, s.stability) for s in asked] == list(ttft.TRAFFIC)
     assert all(s.budgets == (0.05,) and s.seed == 7 for s in asked)
     assert [(p["clustering"], p["stability"]) for p in points] == list(ttft.TRAFFIC)

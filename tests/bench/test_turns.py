@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.common import Setting
-from bench.lab import Lab
-from bench.turns import DEVICE_SHARE, HOST_SHARE, equal_memory, warm_run
+from bench.lab import KEPT, Lab
+from bench.turns import DEVICE_SHARE, HOST_SHARE, cold_rows, equal_memory, warm_run
+from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
 
 
@@ -17,6 +21,34 @@ from ckv_jax.systems import SYSTEMS
 def shared() -> Iterator[Lab]:
     with Lab(Setting(model="tiny", prefix_tokens=1024, prefixes=3)) as lab:
         yield lab
+
+
+def test_a_prefix_is_computed_once_for_all_benchmarks_and_nothing_learned_of_it_is_kept(
+    shared: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEPT, str(tmp_path / "prefixes"))
+    setting, answers = Setting(model="tiny", prefix_tokens=300, prefixes=1), []
+    for computed in (1, 0):
+        with Lab(setting, like=shared) as lab, lab.engine("impress") as engine:
+            lab.warm(engine, 0, [0.2])  # reorders
+            answers.append(lab.ask(engine, 0, 5, 1.0)[1].logits)
+            assert len(lab.prefill_s) == computed
+    np.testing.assert_array_equal(*answers)
+    with ChunkStore.open(tmp_path / "prefixes") as store:
+        assert [prefix.layout.hex for prefix in store.prefixes()] == [shared.base.layout.hex]
+
+
+def test_rows_that_were_measured_are_taken_without_measuring(tmp_path: Path) -> None:
+    path = tmp_path / "ttft.json"
+    rows = [{"system": name, "variant": kind, "budget": 0.05} for name in ("ckv", "impress")
+            for kind in ("default", "warm")]  # fmt: skip
+    path.write_text(json.dumps({"rows": rows, "setting": {"prefixes": 2}, "command": "said"}))
+    setting = Setting(systems=("ckv", "impress"))
+    taken, about = cold_rows(setting, path)
+    assert taken == [rows[0], rows[2]]
+    assert about == {"setting": {"prefixes": 2}, "measured_by": "said"}
+    with pytest.raises(SystemExit, match="no cold rows of contiguous-kv"):
+        cold_rows(dataclasses.replace(setting, systems=("ckv", "contiguous-kv")), path)
 
 
 def test_a_policy_learns_nothing_from_the_one_before(shared: Lab) -> None:
