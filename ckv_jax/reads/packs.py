@@ -159,7 +159,7 @@ class Packs:
     def keep(self) -> None:
         """Makes everything read so far cached packs, which sequences then pin.
 
-        What was collected has to be demanded again; reads under way go on.
+        What was demanded has to be demanded again; reads under way go on.
         """
         fresh, pinned, table = self._fresh.take(), self._pinned.take(), self._table
         pages, slots = table.pages(fresh), table.device(fresh)
