@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,10 @@ from segment_support import hurt, segment_folder
 from transformers import AutoModelForCausalLM
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.cache import Tiers
 from ckv_jax.config import SystemConfig
+from ckv_jax.pipeline.choices import Choices
+from ckv_jax.reads.packs import Packs
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
@@ -102,6 +107,43 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
             for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
                 assert (mine == theirs).all()
         assert other.stats().pinned_packs == other.stats().running == 0
+
+
+def test_a_period_asks_the_caches_once_for_all_rows_and_heads(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Counter[str] = Counter()
+    periods = 0
+    choose = Choices.choose
+
+    def watched(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            made[name] += 1
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def counting(*args: Any) -> bool:
+        nonlocal periods
+        before, periods = made.copy(), periods + 1
+        chosen = choose(*args)
+        now = made - before
+        # Two calls choose: one for the prefix of two rows, one for that of the third.
+        assert now["demand"] <= 2 and now["collect"] <= 2 and now["keep"] <= 1
+        assert now["record"] == 1
+        assert now["pin"] <= 4 and now["unpin"] <= 3
+        return chosen
+
+    for name in ("demand", "collect", "keep"):
+        watched(Packs, name)
+    for name in ("record", "pin", "unpin"):
+        watched(Tiers, name)
+    monkeypatch.setattr(Choices, "choose", counting)
+    with variant(engine, device_cache_bytes=0, window=1.0) as other:
+        told(other, asked(prefixes))
+    assert made["demand"] > periods > 0
 
 
 def test_a_guess_at_the_next_period_decides_nothing(

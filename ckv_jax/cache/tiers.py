@@ -151,21 +151,21 @@ class Tiers:
         table.host_slot[on_host] = -1
         return len(on_device) + len(on_host)
 
-    def pin(self, pages: Pages) -> None:
-        """Keep distinct pages where they are until as many `unpin` calls; pins nest.
+    def pin(self, pages: Pages, times: npt.NDArray[np.integer] | int = 1) -> None:
+        """Keep distinct pages where they are until they are unpinned as often; pins nest.
 
         A pinned page is neither evicted nor promoted, so slots from `lookup` stay valid.
         """
         self._table.check(pages)
-        self._table.pins[pages] += 1
+        self._table.pins[pages] += times
 
-    def unpin(self, pages: Pages) -> None:
-        """Take back one `pin` of each of these distinct pages."""
+    def unpin(self, pages: Pages, times: npt.NDArray[np.integer] | int = 1) -> None:
+        """Take back so many pins of each of these distinct pages."""
         self._table.check(pages)
-        pins = self._table.pins[pages]
-        if not pins.all():
-            raise ValueError(f"got page {pages[pins == 0][0]} to unpin, which is not pinned")
-        self._table.pins[pages] = pins - 1
+        pins = self._table.pins[pages] - times
+        if (pins < 0).any():
+            raise ValueError(f"got page {pages[pins < 0][0]} to unpin, which is not pinned")
+        self._table.pins[pages] = pins
 
     def take(self, n: int) -> SlotArray:
         """Lend `n` device slots for packs that are not on the device, int32 `[n]`.
@@ -373,3 +373,8 @@ class Tiers:
         if (ranked[1:] == ranked[:-1]).any():  # rare except with LRU
             order = np.lexsort((pages, -scores))
         return pages[order], slots[order]
+
+
+def counted(pages: Pages) -> tuple[Pages, npt.NDArray[np.int64]]:
+    """Each page once, and how often it is among `pages`."""
+    return np.unique(pages, return_counts=True)

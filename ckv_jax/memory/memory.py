@@ -23,8 +23,9 @@ PagePool = DevicePool | MappedPool
 
 
 def job_packs(layout: Layout) -> int:
-    """Packs in one read at most: 2 MiB of a 7B model's, keys and values together or apart."""
-    return 16 if layout.kv_together else 32
+    """Packs in one read at most: 2 MiB of a 7B model's, keys and values, or heads, together or
+    apart."""
+    return 16 * layout.parts
 
 
 class User(Protocol):

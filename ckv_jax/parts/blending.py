@@ -290,10 +290,8 @@ class _Asked:
                 mine = ids[joined.part[ids] == part]
                 if len(mine):
                     own = scores[joined.part == part]
-                    self._own.residents.record(
-                        opened.residents[which], self._own.plan.groups(period),
-                        _selection(joined.chunk[mine], own),
-                    )  # fmt: skip
+                    chosen = opened.residents[which], _selection(joined.chunk[mine], own)
+                    self._own.residents.record_all(self._own.plan.groups(period), [chosen])
         self._trace.count("blended_tokens", round(blended / len(selected)))
         self._trace.count("recomputed_tokens", int(joined.length[self._new].sum()))
         total = joined.num_chunks * len(selected)

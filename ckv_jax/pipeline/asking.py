@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +14,7 @@ from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.outcome import Outcome, chunks_of
 from ckv_jax.pipeline.prefix_rows import PrefixRows
 from ckv_jax.pipeline.window import Window
+from ckv_jax.pipeline.windows import Lacking, Moving
 from ckv_jax.selection.coarse import Stages
 
 _MOST = 16
@@ -23,18 +24,34 @@ _MOST = 16
 class Call:
     """A call that chooses for one or several prefixes."""
 
-    def __init__(self, chosen: Chosen) -> None:
+    def __init__(self, chosen: Chosen, asking: Sequence[Asking]) -> None:
         self.chosen = chosen
+        self.asking = asking
+        self.moved: tuple[Moving, Lacking] | None = None
+        """What its rows' windows are to hold, and what they lack, once that is demanded."""
+        first = 0
+        for one in asking:
+            one.call, one.first = self, first
+            first += len(one.limits) * one.parts
 
     @cached_property
     def outcome(self) -> Outcome:
         """Of all its rows; waits for it."""
         return Outcome.of(self.chosen)
 
-
-Moving = tuple[Chooser, int, np.ndarray, np.ndarray, np.ndarray]
-"""A choice of a row: which it is, its ids, the window's slots of them, and those of them that it
-lacks."""
+    def moving(self, choices: range) -> Moving:
+        """What those of its rows that choose have chosen; waits for it."""
+        found, parts = self.outcome, np.arange(len(choices))
+        rows = np.flatnonzero(np.concatenate([one.limits for one in self.asking]))
+        places = np.concatenate([one.on.rows for one in self.asking])[rows]
+        at = (rows[:, None] * len(parts) + parts).reshape(-1)
+        return Moving(
+            place=np.repeat(places, len(parts)),
+            choice=np.tile(choices.start + parts, len(rows)),
+            ids=found.ids[at],
+            table=found.table[at],
+            misses=found.misses[at],
+        )
 
 
 @dataclass(slots=True)
@@ -60,7 +77,6 @@ class Asking:
     """What it was asked with."""
     first: int = 0
     """Its first row in that."""
-    moving: list[Moving] = field(default_factory=list)
     _outcome: Outcome | None = None
 
     @property
@@ -68,16 +84,11 @@ class Asking:
         """What a call asks of."""
         return OfPrefix(self.on.resident, self.probes, self.rough)
 
-    def choosing(self) -> Iterator[tuple[Chooser, int, int]]:
-        """Each row that is to choose, with each of its J choices: (whose, row of the outcome,
-        which of them)."""
+    def choosing(self) -> Iterator[tuple[Chooser, slice, int]]:
+        """Each row that is to choose: whose, its J rows of the outcome, tokens in its buffers."""
         for row in np.flatnonzero(self.limits).tolist():
-            for part in range(self.parts):
-                yield self.on.choosers[row], row * self.parts + part, part
-
-    def missing(self, choice: int) -> np.ndarray:
-        """Chunks that its rows' windows lack for a choice, each once, int64 [n]."""
-        return chunks_of([misses for _, of, _, _, misses in self.moving if of == choice])
+            mine = slice(row * self.parts, (row + 1) * self.parts)
+            yield self.on.choosers[row], mine, int(self.lengths[row])
 
     @property
     def window(self) -> Window:

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.buckets import batch_bucket, choice_bucket
-from ckv_jax.cache.window import CLOSED, KEEP
+from ckv_jax.cache.window import KEEP
 from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
@@ -26,9 +26,9 @@ from ckv_jax.pipeline.asking import Asking, Call, in_calls
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.guesses import Guesses
-from ckv_jax.pipeline.outcome import chunks_of
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefix_rows import PrefixRows, by_prefix
+from ckv_jax.pipeline.windows import Moving, Windows
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
@@ -60,6 +60,7 @@ class Choices:
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
+        self._groups = [plan.group_rows(period) for period in range(plan.periods)]
         self._each = system.heads_apart
         self._steady = system.grouping == "alike"
         self._sequential = system.sequential
@@ -70,11 +71,14 @@ class Choices:
         self._open_packs = open_packs
         self._rows: dict[int, Chooser] = {}
         self._prefixes: list[PrefixRows] | None = None
-        self._windows: dict[int, WindowArrays] = {}
-        """Period -> those of all rows [B, W], or of all heads of each [B*K, W], on the device."""
+        self._windows: Windows | None = None
+        self._which = np.zeros(0, np.int64)
+        """The prefix of each row, by its place among the batch's."""
+        self._on_device: dict[int, WindowArrays] = {}
+        """Period -> windows of all rows [B, W], or of all heads of each [B*K, W]."""
         self._n = 0
         self._packs: Packs | None = None
-        self._guesses: list[Asking] | None = None
+        self._guesses: list[Call] | None = None
         self._trace = Trace()
         self._step = 0
 
@@ -130,10 +134,9 @@ class Choices:
                 if self._ahead.asks_after(period):
                     self._guess(period + 1, hidden, starts, lengths)
                 self._record(asked, period)  # while packs are read
-                for one in asked:
-                    self._collect(one, period)
-                if self._keeps and asked and (last := asked[-1].call) is not None:
-                    self._windows[period] = last.chosen.window
+                self._collect(asked, period)
+                if self._keeps and asked:
+                    self._on_device[period] = asked[-1].chosen.window
         except BaseException:
             self._fail()
             raise
@@ -160,7 +163,7 @@ class Choices:
             chooser.told.recomputed += counted.get("recomputed_packs", 0)
             chooser.told.ahead += counted.get("covered", 0)
             chooser.told.unused += unused // stored
-            chooser.told.attention_mass = float(np.mean(list(chooser.masses.values()) or [1.0]))
+            chooser.told.attention_mass = float(np.mean([*chooser.masses.values()] or 1.0))
         self._memory.trim()
         self._memory.flush()
 
@@ -174,7 +177,7 @@ class Choices:
     def _asked(
         self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray, *,
         guess: bool = False,
-    ) -> list[Asking]:  # fmt: skip
+    ) -> list[Call]:  # fmt: skip
         """The calls that choose for a period, dispatched, of each prefix with rows that are due; or
         that only guess what it will choose."""
         layers = self._plan.scoring_layers(period, self._select.score_layers)
@@ -188,14 +191,13 @@ class Choices:
             asking = self._turned(asking, period, lengths, queries)
         for one in asking:
             self._scored_by(one, period, layers)
-        calls = in_calls(asking)
-        window = self._windows[period]
-        for call in calls:
-            made = Call(self._ask(call, period, layers, hidden, starts, lengths, window))
-            window = made.chosen.window
-            for place, one in enumerate(call):
-                one.call, one.first = made, place * len(one.limits) * one.parts
-        return [one for call in calls for one in call]
+        window, calls = self._on_device[period], []
+        for some in in_calls(asking):
+            calls.append(
+                Call(self._ask(some, period, layers, hidden, starts, lengths, window), some)
+            )
+            window = calls[-1].chosen.window
+        return calls
 
     def _scored_by(self, one: Asking, period: int, layers: Sequence[int]) -> None:
         """Finds the probes of a prefix, and whether they are scored in two stages."""
@@ -221,30 +223,33 @@ class Choices:
 
     def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Asks what a period will probably choose, while packs of the one before it are read."""
-        for one in self._asked(period, hidden, starts, lengths, guess=True):
-            self._ahead.next_period(one.which, one.window, one.guess)
+        for call in self._asked(period, hidden, starts, lengths, guess=True):
+            for one in call.asking:
+                self._ahead.next_period(one.which, one.window, one.guess)
 
-    def _demand_all(self, period: int, asked: list[Asking]) -> None:
+    def _demand_all(self, period: int, asked: list[Call]) -> None:
         """Starts reading what windows lack, as soon as each call has chosen."""
-        for one in asked if self._sequential else ():
-            _ = one.outcome
-        for one in asked:
-            self._demand(one, period)
+        for call in asked if self._sequential else ():
+            _ = call.outcome
+        for call in asked:
+            self._demand(call, period)
 
     def _begin_rows(self, batch: int) -> None:
         """Tells the device what the windows of so many rows hold."""
         self._prefixes = by_prefix(self._rows, self._near)
+        self._which = np.zeros(batch, np.int64)
+        for which, on in enumerate(self._prefixes):
+            self._which[on.rows[: len(on.choosers)]] = which
         self._n = choice_bucket(max(int(on.near.max()) for on in self._prefixes))
         widest = max(int(chooser.widths(self._slots).max()) for chooser in self._rows.values())
-        slots = max(self._n, choice_bucket(widest))
-        parts = self._plan.parts
+        self._windows = Windows(
+            {place: chooser.window for place, chooser in self._rows.items()},
+            self._memory, self._plan,
+            rows=batch, count=self._n, slots=max(self._n, choice_bucket(widest)),
+        )  # fmt: skip
         for period in range(self._plan.periods):
-            held = np.full((3, batch * parts, slots), CLOSED, np.int32)
-            for row, chooser in self._rows.items():
-                for choice in self._plan.choices_of(period) if chooser.window.held else ():
-                    state = chooser.window.state(choice)
-                    held[:, row * parts + choice % parts, : len(state[0])] = state
-            self._windows[period] = WindowArrays(*map(jax.device_put, held))
+            state = self._windows.state(self._plan.choices_of(period))
+            self._on_device[period] = WindowArrays(*map(jax.device_put, state))
 
     def _ask(
         self, call: Sequence[Asking], period: int, layers: Sequence[int], hidden: Array,
@@ -260,7 +265,7 @@ class Choices:
         rows = every([one.on.rows for one in call], first.on.rows)
         limits = every([one.limits for one in call], np.zeros_like(first.limits))
         near = every([one.on.near for one in call], first.on.near)
-        before = [one.on.before(self._plan.choices_of(period), lengths) for one in call]
+        before = [one.on.before(period, one.parts, lengths) for one in call]
         return self._calls.choose(
             layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
             limits, np.where(limits > 0, near, 0), window, self._step, every(before, before[0]),
@@ -268,57 +273,46 @@ class Choices:
             pool=self._select.pool, each=self._each, steady=self._steady,
         )  # fmt: skip
 
-    def _demand(self, one: Asking, period: int) -> None:
-        """Makes room for what the windows of a prefix's rows lack, and starts reading it."""
-        found = one.outcome
-        for chooser, row, part in one.choosing():
-            choice = self._plan.choices_of(period)[part]
-            ids, table, misses = found.ids[row], found.table[row], found.misses[row]
-            self._look_up(chooser, choice, ids, misses)
-            chooser.forget(period)  # until its window is whole again
-            if chooser.window.held:
-                chooser.window.make_way(choice, table, misses)
-                one.moving.append((chooser, choice, ids, table, misses))
-            else:
-                chooser.window.rechoose(choice, ids[ids >= 0])
-        for group, missing in self._lacking(one, period):
-            self._opened().demand(one.which, group, missing)
+    def _demand(self, call: Call, period: int) -> None:
+        """Makes room for what the windows of a call's rows lack, and starts reading it."""
+        assert self._windows is not None
+        moving = call.moving(self._plan.choices_of(period))
+        self._count(moving)
+        for one in call.asking:
+            for chooser, _, _ in one.choosing():
+                chooser.forget(period)  # until its window is whole again
+        if not self._windows.held:
+            self._windows.rechoose(moving)
+            return
+        self._windows.make_way(moving)
+        call.moved = moving, self._windows.lacking(moving, self._which)
+        if len(call.moved[1][0]):
+            self._opened().demand(*call.moved[1])
 
-    def _collect(self, one: Asking, period: int) -> None:
-        lacking = self._lacking(one, period)
-        for group, missing in lacking:
-            self._opened().collect(one.which, group, missing)
+    def _collect(self, asked: Sequence[Call], period: int) -> None:
+        """Waits for what the windows of all rows lack; from then on they hold what was chosen."""
+        assert self._windows is not None
+        moved = [call.moved for call in asked if call.moved is not None]
+        lacking = [lacks for _, lacks in moved if len(lacks[0])]
+        for lacks in lacking:
+            self._opened().collect(*lacks)
         if lacking:
-            self._opened().keep(one.which)
-        for chooser, choice, ids, table, misses in one.moving:
-            chooser.window.move(choice, ids, table, misses, self._step)
-        if one.queries is not None:  # not before: a token that fails is tried again
-            for row in np.flatnonzero(one.limits).tolist():
-                one.on.choosers[row].chose(period, one.queries[row])
+            self._opened().keep()
+        for moving, _ in moved:
+            self._windows.move(moving, self._step)
+        for one in (one for call in asked for one in call.asking):
+            if one.queries is not None:  # not before: a token that fails is tried again
+                for row in np.flatnonzero(one.limits).tolist():
+                    one.on.choosers[row].chose(period, one.queries[row])
 
-    def _lacking(self, one: Asking, period: int) -> list[tuple[int, np.ndarray]]:
-        """The layer groups that the windows of a prefix's rows lack something of, and what."""
-        return [
-            (group, missing)
-            for choice in self._plan.choices_of(period)
-            if len(missing := one.missing(choice))
-            for group in self._plan.groups(choice)
-        ]
-
-    def _look_up(self, chooser: Chooser, choice: int, ids: np.ndarray, misses: np.ndarray) -> None:
-        """Counts where a row's packs are before anything is read."""
-        told, window = chooser.told, chooser.window
-        lacks = misses if window.held else ids
-        lacks = lacks[lacks >= 0]
-        groups = self._plan.groups(choice)
-        kept = (int((ids >= 0).sum()) - len(lacks)) * len(groups)
-        told.device_hits += kept
-        for group in groups if len(lacks) else ():
-            device, host = window.lookup(group, lacks)
-            on_device, on_host = int((device >= 0).sum()), int((host >= 0).sum())
-            told.device_hits += on_device
-            told.host_hits += on_host
-            told.ssd_reads += len(lacks) - on_device - on_host
+    def _count(self, moving: Moving) -> None:
+        """Counts where rows' packs are before anything is read."""
+        assert self._windows is not None
+        device, host, ssd = self._windows.found(moving).tolist()
+        for place, chooser in self._rows.items():
+            chooser.told.device_hits += device[place]
+            chooser.told.host_hits += host[place]
+            chooser.told.ssd_reads += ssd[place]
 
     def _tell(self, ready: int, selected: int, fetched: int) -> None:
         for chooser in self._rows.values():
@@ -332,25 +326,24 @@ class Choices:
             self._packs = self._open_packs(sources, self._trace)
         return self._packs
 
-    def _record(self, asked: Sequence[Asking], period: int) -> None:
-        choices, parts = self._plan.choices_of(period), self._plan.parts
-        for one in asked:
+    def _record(self, asked: Sequence[Call], period: int) -> None:
+        choices, groups = self._plan.choices_of(period), self._groups[period]
+        every = [one for call in asked for one in call.asking]
+        for one in every:
             found = one.outcome
-            for chooser, row, part in one.choosing():
-                chooser.told.choices += not part
-                chooser.masses[choices[part]] = float(found.selection.mass[row])
-                length = int(one.lengths[row // parts])
-                chooser.remember(choices[part], length, found.own[row].copy())
+            for chooser, rows, length in one.choosing():
+                chooser.told.choices += 1
+                chooser.masses[period] = found.selection.mass[rows]
+                if chooser.remembers:
+                    chooser.remember(period, length, found.own[rows].copy())
                 if chooser.recorded is not None:
-                    ids, scores = found.ids[row], np.array(found.selection.scores[row])
-                    chooser.recorded.add(choices[part], ids[ids >= 0], scores)
-        for part, choice in enumerate(choices) if asked else ():
-            of_all = [one.outcome.part(part, parts) for one in asked]
-            for one, found in zip(asked, of_all, strict=True):
-                one.on.resident.last_selection[choice] = chunks_of([found.ids])
-                if self._ahead.near:
-                    self._ahead.nearly(one.which, one.window, choice, found.near_misses())
-            chosen = [
-                (one.on.resident, found.selection) for one, found in zip(asked, of_all, strict=True)
-            ]
-            self._residents.record_all(self._plan.groups(choice), chosen)
+                    scores = np.array(found.selection.scores[rows])
+                    for choice, ids, given in zip(choices, found.ids[rows], scores, strict=True):
+                        chooser.recorded.add(choice, ids[ids >= 0], given)
+            one.on.resident.latest[period] = found.ids.reshape(-1, one.parts, found.ids.shape[1])
+            for part, choice in enumerate(choices) if self._ahead.near else ():
+                near = found.part(part, one.parts).near_misses()
+                self._ahead.nearly(one.which, one.window, choice, near)
+        if every:
+            chosen = [(one.on.resident, one.outcome.selection) for one in every]
+            self._residents.record_all(groups, chosen)

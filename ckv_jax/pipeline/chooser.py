@@ -45,8 +45,8 @@ class Chooser:
         self.recorded = recorded
         self.told = TokenTrace()
         """Of the token under way."""
-        self.masses: dict[int, float] = {}
-        """Of the latest of each choice (`Plan.choices`)."""
+        self.masses: dict[int, np.ndarray] = {}
+        """Of the latest choices of each period, float32 [J]."""
         assert select.queries is not None
         self._every = select.every
         self._queries = select.queries
@@ -106,26 +106,32 @@ class Chooser:
         self._anew = length
         chunks = self.window.resident.probe_chunks
         self._recent = {
-            choice: {
-                at - tokens: np.pad(scores, (0, chunks - len(scores)))
+            period: {
+                at - tokens: np.pad(scores, ((0, 0), (0, chunks - scores.shape[1])))
                 for at, scores in recent.items()
             }
-            for choice, recent in self._recent.items()
+            for period, recent in self._recent.items()
         }
 
-    def before(self, choice: int, length: int) -> np.ndarray:
-        """Scores float32 [M] of the tokens before row `length` that choose with it; [1]: none."""
-        recent = self._recent.get(choice, {})
+    @property
+    def remembers(self) -> bool:
+        """Whether earlier tokens have a say in what is chosen."""
+        return self._queries > 1
+
+    def before(self, period: int, length: int) -> np.ndarray:
+        """Scores float32 [J, M] of the tokens before row `length` that choose with it, for the J
+        choices of a period; [1, 1]: none."""
+        recent = self._recent.get(period, {})
         latest = [at for at in sorted(recent) if at < length][1 - self._queries :]
         if not latest:
-            return np.zeros(1, np.float32)
+            return np.zeros((1, 1), np.float32)
         scores: np.ndarray = np.stack([recent[at] for at in latest]).sum(axis=0)
         return scores
 
-    def remember(self, choice: int, length: int, scores: np.ndarray) -> None:
-        """What the token at row `length` gives every chunk, float32 [M]."""
-        if self._queries > 1:
-            recent = self._recent.setdefault(choice, {})
-            recent[length] = scores  # a token that is tried again replaces itself
-            for old in sorted(recent)[: -self._queries]:
-                del recent[old]
+    def remember(self, period: int, length: int, scores: np.ndarray) -> None:
+        """What the token at row `length` gives every chunk, float32 [J, M], for each choice of a
+        period."""
+        recent = self._recent.setdefault(period, {})
+        recent[length] = scores  # a token that is tried again replaces itself
+        for old in sorted(recent)[: -self._queries]:
+            del recent[old]

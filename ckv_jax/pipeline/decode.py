@@ -231,17 +231,18 @@ class Decoder:
         shape = (len(windows), chunk_bucket(widest))
         slots = np.full((len(step.groups), *shape), -1, np.int32)
         lengths = np.zeros((self._plan.parts, *shape), np.int32)
+        groups = np.array(step.groups)
+        choices = np.array([self._plan.choice_of(step, group) for group in step.groups])
+        parts = choices % self._plan.parts
         for place, window in enumerate(windows):
-            if window is None:
-                continue
-            for index, group in enumerate(step.groups):
-                choice = self._plan.choice_of(step, group)
-                ids = window.ids(choice)
-                slots[index, place, : len(ids)] = window.lookup(group, ids)[0]
-                part = choice % self._plan.parts
-                lengths[part, place, : len(ids)] = window.lengths(choice)
-        valid = lengths if self._plan.parts > 1 else lengths[0]
-        return jax.device_put(slots), jax.device_put(valid)
+            if window is not None:
+                device, valid = window.attended(choices, groups)
+                count = min(shape[1], device.shape[1])
+                slots[:, place, :count] = device[:, :count]
+                lengths[parts, place, :count] = valid[:, :count]
+        return jax.device_put(slots), jax.device_put(
+            lengths if self._plan.parts > 1 else lengths[0]
+        )
 
     def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
         """One row of a batch's (K, V), [1, R, K*D] each, at least as long as the buffers."""

@@ -118,7 +118,7 @@ class Executor:
                     for which, guess in enumerate(guesses):
                         self._read_ahead(packs, which, period + 1, guess())
                 with trace.span("book", lane="host"):  # while the device computes
-                    self._book(batch, period, picks, unions, trace)
+                    self._book(batch, period, picks, trace)
             masses.append(picks)
             selections.extend(chosen)
         began = time.perf_counter_ns()
@@ -322,19 +322,15 @@ class Executor:
             return None
         return tables
 
-    def _book(
-        self, batch: Batch, period: int, picks: list[Selection], unions: list[list[np.ndarray]],
-        trace: Trace,
-    ) -> None:  # fmt: skip
-        parts, choices = self._plan.parts, self._plan.choices_of(period)
-        for member, pick, mine in zip(batch.members, picks, unions, strict=True):
-            resident = member.resident
-            for choice, selection, union in zip(choices, pick.parts(parts), mine, strict=True):
-                self._residents.record(resident, self._plan.groups(choice), selection)
-                resident.last_selection[choice] = union
+    def _book(self, batch: Batch, period: int, picks: list[Selection], trace: Trace) -> None:
+        parts, groups = self._plan.parts, self._plan.group_rows(period)
+        for member, pick in zip(batch.members, picks, strict=True):
+            resident, ids = member.resident, np.asarray(pick.ids)
+            self._residents.record_all(groups, [(resident, pick)])
+            resident.latest[period] = ids.reshape(-1, parts, ids.shape[1])
             if period == 0:
                 self.ahead.remember(resident, pick)
-            taken = int((np.asarray(pick.ids) >= 0).sum())
+            taken = int((ids >= 0).sum())
             total = len(member.real) * parts * resident.num_chunks
             trace.count_chunks(selected=taken, total=total)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 
 from ckv_jax.config import Heads, SystemConfig, scoring_layers
 
@@ -104,3 +107,18 @@ class Plan:
         period, part = divmod(choice, self.parts)
         steps = self.period_steps(period)
         return range(steps[0].groups[0] + part, steps[-1].groups[-1] + 1, self.parts)
+
+    def group_rows(self, period: int) -> np.ndarray:
+        """The layer groups int [J, G] of each choice that a period makes."""
+        return np.array([self.groups(choice) for choice in self.choices_of(period)])
+
+
+@cache
+def group_table(plan: Plan) -> np.ndarray:
+    """The layer groups int [choices, G] that each choice is made for, -1 past their end."""
+    groups = [list(plan.groups(choice)) for choice in range(plan.choices)]
+    table = np.full((len(groups), max(map(len, groups))), -1)
+    for row, mine in zip(table, groups, strict=True):
+        row[: len(mine)] = mine
+    table.flags.writeable = False
+    return table

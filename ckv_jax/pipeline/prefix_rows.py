@@ -46,14 +46,14 @@ class PrefixRows:
             limits[row] = chooser.limit if chooser.due(int(lengths[self.rows[row]])) else 0
         return limits
 
-    def before(self, choices: range, lengths: np.ndarray) -> np.ndarray:
-        """Scores float32 [b * J, M] of earlier tokens, which count as well, for the J choices of
-        each row."""
-        shape = (len(self.rows), len(choices), self.resident.probe_chunks)
+    def before(self, period: int, parts: int, lengths: np.ndarray) -> np.ndarray:
+        """Scores float32 [b * J, M] of earlier tokens, which count as well, for the J choices of a
+        period that each row makes."""
+        shape = (len(self.rows), parts, self.resident.probe_chunks)
         scores = np.zeros(shape, np.float32)
         for row, chooser in enumerate(self.choosers):
-            for part, choice in enumerate(choices):
-                scores[row, part] = chooser.before(choice, int(lengths[self.rows[row]]))
+            if chooser.remembers:
+                scores[row] = chooser.before(period, int(lengths[self.rows[row]]))
         return scores.reshape(-1, shape[2])
 
 

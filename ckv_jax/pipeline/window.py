@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ckv_jax.cache.window import FREE
+from ckv_jax.cache.window import CLOSED, FREE
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.plan import Plan, group_table
 from ckv_jax.reads.residents import Resident
 
 
-class _Kept:
-    """What was chosen last, and what its window holds: slot by slot, as the device has it."""
+class Kept(NamedTuple):
+    """What choices have chosen last, and what their windows hold: slot by slot, as the device has
+    it. All int32, with axes before these where there are many choices."""
 
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-        self.chunk = ids.astype(np.int32)
-        self.last = np.zeros(len(ids), np.int32)
-        self.uses = np.ones(len(ids), np.int32)
+    ids: np.ndarray
+    """[N]: chunks of the latest choice, ascending, -1 past its end."""
+    chunk: np.ndarray
+    """[W]: see `cache.window.Window`, as are the others."""
+    last: np.ndarray
+    uses: np.ndarray
+
+    @classmethod
+    def nothing(cls, *shape: int, count: int = 0, slots: int = 0) -> Kept:
+        """Choices of so many chunks at most, in windows that have no slot of so many."""
+        sizes = (count, -1), (slots, CLOSED), (slots, -1), (slots, 0)
+        return cls(*(np.full((*shape, size), fill, np.int32) for size, fill in sizes))
+
+    def put(self, kept: Kept) -> None:
+        """Takes over others, of as many choices; what has no room here is empty there."""
+        for mine, theirs in zip(self, kept, strict=True):
+            size = min(mine.shape[-1], theirs.shape[-1])
+            mine[..., :size] = theirs[..., :size]
+
+    @property
+    def open(self) -> np.ndarray:
+        """How many slots each window has."""
+        widths: np.ndarray = (self.chunk != CLOSED).sum(axis=-1)
+        return widths
 
 
 class Window:
@@ -33,47 +55,44 @@ class Window:
     def __init__(self, resident: Resident, memory: Memory, plan: Plan, *, held: bool) -> None:
         self.resident = resident
         self.held = held
+        self.kept = Kept.nothing(plan.choices)
+        """[choices, ...]; in a batch a part of what that has of all its rows (`Windows`)."""
         self._memory = memory
-        self._plan = plan
-        self._kept: dict[int, _Kept] = {}
+        self._groups = group_table(plan)
+        self._packs = (self._groups >= 0).sum(axis=1)  # of one chunk
 
     def choose(self, choice: int, ids: np.ndarray) -> None:
         """Begins a choice with these chunks (ascending), which must be cached."""
-        assert not self.held or choice not in self._kept
-        self._kept[choice] = _Kept(ids)
-        self._pin(choice, ids)
+        assert not self.held or (self.kept.chunk[choice] == CLOSED).all()
+        self._begin(choice, ids)
+        self._pin(np.full(len(ids), choice), ids)
 
     def cached(self, choice: int, ids: np.ndarray) -> bool:
         """Whether all packs of these chunks are in device slots now."""
-        return all(
-            bool((self.lookup(group, ids)[0] >= 0).all()) for group in self._plan.groups(choice)
-        )
+        device, _ = self._memory.tiers.lookup(self._pages(np.full(len(ids), choice), ids))
+        return bool((device >= 0).all())
 
     @property
     def widest(self) -> int:
         """Chunks of the choice that has most."""
-        return max((len(kept.ids) for kept in self._kept.values()), default=0)
+        return int((self.kept.ids >= 0).any(axis=0).sum())
 
     @property
     def excess(self) -> int:
         """Device slots of what is kept beside the latest choices."""
-        return sum(
-            (int((kept.chunk >= 0).sum()) - len(kept.ids)) * len(self._plan.groups(choice))
-            for choice, kept in self._kept.items()
-            if self.held
-        )
+        latest = (self.kept.ids >= 0).sum(axis=1) @ self._packs
+        return self.slots_held - int(latest) if self.held else 0
 
     @property
     def slots_held(self) -> int:
         """Device slots of all that is kept."""
-        return sum(
-            int((kept.chunk >= 0).sum()) * len(self._plan.groups(choice))
-            for choice, kept in self._kept.items()
-        )
+        return int((self.kept.chunk >= 0).sum(axis=1) @ self._packs)
 
     def ids(self, choice: int) -> np.ndarray:
         """Chunks int [n] of a choice, ascending."""
-        return self._kept[choice].ids
+        ids = self.kept.ids[choice]
+        chosen: np.ndarray = ids[ids >= 0]
+        return chosen
 
     def lengths(self, choice: int) -> np.ndarray:
         """Valid tokens int32 [n] of each of them."""
@@ -84,45 +103,36 @@ class Window:
         """Device slot and host slot of a layer group's packs, int32 [n] each; -1: not there."""
         return self._memory.tiers.lookup(self.resident.pages(group, chunks))
 
-    def state(self, choice: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What each slot of the window holds (FREE: nothing), the step that chose it last and how
-        often it was chosen, int32 [W] each."""
-        kept = self._kept[choice]
-        return kept.chunk, kept.last, kept.uses
+    def attended(self, choices: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Device slots int32 [P, N] of what P choices have chosen, in a layer group each, and valid
+        tokens; -1 and 0 past their ends."""
+        ids = self.kept.ids[choices]
+        device, _ = self.lookup(groups[:, None], ids)
+        return np.where(ids >= 0, device, -1), np.where(
+            ids >= 0, self.resident.chunk_lengths[ids], 0
+        )
 
     def resize(self, widths: np.ndarray) -> None:
-        """Gives each choice so many slots int [P], at least those of its latest choice; what was
-        chosen longest ago leaves first."""
-        for choice, kept in self._kept.items() if self.held else ():
-            size = max(int(widths[choice]), len(kept.ids))
-            if size == len(kept.chunk):
-                continue
-            age = np.where(np.isin(kept.chunk, kept.ids), np.iinfo(np.int32).max, kept.last)
-            order = np.argsort(np.where(kept.chunk < 0, -1, age), kind="stable")[::-1]
-            self._unpin(choice, kept.chunk[order[size:]])
-            more = max(0, size - len(kept.chunk))
-            for name, empty in (("chunk", FREE), ("last", -1), ("uses", 0)):
-                held = getattr(kept, name)[order[:size]]
-                setattr(kept, name, np.append(held, np.full(more, empty, np.int32)))
-
-    def make_way(self, choice: int, table: np.ndarray, misses: np.ndarray) -> None:
-        """Lets go of what stands where a choice's misses are to go (`cache.window.Moves`)."""
-        kept, places = self._kept[choice], table[misses >= 0]
-        self._unpin(choice, kept.chunk[places])
-        kept.chunk[places] = FREE
-
-    def move(
-        self, choice: int, ids: np.ndarray, table: np.ndarray, misses: np.ndarray, step: int
-    ) -> None:
-        """A choice `ids` (-1 past its end) is complete: all its packs are in device slots."""
-        kept, taken = self._kept[choice], ids >= 0
-        places = table[taken]
-        came = misses[misses >= 0]
-        self._pin(choice, came)
-        kept.ids = ids[taken]
-        kept.chunk[places] = kept.ids
-        kept.last[places] = step
-        kept.uses[places] = np.where(misses[taken] >= 0, 1, kept.uses[places] + 1)
+        """Gives each choice so many slots int [choices], at least those of its latest choice; what
+        was chosen longest ago leaves first."""
+        if not self.held:
+            return
+        old = self.kept
+        sizes = np.maximum(widths, (old.ids >= 0).sum(axis=1))
+        age = np.where(_among(old.chunk, old.ids), np.iinfo(np.int32).max, old.last)
+        age = np.where(old.chunk < 0, old.chunk, age)  # what is closed comes last of all
+        order = np.argsort(age, axis=1, kind="stable")[:, ::-1]
+        order[sizes == old.open] = np.arange(order.shape[1])
+        chunk, last, uses = (np.take_along_axis(part, order, axis=1) for part in old[1:])
+        choice, slot = np.nonzero((np.arange(order.shape[1]) >= sizes[:, None]) & (chunk >= 0))
+        self._unpin(choice, chunk[choice, slot])
+        self.kept = Kept.nothing(
+            len(sizes), count=old.ids.shape[1], slots=int(sizes.max(initial=0))
+        )
+        self.kept.put(Kept(old.ids, chunk, last, uses))
+        kept, slots = self.kept, np.arange(self.kept.chunk.shape[1])
+        kept.chunk[(kept.chunk == CLOSED) & (slots < sizes[:, None])] = FREE
+        kept.chunk[slots >= sizes[:, None]] = CLOSED
 
     def absent(self, resident: Resident) -> np.ndarray:
         """Chunks int [n] of a longer prefix that a window which holds all of its own lacks: new
@@ -134,11 +144,13 @@ class Window:
         """Its prefix continues: chunks are those of `resident` from now on, under the same numbers.
         What was partial lies elsewhere now, and is let go."""
         moved = self._moved(resident)
-        for choice, kept in self._kept.items():
-            gone = np.isin(kept.chunk, moved)
-            self._unpin(choice, kept.chunk[gone])
-            kept.chunk[gone] = FREE
-            kept.ids = np.setdiff1d(kept.ids, moved)
+        gone = np.isin(self.kept.chunk, moved)
+        self._unpin(np.nonzero(gone)[0], self.kept.chunk[gone])
+        self.kept.chunk[gone] = FREE
+        ids = self.kept.ids
+        last = np.iinfo(np.int32).max
+        left = np.sort(np.where((ids < 0) | np.isin(ids, moved), last, ids), axis=1)
+        ids[:] = np.where(left == last, -1, left)
         self.resident = resident
 
     def _moved(self, resident: Resident) -> np.ndarray:
@@ -149,34 +161,52 @@ class Window:
 
     def add(self, choice: int, chunks: np.ndarray) -> None:
         """All of these are attended to as well; they must be cached, and nothing chosen anew."""
-        kept = self._kept[choice]
-        self._pin(choice, chunks)
-        self._kept[choice] = _Kept(np.union1d(kept.ids, chunks))
+        self._pin(np.full(len(chunks), choice), chunks)
+        self._begin(choice, np.union1d(self.ids(choice), chunks))
 
     def forget(self) -> None:
         """Lets go of all that is kept; no call may be reading it."""
-        for choice, kept in self._kept.items():
-            self._unpin(choice, kept.chunk)
-            kept.chunk[:] = FREE
+        choice, slot = np.nonzero(self.kept.chunk >= 0)
+        self._unpin(choice, self.kept.chunk[choice, slot])
+        self.kept.chunk[choice, slot] = FREE
         self._memory.trim()
-
-    def rechoose(self, choice: int, ids: np.ndarray) -> None:
-        """What a window that is not held attends to from now on."""
-        assert not self.held
-        self._kept[choice] = _Kept(ids)
 
     def close(self) -> None:
         """Unpins everything. Idempotent."""
-        for choice, kept in self._kept.items():
-            self._unpin(choice, kept.chunk)
-        self._kept.clear()
-        self._memory.trim()
+        self.forget()
+        self.kept = Kept.nothing(len(self._groups))
 
-    def _pin(self, choice: int, chunks: np.ndarray) -> None:
-        for group in self._plan.groups(choice) if self.held else ():
-            self._memory.tiers.pin(self.resident.pages(group, chunks))
+    def _begin(self, choice: int, ids: np.ndarray) -> None:
+        """A choice is these, and its window has no other slots."""
+        room = max(len(ids), *(part.shape[1] for part in self.kept))
+        if room > min(part.shape[1] for part in self.kept):
+            wider = Kept.nothing(len(self._groups), count=room, slots=room)
+            wider.put(self.kept)
+            self.kept = wider
+        size = len(ids)
+        for part, mine, rest in zip(self.kept, (ids, ids, 0, 1), (-1, CLOSED, -1, 0), strict=True):
+            part[choice, :size], part[choice, size:] = mine, rest
 
-    def _unpin(self, choice: int, chunks: np.ndarray) -> None:
-        chunks = chunks[chunks >= 0]
-        for group in self._plan.groups(choice) if self.held else ():
-            self._memory.tiers.unpin(self.resident.pages(group, chunks))
+    def _pages(self, choice: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+        """Page numbers of all packs of chunks [n] of choices [n]."""
+        groups = self._groups[choice]
+        chunk = np.broadcast_to(chunk[:, None], groups.shape)[groups >= 0]
+        return self.resident.pages(groups[groups >= 0], chunk)
+
+    def _pin(self, choice: np.ndarray, chunk: np.ndarray) -> None:
+        if self.held:
+            self._memory.tiers.pin(self._pages(choice, chunk))
+
+    def _unpin(self, choice: np.ndarray, chunk: np.ndarray) -> None:
+        if self.held:
+            self._memory.tiers.unpin(self._pages(choice, chunk))
+
+
+def _among(chunk: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """bool [R, W]: which of `chunk` [R, W] are among the `ids` [R, N] of their row."""
+    rows, most = np.arange(len(chunk))[:, None], int(max(chunk.max(initial=0), ids.max(initial=0)))
+    chosen = np.zeros((len(chunk), most + 2), bool)  # the last one is that of what is below 0
+    chosen[rows, np.where(ids < 0, most + 1, ids)] = True
+    chosen[:, -1] = False
+    among: np.ndarray = chosen[rows, np.where(chunk < 0, most + 1, chunk)]
+    return among

@@ -12,23 +12,26 @@ from collections.abc import Sequence
 import numpy as np
 from jax import Array
 
-from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.cache.tiers import PoolExhausted, counted
 from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
-from ckv_jax.reads.pack_group import PackGroup
+from ckv_jax.reads.pack_table import WAITING, Codes, PackTable
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import ReadJob, State
 from ckv_jax.reads.source import Source
+from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.trace import Trace
 
-Key = tuple[int, int]
-"""(which prefix of the batch, layer group)."""
+Which = np.ndarray | int
+_Read = tuple[ReadJob, np.ndarray]
+"""A read, and the codes of its packs."""
 
 
 class Packs:
     """Packs of some prefixes for one batch. A context manager: leaving it gives everything back.
 
-    A prefix is named by its place in `sources`.
+    A prefix is named by its place in `sources`. Where many packs are asked for, `which` and `group`
+    are arrays int [n] beside their chunks, or one number each that holds for all.
     """
 
     def __init__(
@@ -48,8 +51,15 @@ class Packs:
         self._trace = trace
         self._layout = sources[0].prefix.prefix.layout
         self._job_packs = job_packs(self._layout)
-        self._groups: dict[Key, PackGroup] = {}
-        self._done: list[tuple[Key, Array]] = []
+        self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
+        """Whether a read is of one layer group: others know how it is decoded, or what it is."""
+        self._table = PackTable(sources)
+        self._begun: dict[int, _Read] = {}  # under way, by their numbers
+        self._last = 0  # number of a read
+        self._waiting: list[np.ndarray] = []  # demanded, with no room yet
+        self._pinned = Codes()  # cached packs that may not leave
+        self._fresh = Codes()  # packs in device slots that the batch took
+        self._done: list[tuple[range, Array]] = []
         self._recomputed: set[tuple[int, int]] = set()
         memory.users.append(self)
 
@@ -59,119 +69,117 @@ class Packs:
     def __exit__(self, *_: object) -> None:
         self.finish()
 
-    def demand(self, which: int, group: int, chunks: np.ndarray) -> int:
+    def demand(self, which: Which, group: Which, chunks: np.ndarray) -> int:
         """Starts reading those of `chunks` that are neither cached nor in flight.
 
         What there is no room for yet is read when it is collected. Returns how many packs are
         not cached.
         """
-        state = self._group(which, group)
-        wanted = set(chunks.tolist())
+        codes = self._table.codes(which, group, chunks)
         already = covered = 0
-        for begun in state.jobs:
-            useful = len(wanted.intersection(begun.chunks.tolist()))
-            if useful and not begun.demanded:
+        for number in self._table.reads(codes):
+            if not (job := self._begun[number][0]).demanded:
+                useful = int((self._table.read[codes] == number).sum())
                 already += useful
-                covered += 0 if begun.sure else useful
-                self._prefetcher.promote(begun)
-        missing = self._locate(state, chunks)
-        if state.source.kind == "pack":
+                covered += 0 if job.sure else useful
+                self._prefetcher.promote(job)
+        missing = self._locate(codes)
+        if self._sources[0].kind == "pack":
             self._trace.count("demanded", already + len(missing))
             self._trace.count("covered", covered)
-        jobs = []
+        reads: list[_Read] = []
+        full = False
         for part in self._parts(missing):
-            job = None if state.waiting else self._job(state, part, demand=True)
-            if job is None:
-                state.waiting.append(part)
+            room = None if full else self._room(part)
+            if room is None:
+                full = True  # others come after it
+                self._wait_for_room(part)
             else:
-                jobs.append(job)
-        self._start(state, jobs)
-        state.flying.update(missing.tolist())
+                reads.append(self._read(room, part, demanded=True))
+        self._start(reads)
         return already + len(missing)
 
     def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
         """The same at low priority, where there is room; may turn out not to be used, unless it is
         `sure` to be demanded."""
-        state = self._group(which, group)
-        device, host = self._tiers.lookup(state.source.prefix.pages(group, chunks))
-        absent = chunks[(device < 0) & (host < 0)].tolist()
-        known = state.flying.union(state.slots, state.host)
-        missing = np.array([c for c in absent if c not in known], np.int64)
+        codes = self._table.codes(which, group, chunks)
+        device, host = self._tiers.lookup(self._table.pages(codes))
+        known = (device >= 0) | (host >= 0) | self._table.known(codes)
+        missing = codes[~known & (self._table.read[codes] == 0)]
         if not len(missing):
             return
         spare = 2 * len(missing)  # for two demands of this size
         self._make_room(len(missing) + spare, wait=False)
-        jobs = []
+        reads = []
         for part in self._parts(missing):
-            job = self._job(state, part, demand=False, sure=sure, spare=spare)
-            if job is None:
+            room = self._landing.take(len(part), demand=False, spare=spare)
+            if room is None:
                 break
-            jobs.append(job)
-            state.flying.update(part.tolist())
-        self._start(state, jobs)
+            reads.append(self._read(room, part, demanded=False, sure=sure))
+        self._start(reads)
 
     def collect(
-        self, which: int, group: int, chunks: np.ndarray, *, stage: str = "critical_io_wait"
+        self, which: Which, group: Which, chunks: np.ndarray, *, stage: str = "critical_io_wait"
     ) -> np.ndarray:
         """Device slots int32 [n] of `chunks`, all demanded before; waits for those still read.
 
         The wait is recorded as a span named `stage`. Raises `PoolExhausted` if they do not fit
         beside what running requests hold, `RecoveryNeeded` for what the store could not give.
         """
-        state = self._groups[which, group]
-        wanted = chunks.tolist()
-        self._stage_host(state, [c for c in wanted if c not in state.slots and c in state.host])
-        needed = {c for c in wanted if c not in state.slots}
-        failed: list[int] = []
-        while needed:
-            job = state.reading(needed)
-            self._start_waiting(state, (which, group), force=job is None)
-            if job is not None:
-                failed += self._take(state, job, needed, stage)
-        if failed:
-            self._replace(state, which, failed)
-        return np.fromiter((state.slots[c] for c in wanted), np.int32, len(wanted))
+        table, codes = self._table, self._table.codes(which, group, chunks)
+        self._stage_host(codes[(table.device(codes) < 0) & (table.host(codes) >= 0)])
+        needed, failed = codes[table.device(codes) < 0], [codes[:0]]
+        while len(needed):
+            first = next(iter(table.reads(needed)), None)
+            self._start_waiting(needed, force=first is None)
+            if first is not None:
+                needed, bad = self._take(first, needed, stage)
+                failed.append(bad)
+        self._replace(np.concatenate(failed))
+        return table.device(codes)
 
     def done(self, which: int, group: int, after: Array) -> None:
         """Says that all calls reading this group are dispatched; `after` is the last one's."""
-        self._done.append(((which, group), after))
+        self._done.append((self._table.of_group(which, group), after))
 
     def give_up(self, which: int, group: int, after: Array) -> None:
         """Gives a group's slots back now, once the call that made `after` has ended."""
         after.block_until_ready()
-        self._admit((which, group))
+        self._admit(self._table.of_group(which, group))
 
     def start_over(self, which: int, group: int) -> None:
         """Ends a group's reads and gives its slots back; no call may be reading them."""
-        state = self._group(which, group)
-        for job in list(state.jobs):
-            self._withdraw(state, job)
-        state.flying.clear()
-        state.waiting.clear()
-        self._admit((which, group))
+        some = self._table.of_group(which, group)
+        for number in self._table.reads(some):
+            self._withdraw(number)
+        self._waiting = [part for part in self._waiting if int(part[0]) not in some]
+        self._table.read[some.start : some.stop] = 0
+        self._admit(some)
 
-    def keep(self, which: int) -> None:
-        """Makes everything read of a prefix so far cached packs, which its sequences then pin.
+    def keep(self) -> None:
+        """Makes everything read so far cached packs, which sequences then pin.
 
-        What was collected has to be demanded again; reads under way go on.
+        What was demanded has to be demanded again; reads under way go on.
         """
-        for state in (state for (owner, _), state in self._groups.items() if owner == which):
-            if state.fresh:
-                chunks, slots = state.hand_over()
-                self._tiers.own(state.source.prefix.pages(state.group, chunks), slots)
-            state.unpin(self._tiers)
-            state.slots.clear()
-            state.host.clear()
-            state.used.clear()
+        fresh, pinned, table = self._fresh.take(), self._pinned.take(), self._table
+        pages, slots = table.pages(fresh), table.device(fresh)
+        while len(pages):  # more than once where prefixes have read the same page
+            each, at = np.unique(pages, return_index=True)
+            self._tiers.own(each, slots[at])
+            pages, slots = np.delete(pages, at), np.delete(slots, at)
+        self._tiers.unpin(*counted(table.pages(pinned)))
+        table.clear(np.concatenate([fresh, pinned]))
+        table.used[fresh] = False
 
     def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Gives up what was read ahead of a group, except these chunks, and reads under way."""
-        state = self._group(which, group)
-        for job in list(state.jobs):
+        kept = self._table.codes(which, group, chunks)
+        for number in self._table.reads(self._table.of_group(which, group)):
+            job, codes = self._begun[number]
             idle = not job.demanded and job.state is not State.RUNNING
-            if idle and not np.isin(job.chunks, chunks).any():
-                self._count_unused(state, job)
-                self._withdraw(state, job)
+            if idle and not np.isin(codes, kept).any():
+                self._count_unused(number)
+                self._withdraw(number)
 
     def tell(self, trace: Trace) -> None:
         """What is counted from now on goes to `trace`."""
@@ -181,152 +189,143 @@ class Packs:
         """Somebody else waits for packs: gives back what no call reads, and ends reads that nobody
         waits for now, until `n` slots are free."""
         self._make_room(n, wait=True)
-        self._withdraw_for(n, None)
+        self._withdraw_for(n, but=None)
 
     def finish(self) -> None:
         """Ends all reads, admits what was read to the cache, and unpins. Idempotent."""
         if self in self._memory.users:
             self._memory.users.remove(self)
-        for key, state in self._groups.items():
-            for job in list(state.jobs):
-                self._count_unused(state, job)
-                self._withdraw(state, job)
-            self._admit(key)
+        for number in list(self._begun):
+            self._count_unused(number)
+            self._withdraw(number)
+        held = np.concatenate([self._fresh.all(), self._pinned.all()])
+        for some in self._table.groups(held):
+            self._admit(some)
         self._done.clear()
         self._memory.apply(self._tiers.trim())
         self._memory.flush()
 
-    def _parts(self, chunks: np.ndarray) -> list[np.ndarray]:
-        """Equal parts of at most `job_packs` chunks."""
-        count = -(-len(chunks) // self._job_packs)
-        size = -(-len(chunks) // max(1, count))
-        return [chunks[i : i + size] for i in range(0, len(chunks), max(1, size))]
+    def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
+        """What one read each brings."""
+        return self._table.by_read(codes, single=self._single, most=self._job_packs)
 
-    def _group(self, which: int, group: int) -> PackGroup:
-        key = which, group
-        if key not in self._groups:
-            self._groups[key] = PackGroup(self._sources[which], group)
-        return self._groups[key]
-
-    def _locate(self, state: PackGroup, chunks: np.ndarray) -> np.ndarray:
+    def _locate(self, codes: np.ndarray) -> np.ndarray:
         """Fills in what is cached (pinned from now on); returns what has to be read."""
-        known = [c for c in chunks.tolist() if c in state.slots or c in state.host]
-        unknown = np.setdiff1d(chunks, known) if known else chunks
-        pages = state.source.prefix.pages(state.group, unknown)
+        unknown = codes[~self._table.known(codes)]
+        pages = self._table.pages(unknown)
         device, host = self._tiers.lookup(pages)
         cached = (device >= 0) | (host >= 0)
         if cached.any():
-            self._tiers.pin(pages[cached])
-            state.pinned.append(pages[cached])
-            on_device, on_host = device >= 0, (host >= 0) & (device < 0)
-            self._trace.count_bytes("device", int(on_device.sum()) * self._layout.pack_bytes)
-            state.slots.update(
-                zip(unknown[on_device].tolist(), device[on_device].tolist(), strict=True)
-            )
-            state.host.update(zip(unknown[on_host].tolist(), host[on_host].tolist(), strict=True))
+            self._tiers.pin(*counted(pages[cached]))
+            self._pinned.add(unknown[cached])
+            on_device = int((device >= 0).sum())
+            self._trace.count_bytes("device", on_device * self._layout.pack_bytes)
+            self._table.put(unknown[cached], device[cached], host[cached])
         missing = unknown[~cached]
-        return np.array([c for c in missing.tolist() if c not in state.flying], np.int64)
+        return missing[self._table.read[missing] == 0]
 
-    def _job(
-        self,
-        state: PackGroup,
-        chunks: np.ndarray,
-        *,
-        demand: bool,
-        sure: bool = False,
-        spare: int = 0,
-    ) -> ReadJob | None:
-        """One read, to be started; None if there is no room for it."""
-        if demand:
-            self._make_room(len(chunks), wait=False)
-        room = self._landing.take(len(chunks), demand=demand, spare=spare)
-        if room is None:
-            return None
-        return self._job_into(room, state, chunks, demand=demand, sure=sure)
+    def _room(self, codes: np.ndarray) -> Room | None:
+        """Room for a read that is demanded; None if there is none."""
+        self._make_room(len(codes), wait=False)
+        return self._landing.take(len(codes), demand=True)
 
-    def _job_into(
-        self, room: Room, state: PackGroup, chunks: np.ndarray, *, demand: bool, sure: bool = False
-    ) -> ReadJob:
-        source = state.source
-        return ReadJob(
-            source.reader, state.group, chunks, room, demanded=demand, sure=sure,
+    def _read(self, room: Room, codes: np.ndarray, *, demanded: bool, sure: bool = False) -> _Read:
+        """A read into this room, to be started."""
+        which, groups, chunks = self._table.parts(codes)
+        source = self._sources[which[0]]
+        group = int(groups[0]) if (groups == groups[0]).all() else groups
+        job = ReadJob(
+            source.reader, group, chunks, room, demanded=demanded, sure=sure,
             trace=self._trace, prefix=source.prefix.prefix.id, span=f"{source.kind}_read",
             num_bytes=source.prefix.read_bytes(chunks),
         )  # fmt: skip
+        return job, codes
 
-    def _start(self, state: PackGroup, jobs: list[ReadJob]) -> None:
-        if jobs:
-            state.jobs += jobs
-            self._prefetcher.submit(*jobs)
+    def _start(self, reads: list[_Read]) -> None:
+        for read in reads:
+            self._last += 1
+            self._begun[self._last] = read
+            self._table.read[read[1]] = self._last
+        self._prefetcher.submit(*[job for job, _ in reads])
 
-    def _start_waiting(self, state: PackGroup, key: Key, *, force: bool) -> None:
-        """Starts what of a group had no room when it was demanded; with `force`, one part of it
-        at the cost of later reads."""
-        if force and not state.waiting:
-            raise ValueError(f"got packs of group {state.group} to collect that were not demanded")
-        while state.waiting:
-            part = state.waiting[0]
-            job = self._job(state, part, demand=True)
-            if job is None:
+    def _wait_for_room(self, codes: np.ndarray) -> None:
+        self._waiting.append(codes)
+        self._table.read[codes] = WAITING
+
+    def _start_waiting(self, needed: np.ndarray, *, force: bool) -> None:
+        """Starts what of these had no room when it was demanded; with `force`, one part of it at
+        the cost of later reads."""
+        waiting = [part for part in self._waiting if np.isin(part, needed).any()]
+        if force and not waiting:
+            raise ValueError(f"got {len(needed)} packs to collect that were not demanded")
+        for part in waiting:
+            room = self._room(part)
+            if room is None:
                 if not force:
                     return
                 self._make_room(len(part), wait=True)
-                self._take_back(len(part), key)
-                job = self._job(state, part, demand=True)
-            if job is None:
-                room = self._landing.force(len(part))
-                job = self._job_into(room, state, part, demand=True)
+                self._take_back(len(part), needed)
+                room = self._room(part) or self._landing.force(len(part))
             force = False
-            del state.waiting[0]
-            self._start(state, [job])
+            self._waiting = [other for other in self._waiting if other is not part]
+            self._start([self._read(room, part, demanded=True)])
 
-    def _stage_host(self, state: PackGroup, chunks: list[int]) -> None:
-        if not chunks:
+    def _stage_host(self, codes: np.ndarray) -> None:
+        if not len(codes):
             return
-        slots = self._slots(len(chunks))
-        host_slots = np.fromiter((state.host[c] for c in chunks), np.int32, len(chunks))
+        slots = self._slots(len(codes))
         start = time.perf_counter_ns()
-        moved = self._memory.stage(host_slots, slots)
+        moved = self._memory.stage(self._table.host(codes), slots)
         self._trace.add("stage", "stage", start, time.perf_counter_ns(), bytes=moved)
         self._trace.count_bytes("host", moved)
-        state.own(chunks, slots)
+        self._own(codes, slots)
 
-    def _take(self, state: PackGroup, job: ReadJob, needed: set[int], stage: str) -> list[int]:
-        """Waits for a job and puts its packs into slots; returns what could not be read."""
+    def _take(self, number: int, needed: np.ndarray, stage: str) -> tuple[np.ndarray, np.ndarray]:
+        """Waits for a read and puts its packs into slots; returns what is needed after that, and
+        what could not be read."""
+        job, codes = self._begun[number]
         start = time.perf_counter_ns()
         self._prefetcher.wait(job)
-        self._trace.add(stage, "host", start, time.perf_counter_ns(), chunks=len(job.chunks))
-        chunks = job.chunks.tolist()
-        good = [i for i, c in enumerate(chunks) if c in needed and job.ok[i]]
-        failed = [c for i, c in enumerate(chunks) if c in needed and not job.ok[i]]
-        needed.difference_update(chunks)
-        if not good:
-            self._withdraw(state, job)
-            return failed
-        self._count_unused(state, job, set(chunks[i] for i in good))
-        state.end(job)
+        self._trace.add(stage, "host", start, time.perf_counter_ns(), chunks=len(codes))
+        wanted = np.isin(codes, needed)
+        good = np.flatnonzero(wanted & job.ok)
+        failed, left = codes[wanted & ~job.ok], needed[self._table.read[needed] != number]
+        if not len(good):
+            self._withdraw(number)
+            return left, failed
+        self._table.used[codes[good]] = True
+        self._count_unused(number)
+        self._end(number)
         try:
-            slots = self._landing.place(job.room, np.array(good), job.group)
+            slots = self._landing.place(job.room, good, job.first_group)
         except PoolExhausted:
             self._make_room(len(good), wait=True)
             self._take_back(len(good), None)
-            slots = self._landing.place(job.room, np.array(good), job.group)
-        state.own([chunks[i] for i in good], slots)
-        return failed
+            slots = self._landing.place(job.room, good, job.first_group)
+        self._own(codes[good], slots)
+        return left, failed
 
-    def _replace(self, state: PackGroup, which: int, chunks: list[int]) -> None:
+    def _own(self, codes: np.ndarray, slots: np.ndarray) -> None:
+        """Packs that somebody collects have come, into device slots that the batch took."""
+        self._table.put(codes, slots, self._table.host(codes))
+        self._table.used[codes] = True
+        self._fresh.add(codes)
+
+    def _replace(self, codes: np.ndarray) -> None:
         """Recomputed packs in place of those that the store could not give."""
-        source = state.source
-        packs = source.recovered.packs(state.group, np.array(chunks, np.int64))
-        self._trace.count(f"recomputed_{source.kind}s", len(chunks))
-        if source.kind == "pack":
-            fresh = {(which, chunk) for chunk in chunks} - self._recomputed
-            self._recomputed |= fresh
-            prefix = source.prefix.prefix.id
-            self._trace.count("recomputed_chunks", len(fresh), prefix=prefix)
-        slots = self._slots(len(chunks))
-        self._memory.write(packs, slots)
-        state.own(chunks, slots)
+        for mine in self._table.by_read(codes, single=True, most=len(codes)):
+            places, groups, chunks = self._table.parts(mine)
+            which, source = int(places[0]), self._sources[places[0]]
+            packs = source.recovered.packs(int(groups[0]), chunks)
+            self._trace.count(f"recomputed_{source.kind}s", len(chunks))
+            if source.kind == "pack":
+                fresh = {(which, chunk) for chunk in chunks.tolist()} - self._recomputed
+                self._recomputed |= fresh
+                prefix = source.prefix.prefix
+                self._trace.count("recomputed_chunks", len(fresh), prefix=prefix.id)
+            slots = self._slots(len(chunks))
+            self._memory.write(packs, slots)
+            self._own(mine, slots)
 
     def _slots(self, n: int) -> np.ndarray:
         """`n` device slots that somebody waits for."""
@@ -345,49 +344,56 @@ class Packs:
         """
         self._memory.reclaim()
         while self._memory.free_slots < n and self._done:
-            key, after = self._done[0]
+            some, after = self._done[0]
             if not after.is_ready():  # type: ignore[attr-defined]
                 if not wait:
                     return
                 after.block_until_ready()
             del self._done[0]
-            self._admit(key)
+            self._admit(some)
 
-    def _take_back(self, n: int, but: Key | None) -> None:
+    def _take_back(self, n: int, but: np.ndarray | None) -> None:
         """Ends reads that are not waited for, those of other users of the pool at the end."""
         self._withdraw_for(n, but)
         for other in list(self._memory.users):
             if other is not self and self._memory.free_slots < n:
                 other.give_way(n)
 
-    def _withdraw_for(self, n: int, but: Key | None) -> None:
-        """Ends reads, the last group's first: demands wait again."""
-        for key in sorted(self._groups, key=lambda key: key[1], reverse=True):
-            state = self._groups[key]
-            for job in list(state.jobs) if key != but else []:
-                if self._memory.free_slots >= n:
-                    return
-                self._withdraw(state, job)
-                if job.demanded:
-                    state.waiting.append(job.chunks)
-                    state.flying.update(job.chunks.tolist())
+    def _withdraw_for(self, n: int, but: np.ndarray | None) -> None:
+        """Ends reads, the last group's first, of none of `but`: demands wait again."""
+        spared = set(self._table.reads(but)) if but is not None else set()
+        reads = [number for number in self._begun if number not in spared]
+        for number in sorted(reads, key=lambda one: self._begun[one][0].first_group, reverse=True):
+            if self._memory.free_slots >= n:
+                return
+            job, codes = self._begun[number]
+            self._withdraw(number)
+            if job.demanded:
+                self._wait_for_room(codes)
 
-    def _admit(self, key: Key) -> None:
+    def _admit(self, some: range) -> None:
         """Lets the cache decide about the slots that this batch took for a group, and unpins."""
-        state = self._groups[key]
-        state.unpin(self._tiers)
-        if state.fresh:
-            chunks, slots = state.hand_over()
-            self._memory.admit(state.source.prefix.pages(state.group, chunks), slots)
-        state.slots.clear()
-        state.host.clear()
+        fresh, pinned = self._fresh.take(some), self._pinned.take(some)
+        self._tiers.unpin(self._table.pages(pinned))
+        if len(fresh):
+            self._memory.admit(self._table.pages(fresh), self._table.device(fresh))
+        self._table.clear(np.concatenate([fresh, pinned]))
 
-    def _count_unused(self, state: PackGroup, job: ReadJob, used: set[int] | None = None) -> None:
-        if unused := state.unused_bytes(job, used):
-            self._trace.count_bytes("unused", unused)
+    def _count_unused(self, number: int) -> None:
+        """Bytes that a read brought, if it had begun, of packs that nobody collected."""
+        job, codes = self._begun[number]
+        unused = int((~self._table.used[codes]).sum())
+        if unused and job.started() and (size := job.num_bytes * unused // len(codes)):
+            self._trace.count_bytes("unused", size)
 
-    def _withdraw(self, state: PackGroup, job: ReadJob) -> None:
+    def _withdraw(self, number: int) -> None:
         """Ends a read, if it has not ended, and gives its room back."""
+        job, _ = self._begun[number]
         self._prefetcher.drop(job)
-        state.end(job)
+        self._end(number)
         self._landing.give_back(job.room, job.settled)
+
+    def _end(self, number: int) -> None:
+        """A read is under way no longer."""
+        _, codes = self._begun.pop(number)
+        self._table.read[codes] = 0

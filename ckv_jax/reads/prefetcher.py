@@ -218,7 +218,7 @@ class Prefetcher:
         job.t1_ns = time.perf_counter_ns()
         if job.trace is not None:
             size = job.num_bytes if why is None else 0
-            args = {"group": job.group, "packs": len(job.chunks), "demanded": job.demanded}
+            args = {"group": job.first_group, "packs": len(job.chunks), "demanded": job.demanded}
             job.trace.add(job.span, "ssd", job.t0_ns, job.t1_ns, bytes=size, **args)
             job.trace.count_bytes("ssd", size, prefix=job.prefix)
         return ok, why, settled

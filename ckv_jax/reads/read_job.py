@@ -18,7 +18,7 @@ class PackReader(Protocol):
 
     def read_packs(
         self,
-        group: int,
+        group: int | npt.NDArray[np.int64],
         chunks: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
         *,
@@ -37,9 +37,10 @@ class State(enum.Enum):
 
 
 class ReadJob:
-    """A read of `chunks` of one layer group. Its fields change under the prefetcher's lock.
+    """A read of packs of one prefix. Its fields change under the prefetcher's lock.
 
     Attributes:
+        group: layer group of all packs, or of each, int64 `[n]`.
         chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
         demanded: False while nobody waits for it.
         sure: it will be demanded in any case: no speculation, only early.
@@ -52,7 +53,7 @@ class ReadJob:
     def __init__(
         self,
         reader: PackReader,
-        group: int,
+        group: int | npt.NDArray[np.int64],
         chunks: npt.NDArray[np.int64],
         room: Room,
         *,
@@ -83,6 +84,11 @@ class ReadJob:
         self.t0_ns = 0
         self.t1_ns = 0
         self.left = False  # its thread hangs in a system call, and nobody waits for it any more
+
+    @property
+    def first_group(self) -> int:
+        """The first of its layer groups."""
+        return int(np.min(self.group))
 
     def started(self) -> bool:
         """Whether bytes were asked of the store."""

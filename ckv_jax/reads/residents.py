@@ -50,8 +50,8 @@ class Resident:
     """int32 [M]: valid tokens of each chunk."""
     probe: ProbeView | None = None
     """Pages of probe keys, of a layout that has them."""
-    last_selection: dict[int, np.ndarray] = field(default_factory=dict)
-    """Choice (`Plan.choices`) -> chunk ids of the request before."""
+    latest: dict[int, np.ndarray] = field(default_factory=dict)
+    """Period -> chunk ids int [rows, J, n] that each of its J choices has made last; -1: none."""
     opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int [n]: those of the first period, most attended first, to speculate it the next time."""
     recurrence: float = 0.0
@@ -73,13 +73,22 @@ class Resident:
         return probe_bucket(max(self.num_chunks, self.room), step=step)
 
     @property
+    def last_selection(self) -> dict[int, np.ndarray]:
+        """Choice (`Plan.choices`) -> chunk ids int64 [n] of the request before, each once."""
+        return {
+            period * ids.shape[1] + part: np.unique(mine[mine >= 0]).astype(np.int64)
+            for period, ids in list(self.latest.items())
+            for part, mine in enumerate(ids.swapaxes(0, 1))
+        }
+
+    @property
     def digest_bytes(self) -> int:
         """Device bytes of the resident digest."""
         digest = self.digest  # others ask while the engine's thread lets go of it
         return 0 if digest is None else digest.nbytes
 
-    def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """Page numbers (int64) of these chunks of one layer group."""
+    def pages(self, group: int | np.ndarray, chunks: np.ndarray) -> np.ndarray:
+        """Page numbers (int64) of these chunks of one layer group, or of one each."""
         pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
         return pages
 
@@ -203,39 +212,39 @@ class Residents:
             self._keep_within(resident)
         return found
 
-    def record(self, resident: Resident, groups: range, selection: Selection) -> None:
-        """`record_all` of one prefix."""
-        self.record_all(groups, [(resident, selection)])
-
-    def record_all(self, groups: range, chosen: Sequence[tuple[Resident, Selection]]) -> None:
+    def record_all(
+        self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
+    ) -> None:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
 
-        Where the policy says so, I_j += A_j for those of all other chunks, too. `chosen`: each
-        prefix once, with what its rows chose; a pack that several share is used once.
+        Where the policy says so, I_j += A_j for those of all other chunks, too. `groups` int [G]:
+        the layer groups that choices are made for, or [J, G], of each of J choices, of which
+        selections have one row each, one after the other. `chosen`: each prefix once, with what its
+        rows chose; a pack that several share is used once.
         """
+        table = np.atleast_2d(np.asarray(groups))
         used, attention = [], []
         for resident, selection in chosen:
             ids = np.asarray(selection.ids)
-            real = ids >= 0
-            chunks, got = ids[real], np.asarray(selection.attention)[real]
-            for group in groups:
-                used.append(resident.pages(group, chunks))
-                attention.append(got)
+            row, column = np.nonzero(ids >= 0)
+            used.append(resident.pages(table[row % len(table)].T, ids[row, column]))
+            attention.append(np.asarray(selection.attention)[row, column])
         self._tiers.record(*_summed(used, attention))
         if self._tiers.observes:
-            self._observe_all(groups, chosen)
+            self._observe_all(table, chosen)
 
-    def _observe_all(self, groups: range, chosen: Sequence[tuple[Resident, Selection]]) -> None:
+    def _observe_all(self, table: np.ndarray, chosen: Sequence[tuple[Resident, Selection]]) -> None:
         seen, attention = [], []
         for resident, selection in chosen:
             ids = np.asarray(selection.ids)
-            rest = np.ones(resident.num_chunks, bool)
-            rest[ids[ids >= 0]] = False
-            others = np.flatnonzero(rest)
-            got = np.asarray(selection.scores)[(ids >= 0).any(axis=1)].sum(axis=0)[others]
-            for group in groups:
-                seen.append(resident.pages(group, others))
-                attention.append(got)
+            rest = np.ones((len(table), resident.num_chunks), bool)
+            row, column = np.nonzero(ids >= 0)
+            rest[row % len(table), ids[row, column]] = False
+            scores = np.where((ids >= 0).any(axis=1)[:, None], np.asarray(selection.scores), 0)
+            got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
+            choice, chunk = np.nonzero(rest)
+            seen.append(resident.pages(table[choice].T, chunk))
+            attention.append(got[choice, chunk])
         self._tiers.observe(*_summed(seen, attention))
 
     def record_probe(
@@ -358,9 +367,12 @@ class Residents:
 def _summed(
     pages: Sequence[np.ndarray], attention: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each page once, int64 [n], with the sum of what it was given, float64 [n]."""
-    each, where = np.unique(np.concatenate(pages), return_inverse=True)
-    return each, np.bincount(where, np.concatenate(attention), len(each))
+    """Each page once, int64 [m], with the sum of what it was given, float64 [m], of `pages` [G, n]
+    that were given `attention` [n] each."""
+    given = [np.broadcast_to(got, of.shape) for of, got in zip(pages, attention, strict=True)]
+    every, all_given = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
+    each, where = np.unique(every, return_inverse=True)
+    return each, np.bincount(where, all_given, len(each))
 
 
 def device_digest(

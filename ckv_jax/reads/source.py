@@ -18,12 +18,18 @@ class Paged(Protocol):
         """Whose they are."""
         ...
 
-    def pages(self, group: int, chunks: np.ndarray) -> np.ndarray:
-        """Page numbers int64 [n] of these chunks of one group."""
+    @property
+    def first_page(self) -> np.ndarray:
+        """int64 [M]: page of (group 0, chunk)."""
+        ...
+
+    @property
+    def page_stride(self) -> np.ndarray:
+        """int64 [M]: pages from one group to the next."""
         ...
 
     def read_bytes(self, chunks: np.ndarray) -> int:
-        """Bytes that reading these chunks of one group takes."""
+        """Bytes that reading these chunks takes, each of one group."""
         ...
 
 

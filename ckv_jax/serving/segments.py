@@ -205,7 +205,7 @@ class Segments:
                 packs.demand(0, group, absent)
             for group in groups:
                 packs.collect(0, group, absent)
-            packs.keep(0)
+            packs.keep()
             window.onto(resident)
             for choice in choices:
                 window.add(choice, absent)

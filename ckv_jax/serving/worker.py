@@ -218,8 +218,8 @@ class Worker:
             shares = shares_of(trace, first, units)
             if not texts:
                 self._answer(batch, first, logits, shares)
-            for index in range(len(leases) if hold else 0):
-                packs.keep(index)
+            if hold:
+                packs.keep()
             going = [
                 (
                     row,

@@ -74,14 +74,16 @@ class ArraySpec:
         """Exact size of a shard file: entries, index, crc of the index."""
         return self.stored(shard) * self.entry_bytes + 16 * self.shard_entries + 4
 
-    def offsets(self, row: int, columns: np.ndarray) -> tuple[int, np.ndarray]:
+    def offsets(self, row: int | np.ndarray, columns: np.ndarray) -> tuple[int, np.ndarray]:
         """(shard, int64 [n]): where the inner chunks `columns` of a row lie in its shard file.
 
-        A row is a group of layers, or one part of it (`Layout.parts`).
+        A row is a group of layers, or one part of it (`Layout.parts`); or int [n], one for each
+        column, all in one shard.
         """
         rows = self.shard[0] // self.inner[0] * self.parts
         first = row % rows * (self.shard_entries // rows)
-        return row // rows, (first + columns.astype(np.int64)) * self.entry_bytes
+        shard = int(np.ravel(row)[0]) // rows
+        return shard, (first + columns.astype(np.int64)) * self.entry_bytes
 
     def index(self, shard: int) -> bytes:
         """Encoded shard index: (offset, bytes) of every slot, then the crc32c of that."""

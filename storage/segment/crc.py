@@ -28,15 +28,15 @@ def checksum(state: int, row: int, column: int, data: np.ndarray) -> int:
 
 
 def checksums(
-    state: int, row: int, columns: Sequence[int], data: np.ndarray, where: Iterable[int]
+    state: int, rows: Sequence[int], columns: Sequence[int], data: np.ndarray, where: Iterable[int]
 ) -> np.ndarray:
-    """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at (row, columns[i])."""
-    rows = as_bytes(data)
+    """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at rows and columns [n]."""
+    parts = as_bytes(data)
     extend, place = google_crc32c.extend, _PLACE.pack
     return np.fromiter(
         (
-            extend(extend(state, place(row, column)), rows[at])
-            for column, at in zip(columns, where, strict=True)
+            extend(extend(state, place(row, column)), parts[at])
+            for row, column, at in zip(rows, columns, where, strict=True)
         ),
         np.uint32,
         len(columns),

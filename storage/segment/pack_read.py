@@ -1,4 +1,4 @@
-"""A read of packs of one layer group: in pieces, several in flight, each checked as it arrives."""
+"""A read of packs of one prefix: in pieces, several in flight, each checked as it arrives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ckv_jax.storage.segment.segment import Segment
 _PIECE_BYTES = 8 << 20
 _PIECES = 2
 
-_Read = tuple[Opened, Any, np.ndarray, Any]  # segment, rows of the piece, chunks, future
+_Part = tuple[Opened, np.ndarray, np.ndarray]
+"""A segment, rows of a piece, and their chunks within it."""
+_Read = tuple[Opened, np.ndarray, np.ndarray, Any]
+"""The same, and a future."""
 
 
 class PackRead:
@@ -31,18 +34,18 @@ class PackRead:
         runs: Runs,
         proof: Proof,
         patience: Patience,
-        group: int,
+        groups: np.ndarray,
         chunks: np.ndarray,
         data: np.ndarray,
         places: np.ndarray,
         deadline: Deadline,
     ) -> None:
-        """Packs of `chunks` int [n] of layer group `group`, to be read into rows `places` [n] of
-        `data` [_, *pack]."""
+        """Packs of `chunks` int [n] of layer groups `groups` [n], to be read into rows `places` [n]
+        of `data` [_, *pack]."""
         self._runs = runs
         self._proof = proof
         self._patience = patience
-        self._group = group
+        self._groups = groups
         self._chunks = chunks
         self._data = data
         self._places = places
@@ -70,8 +73,9 @@ class PackRead:
 
     def _begin(self, piece: slice) -> list[_Read]:
         """Start reading the chunks of a piece: directly, or through TensorStore."""
-        chunks, places = self._chunks[piece], self._places[piece]
-        parts = self._runs.split(chunks)
+        chunks, places, groups = self._chunks[piece], self._places[piece], self._groups[piece]
+        shards = groups // self._runs.prefix.layout.shard_groups
+        parts = self._split(chunks, shards)
 
         def start() -> list[_Read]:
             reads: list[_Read] = []
@@ -79,7 +83,7 @@ class PackRead:
                 direct = None
                 if isinstance(segment, Segment):
                     direct = segment.begin_packs_direct(
-                        self._group, local, self._data, places[rows]
+                        groups[rows], local, self._data, places[rows]
                     )
                 self._deadline.follow(direct)
                 reads.append((segment, rows, local, direct))
@@ -93,44 +97,63 @@ class PackRead:
         through = [r for r in begun if isinstance(r[0], Segment) and r[3] is None]
         reads = [r for r in begun if isinstance(r[0], StoreError) or r[3] is not None]
         if through:
-            reads += self._begin_batch(through, places)
+            reads += self._begin_batch(through, places, groups)
         return reads
 
-    def _begin_batch(self, parts: list[_Read], places: np.ndarray) -> list[_Read]:
-        """Start what `parts` asks for as one batch of TensorStore's."""
+    def _split(self, chunks: np.ndarray, keys: np.ndarray) -> list[_Part]:
+        """Parts of equal `keys` int [n] and one segment each."""
+        if (keys == keys[0]).all():
+            every = np.arange(len(chunks))
+            return [
+                (segment, every[rows], local) for segment, rows, local in self._runs.split(chunks)
+            ]
+        parts: list[_Part] = []
+        for key in np.unique(keys):
+            mine = np.flatnonzero(keys == key)
+            for segment, rows, local in self._runs.split(chunks[mine]):
+                parts.append((segment, mine[rows], local))
+        return parts
+
+    def _begin_batch(
+        self, parts: list[_Read], places: np.ndarray, groups: np.ndarray
+    ) -> list[_Read]:
+        """Start what `parts` asks for as one batch of TensorStore's, of one layer group a read."""
         reads: list[_Read] = []
         size = sum(len(local) for _, _, local, _ in parts) * self._data[:1].nbytes
         self._deadline.admit(size, "waiting to read packs")
         with ts.Batch() as batch:
             for segment, rows, local, _ in parts:
-                target = rows_of(self._data, places[rows])
                 assert isinstance(segment, Segment)
-                future = segment.begin_packs(self._group, local, target, batch)
-                reads.append((segment, rows, local, future))
+                for group in np.unique(groups[rows]).tolist():
+                    mine = groups[rows] == group
+                    target = rows_of(self._data, places[rows[mine]])
+                    future = segment.begin_packs(group, local[mine], target, batch)
+                    reads.append((segment, rows[mine], local[mine], future))
         self._deadline.watch([read[3] for read in reads], size)
         return reads
 
     def _finish(self, piece: slice, reads: list[_Read]) -> None:
         """Wait for the reads of a piece, and note which of its packs are good."""
         good, data, places = self._good, self._data, self._places[piece]
+        groups = self._groups[piece]
         for segment, rows, local, future in reads:
             what = f"reading {len(local)} packs"
             if isinstance(segment, StoreError):
                 continue
             if isinstance(future, KernelRead):  # some are checked while others arrive
-                at, ids = places[rows], np.arange(len(good))[piece][rows]
+                at, ids, of = places[rows], np.arange(len(good))[piece][rows], groups[rows]
                 while (some := self._deadline.wait_some(future, what)) is not None:
-                    good[ids[some]] = segment.packs_good(self._group, local[some], data, at[some])
+                    good[ids[some]] = segment.packs_good(of[some], local[some], data, at[some])
             elif self._deadline.wait(future, what):
-                good[piece][rows] = segment.packs_good(self._group, local, data, places[rows])
+                good[piece][rows] = segment.packs_good(groups[rows], local, data, places[rows])
 
     def _read_again(self) -> None:
         """Try the packs that are not good one by one; report and zero what stays bad."""
-        group, good, data = self._group, self._good, self._data
+        good, data = self._good, self._data
         again = []
         for at in np.flatnonzero(~good).tolist():
             segment, local = self._runs.locate(int(self._chunks[at]))
-            ids, row = np.array([local]), self._places[at : at + 1]
+            ids, row, group = np.array([local]), self._places[at : at + 1], int(self._groups[at])
             part = data[row[0] : row[0] + 1]
             self._deadline.admit(part.nbytes, "waiting to read a pack again")
             future = None
@@ -139,13 +162,14 @@ class PackRead:
             self._deadline.watch([future], part.nbytes)
             again.append((at, segment, ids, row, future))
         for at, segment, ids, row, future in again:
+            groups = self._groups[at : at + 1]
             arrived = self._deadline.wait(future, "reading a pack again")
             if arrived and isinstance(segment, Segment):
-                good[at] = segment.packs_good(group, ids, data, row)[0]
+                good[at] = segment.packs_good(groups, ids, data, row)[0]
             if not good[at]:
                 part = data[row[0] : row[0] + 1].reshape(-1).view(np.uint8)
                 part[:] = 0
-                what, chunk = f"group {group}", int(ids[0])
+                group, chunk = int(groups[0]), int(ids[0])
                 good[at] = self._proof.prove(
-                    segment, "packs", group, chunk, chunk, what, self._deadline, part
+                    segment, "packs", group, chunk, chunk, f"group {group}", self._deadline, part
                 )

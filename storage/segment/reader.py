@@ -66,17 +66,17 @@ class PrefixReader:
 
     def read_packs(
         self,
-        group: int,
+        group: int | np.ndarray,
         chunks: np.ndarray,
         out: np.ndarray,
         *,
         rows: np.ndarray | None = None,
         deadline_s: float | None = None,
     ) -> np.ndarray:
-        """Read the packs of `chunks` int [n] of one layer group into `out`.
+        """Read the packs of `chunks` int [n] into `out`.
 
         Args:
-          group: layer group.
+          group: layer group of all, or int [n], of each.
           chunks: global chunk ids, in any order.
           out: [n, *layout.stored_shape] of layout.stored_dtype, C-contiguous; filled in place with
             packs as they lie on disk. A partial last chunk is zero past its tokens.
@@ -94,7 +94,9 @@ class PrefixReader:
         chunks = np.asarray(chunks)
         size = len(chunks) if rows is None else len(out)
         self._check(out, (size, *layout.stored_shape), layout.stored_dtype)
-        layout.group_layers(group)
+        groups = np.broadcast_to(group, chunks.shape)
+        for one in np.unique(group).tolist():
+            layout.group_layers(one)
         if len(chunks) == 0:
             return np.zeros(0, bool)
         if chunks.min() < 0 or chunks.max() >= self.prefix.num_chunks:
@@ -106,7 +108,7 @@ class PrefixReader:
         places = np.arange(len(chunks)) if rows is None else rows
         with self._deadline(deadline_s) as deadline:
             return PackRead(
-                self._runs, self._proof, self._patience, group, chunks, data, places, deadline
+                self._runs, self._proof, self._patience, groups, chunks, data, places, deadline
             ).run()
 
     # -- probe -----------------------------------------------------------------------------------

@@ -62,6 +62,6 @@ def _regroup_run(
     packs.put(entry, data)
     seed = crc.seed(draft.segment_id, "packs")
     draft.pack_crc[group, start:end] = crc.checksums(
-        seed, group, range(start, end), data, range(end - start)
+        seed, [group] * (end - start), range(start, end), data, range(end - start)
     )
     return unit

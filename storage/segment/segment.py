@@ -113,11 +113,12 @@ class Segment:
         return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
 
     def begin_packs_direct(
-        self, group: int, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
+        self, group: np.ndarray, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
     ) -> KernelRead | None:
         """Start reading packs past TensorStore, into `rows` of `out` [_, *pack], C-contiguous.
 
-        Returns None where that cannot be, and nothing was started.
+        `group` int [n]: layer group of each, all in one shard file. Returns None where that cannot
+        be, and nothing was started.
         """
         if self._queues is None or not fits(out, self._queues.align):
             return None
@@ -144,10 +145,13 @@ class Segment:
             return None
 
     def packs_good(
-        self, group: int, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
+        self, group: np.ndarray, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
-        """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs."""
-        found = crc.checksums(self._seeds["packs"], group, chunks.tolist(), data, rows.tolist())
+        """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs, of layer
+        group `group` int [n] each."""
+        found = crc.checksums(
+            self._seeds["packs"], group.tolist(), chunks.tolist(), data, rows.tolist()
+        )
         good: np.ndarray = np.equal(found, self.manifest.pack_crc[group, chunks])
         return good
 

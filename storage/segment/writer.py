@@ -180,7 +180,10 @@ class SegmentWriter:
             if layout.probe_layers:
                 writes += self._store_probe(first, packs, tokens, memory[packs.nbytes :])
             for group, data in enumerate(stored):
-                crcs = crc.checksums(self._seeds["packs"], group, chunks, data, range(len(data)))
+                count = len(data)
+                crcs = crc.checksums(
+                    self._seeds["packs"], [group] * count, chunks, data, range(count)
+                )
                 draft.pack_crc[group, chunks.start : chunks.stop] = crcs
             if self._digest is not None and not layout.alike:
                 self._digest.add(first * layout.chunk_tokens, packs, tokens)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.cache import POLICIES, PoolExhausted, Tiers
+from ckv_jax.cache.tiers import counted
 
 ATTENTION = POLICIES["attention"]
 
@@ -129,6 +130,19 @@ def test_pages_pinned_by_another_request_do_not_move() -> None:
     tiers.unpin(ids(0, 1))
     slots = tiers.take(1)
     assert tiers.admit(ids(2), slots).kept.tolist() == [True]
+
+
+def test_pins_of_several_at_once_nest() -> None:
+    tiers = Tiers(1, 1, 2, ATTENTION)
+    tiers.register(8)
+    use(tiers, {0: 0.5})
+    tiers.pin(*counted(ids(0, 0)))
+    tiers.unpin(ids(0))
+    assert not tiers.let_go(ids(0)) and tiers.pinned_slots == 1
+    with pytest.raises(ValueError, match="got page 0 to unpin"):
+        tiers.unpin(*counted(ids(0, 0)))
+    tiers.unpin(ids(0))
+    assert tiers.pinned_slots == 0
 
 
 def test_a_pinned_page_stays_in_the_host_though_it_is_worth_more() -> None:

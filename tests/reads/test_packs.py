@@ -60,6 +60,40 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
         assert worker.memory.free_slots == worker.memory.tiers.slots
 
 
+def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> None:
+    """Both prefixes have the same chunk 2, of which one copy stays."""
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        texts = tokens(160), np.concatenate([tokens(160), tokens(64, 1)])
+        prefixes = [engine.ingest(text) for text in texts]
+        worker = engine._worker
+        which, group, chunks = np.array([[0, 0, 1, 1, 1], [0, 1, 0, 1, 1], [2, 5, 2, 12, 3]])
+        leases = [worker.leases.open(prefix) for prefix in prefixes]
+        stored = np.empty((len(which), *engine.layout.pack_shape), engine.layout.numpy_dtype)
+        for at, (of, row) in enumerate(zip(which, group, strict=True)):
+            assert (
+                leases[of]
+                .source.reader.read_packs(int(row), chunks[at : at + 1], stored[at : at + 1])
+                .all()
+            )
+        trace = Trace()
+        with worker.packs([lease.source for lease in leases], trace) as packs:
+            assert packs.demand(which, group, chunks) == len(which)
+            slots = packs.collect(which, group, chunks)
+            assert len(set(slots.tolist())) == len(which)
+            found = np.asarray(worker.memory.pool.pages[slots])
+            assert found.tobytes() == stored.tobytes()
+            packs.keep()
+            assert packs.demand(which, group, chunks) == 0
+            again = packs.collect(which, group, chunks)
+            assert again[0] == again[2] and len(set(again.tolist())) == len(which) - 1
+        reads = [span.args["packs"] for span in trace.spans if span.name == READ]
+        assert sorted(reads) == [2, 3]  # one read for each prefix
+        for lease in leases:
+            lease.close()
+        assert worker.memory.free_slots == worker.memory.tiers.slots
+        assert worker.memory.tiers.pinned_slots == 0
+
+
 def test_chunks_that_are_computed_again_are_counted_once_and_probes_apart(tmp_path: Path) -> None:
     with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
         prefix = engine.ingest(tokens(16 * WORK))

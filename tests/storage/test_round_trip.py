@@ -9,6 +9,7 @@ import pytest
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, StoreClosed
+from ckv_jax.storage.config import StoreConfig
 
 SHAPE = {"num_layers": 6, "num_kv_heads": 4, "head_dim": 16}
 LAYOUTS = {
@@ -94,6 +95,33 @@ def test_packs_go_to_the_rows_asked_for(store: ChunkStore, ends: tuple[int, ...]
     np.testing.assert_array_equal(out[rows].view(np.uint16), truth.view(np.uint16))
     others = np.setdiff1d(np.arange(40), rows)
     assert (out[others] == 1).all()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("layout", [LAYOUTS["heads apart"], LAYOUTS["packs of 2"]], ids=str)
+def test_one_read_brings_packs_of_several_layer_groups(
+    folder: object, layout: Layout, direct: bool
+) -> None:
+    """Of several segments and shard files, in any order."""
+    tokens = some_tokens(213)
+    with ChunkStore.open(folder, config=StoreConfig(direct_io=direct)) as store:
+        for end in (48, 160, 213):
+            prefix = ingest(store, tokens[:end], layout=layout)
+        places = np.stack(np.unravel_index(
+            np.random.default_rng(3).permutation(layout.groups * prefix.num_chunks),
+            (layout.groups, prefix.num_chunks),
+        ))  # fmt: skip
+        groups, ids = places
+        rows = np.random.default_rng(4).permutation(len(ids) + 9)[: len(ids)]
+        out = np.ones((len(ids) + 9, *layout.pack_shape), layout.numpy_dtype)
+        with store.reader(prefix) as reader:
+            assert reader.read_packs(groups, ids, out, rows=rows).all()
+            with pytest.raises(ValueError, match="group"):
+                reader.read_packs(np.array([0, layout.groups]), ids[:2], out[:2])
+    truth = np.stack([packs_of(layout, tokens, g, np.arange(213)) for g in range(layout.groups)])
+    bits = out.view(layout.disk_dtype)
+    np.testing.assert_array_equal(bits[rows], truth[groups, ids].view(layout.disk_dtype))
+    assert (out[np.setdiff1d(np.arange(len(out)), rows)] == 1).all()
 
 
 @pytest.mark.parametrize("layer_orders", [False, True])
