@@ -149,6 +149,10 @@ def main() -> None:
     parser.add_argument(
         "--drift", type=float, metavar="COSINE", help="of every system that chooses, with a window"
     )
+    parser.add_argument(
+        "--estimate", type=float, default=0.0, metavar="SHARE",
+        help="of every system whose heads choose by means: so many chunks' attention is estimated",
+    )  # fmt: skip
     args = parser.parse_args()
     setting = Setting(
         documents=args.documents or (1 if args.quick else 6),
@@ -163,6 +167,9 @@ def main() -> None:
     for name, system in systems.items() if args.drift is not None else ():
         if system.decode is not None and system.window > 0:
             systems[name] = replace(system, decode=replace(system.decode, drift=args.drift))
+    for name, system in systems.items() if args.estimate else ():
+        if system.decode is not None and system.heads_apart and system.digest == "means":
+            systems[name] = replace(system, digest="means+values", estimate=args.estimate)
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system=systems[args.systems[0]])
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
@@ -175,6 +182,7 @@ def main() -> None:
     found = {
         "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
         "sequences": setting.sequences, "steps": setting.steps, "drift": args.drift,
+        "estimate": args.estimate,
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", found, args.plot)
