@@ -157,6 +157,10 @@ def main() -> None:
     parser.add_argument(
         "--drift", type=float, metavar="COSINE", help="of every system that chooses, with a window"
     )
+    parser.add_argument(
+        "--estimate", type=float, default=0.0, metavar="SHARE",
+        help="of every system whose heads choose by means: so many chunks' attention is estimated",
+    )  # fmt: skip
     args = parser.parse_args()
     setting = Setting(
         documents=args.documents or (1 if args.quick else 4),
@@ -171,6 +175,9 @@ def main() -> None:
     for name, system in systems.items() if args.drift is not None else ():
         if system.decode is not None and system.window > 0:
             systems[name] = replace(system, decode=replace(system.decode, drift=args.drift))
+    for name, system in systems.items() if args.estimate else ():
+        if system.decode is not None and system.heads_apart and system.digest == "means":
+            systems[name] = replace(system, digest="means+values", estimate=args.estimate)
     about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
     kept = Kept(args.json, about)
     with tempfile.TemporaryDirectory() as store:
@@ -186,6 +193,7 @@ def main() -> None:
         "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
         "sequences": setting.sequences, "steps": setting.steps, "drift": args.drift,
         "half_width": half_widths(sum(row["answers"] for row in rows[:2])),
+        "estimate": args.estimate,
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", found, args.plot)

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
 from ckv_jax.selection.select import WHOLE_QUESTION, Select
+from ckv_jax.selection.zones import Zones
 from ckv_jax.storage.codec import Codec, codec_id, codec_named
 from ckv_jax.storage.grouping import TOGETHER
 from ckv_jax.storage.layout import Layout
@@ -22,6 +23,9 @@ Speculate = Literal["previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]
 KeepName = Literal["lru", "lfu", "lookahead"]
 WidthsName = Literal["even", "profiled"]
+DigestName = Literal[
+    "none", "int8", "int4", "pq", "means", "bounds", "means+values", "means+cosines"
+]
 
 MIB = 2**20
 GB = 10**9
@@ -73,6 +77,15 @@ class SystemConfig:
     """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
     to a layer's KV head (KVDrive §4). A text's first 16 and last 64 tokens are then in chunks of
     their own, which are attended to whatever the budget, beside it."""
+    estimate: float = 0.0
+    """Share of a prefix's chunks, the next best after those that a token of a text chose, whose
+    attention is estimated by their mean keys and values (RetroInfer, which has 0.232): what a token
+    attends to exactly and what it estimates share one softmax. For each KV head of every layer;
+    needs the digest "means+values". 0: none."""
+    outliers: float = 0.0
+    """Share of a prefix's chunks that each KV head of every layer attends to whatever it chooses,
+    beside its budget: those with a key that is least like the chunk's mean (ShadowKV, which has 48
+    of the 16,384 chunks of 128k tokens). Needs the digest "means+cosines". 0: none."""
     period: int = 8
     """Layers that share one selection."""
     subperiod: int = 4
@@ -85,8 +98,8 @@ class SystemConfig:
     """Which heads those are. The paper's models have a key head for each query head; where query
     heads share one, as many query heads need fewer keys ("query", the paper's count), or as many
     key heads answer for all of their query heads ("kv")."""
-    digest: Literal["none", "int8", "int4", "pq", "means", "bounds"] = "none"
-    """How that digest holds keys: quantised, or as one landmark per chunk ("means", "bounds")."""
+    digest: DigestName = "none"
+    """How that digest holds keys: quantised, or as one landmark per chunk (`LANDMARKS`)."""
     heads: Heads = ()
     """(layer, KV head) that score, of different layers, in place of all heads of `score_layers`:
     those that find things, as `ckv heads profile` tells them of a model. The digest has no others,
@@ -147,6 +160,8 @@ class SystemConfig:
             )
         self._check_heads()
         self._check_apart()
+        each = self.heads_apart and self.period == 1
+        self.zones.check(digest=self.digest, each=each, decode=self.decode)
         if self.probe_heads < 1:
             raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
         _one_of("probe_unit", self.probe_unit, Literal["query", "kv"])
@@ -228,6 +243,11 @@ class SystemConfig:
                     "got heads_apart=True with a coarse pass or a score of one's own, whose "
                     "scores are of all heads together"
                 )
+
+    @property
+    def zones(self) -> Zones:
+        """What its choices have beside their budget."""
+        return Zones(self.grouping == "alike", self.outliers, self.estimate)
 
     @property
     def chunked(self) -> bool:

@@ -44,7 +44,7 @@ def _rival(
 def _decode_rival(
     name: str,
     *,
-    digest: Literal["int4", "pq", "means", "bounds"],
+    digest: Literal["int4", "pq", "means", "bounds", "means+cosines"],
     window: float,
     keep: KeepName = "lru",
     widths: WidthsName = "even",
@@ -54,6 +54,7 @@ def _decode_rival(
     question: int | None = None,
     each: bool = True,
     grouping: Literal["position", "alike"] = "position",
+    outliers: float = 0.0,
 ) -> SystemConfig:
     """Every layer chooses by itself at every token, with `each` every KV head of it; see
     `docs/decode.md` for what is simplified."""
@@ -64,6 +65,7 @@ def _decode_rival(
         pack_layers=1,
         heads_apart=each,
         grouping=grouping,
+        outliers=outliers,
         period=1,
         subperiod=1,
         probe="digest",
@@ -93,7 +95,13 @@ DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
             _everything("dense", pack_layers=4),
             _everything("flexgen", pack_layers=1),
             _decode_rival("quest", digest="bounds", chunk_tokens=8, window=0),
-            _decode_rival("shadowkv", digest="means", chunk_tokens=8, window=1),
+            _decode_rival(
+                "shadowkv",
+                digest="means+cosines",
+                chunk_tokens=8,
+                window=1,
+                outliers=48 / 16_384,  # 48 chunks of 128k tokens, and no larger share of fewer
+            ),
             _decode_rival("retroinfer", digest="means", window=2, grouping="alike"),
             _decode_rival("infinigen", digest="int4", window=0, guessed=True, each=False),
             _decode_rival("pqcache", digest="pq", window=2, keep="lfu", each=False),

@@ -58,7 +58,9 @@ class Layout:
         first `probe_width` KV heads of every layer; "none".
       probe_width: KV heads of a "heads" probe; more than there are means all.
       digest: compressed keys: "int8", "int4", "pq" (one byte for eight values); of every chunk
-        its mean key ("means") or the least and greatest values of its keys ("bounds"); or "none".
+        its mean key ("means"), that and its mean value ("means+values"), that and how little its
+        least alike key is like it ("means+cosines"), or the least and greatest values of its keys
+        ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
       digest_heads: of each of those layers the one KV head whose keys the digest has; empty: all.
@@ -125,6 +127,8 @@ class Layout:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
         if self.digest == "pq" and self.head_dim % PQ_DIM:
             raise ValueError(f"head_dim: got {self.head_dim}, expected a multiple of 8 for pq")
+        if self.digest == "means+values" and not self.kv_together:
+            raise ValueError("digest: got 'means+values', expected K and V together")
 
     def _check_digest_layers(self) -> None:
         layers = self.digest_layers
@@ -337,7 +341,9 @@ class Layout:
     def digest_codes(self) -> int:
         """Bytes of codes of one entry and KV head."""
         if self.digest in LANDMARKS:
-            return self.head_dim * self.disk_dtype.itemsize * (1 + LANDMARKS.index(self.digest))
+            rows = 2 if self.digest in ("bounds", "means+values") else 1
+            cosine = 4 if self.digest == "means+cosines" else 0
+            return rows * self.head_dim * self.disk_dtype.itemsize + cosine
         parts = {"none": 0, "int8": 1, "int4": 2, "pq": PQ_DIM}[self.digest]
         return self.head_dim // parts if parts else 0
 

@@ -27,17 +27,22 @@ APART_VERSION = 9
 """Of layouts whose packs hold one KV head each: likewise."""
 ALIKE_VERSION = 10
 """Of layouts whose chunks are of alike tokens: likewise."""
-VERSIONS = tuple(range(VERSION, ALIKE_VERSION + 1))
+BESIDE_VERSION = 11
+"""Of layouts whose digest has something beside the mean key of each chunk: likewise."""
+VERSIONS = tuple(range(VERSION, BESIDE_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
-LANDMARKS = ("means", "bounds")
+MEANS_AND = ("means+values", "means+cosines")
+"""Digests that keep the mean key of each chunk and something beside it."""
+LANDMARKS = ("means", "bounds", *MEANS_AND)
 """Digests that keep a landmark for each chunk, not for each token."""
 PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _SHORT_CODEC = 64  # letters of a codec's name in older versions
 
 _Needs = Callable[[Mapping[str, Any]], bool]
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
+    (BESIDE_VERSION, (), lambda layout: layout["digest"] in MEANS_AND),
     (ALIKE_VERSION, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
     (HEADS_VERSION, ("digest_heads",), lambda layout: bool(layout["digest_heads"])),

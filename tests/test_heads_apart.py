@@ -17,7 +17,7 @@ from compilations import compilations
 from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
 from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
 from engine_tiny import TINY
-from numpy_qwen import LayerKv, NumpyQwen, softmax
+from heads_oracle import Oracle
 from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
 from transformers import AutoModelForCausalLM
@@ -232,72 +232,6 @@ def test_a_flipped_bit_is_recomputed(sharp: Sharp, tmp_path: Path) -> None:
         assert scale_error(np.asarray(text.completion().kv), expected) < TIGHT
 
 
-class Oracle:
-    """Decode over one stored prefix in numpy, each head by the means of its own keys' chunks."""
-
-    def __init__(self, model: NumpyQwen, engine: Engine, prefix: Prefix) -> None:
-        self.model = model
-        self.kv = model.prefill(prefix.tokens)
-        self.start = prefix.num_tokens
-        self.edges = np.arange(0, self.start, CHUNK)
-        self.limit = math.ceil(BUDGET * len(self.edges))
-        self.order: np.ndarray = np.tile(np.arange(self.start), (MODEL.num_layers * HEADS, 1))
-        self.steady: list[int] = []
-        """Chunks that are attended to in any case."""
-        if prefix.layout.alike:
-            with engine.store.reader(prefix) as reader:
-                self.order = reader.order
-            last = (self.start - 64) // CHUNK
-            self.steady = [0, *range(last, len(self.edges))]
-            self.limit += len(self.steady)
-        self.own: list[LayerKv] = []
-        self.ids: list[np.ndarray] = []
-        """Of each layer and head, of the latest token."""
-
-    def step(self, ids: np.ndarray) -> None:
-        """Goes on by tokens int [n] that choose together."""
-        first = not self.own
-        done = 0 if first else len(self.own[0][0])
-        at = self.start + done + np.arange(len(ids))
-        hidden = self.model.embed(ids)
-        self.ids = []
-        for layer in range(MODEL.num_layers):
-            seen = self._seen(layer, hidden, at, done)
-            new = self.model.kv(layer, hidden, at)
-            if first:
-                self.own.append(new)
-            else:
-                old = self.own[layer]
-                self.own[layer] = tuple(np.concatenate(two) for two in zip(old, new, strict=True))  # type: ignore[assignment]
-            whole = [
-                np.concatenate(two) for two in zip(self.kv[layer], self.own[layer], strict=True)
-            ]
-            hidden = self.model.layer(layer, hidden, at, (whole[0], whole[1]), seen)
-
-    def _seen(self, layer: int, hidden: np.ndarray, at: np.ndarray, done: int) -> np.ndarray:
-        """[H, S, T]: every query head sees what its KV head chose, and the text up to itself."""
-        q, keys = self.model.query(layer, hidden, at), self.kv[layer][0]
-        count = np.diff([*self.edges, self.start])
-        group = q.shape[1] // HEADS
-        seen = np.zeros((q.shape[1], len(at), self.start + done + len(at)), bool)
-        seen[:, :, self.start :] = np.tri(len(at), done + len(at), done, dtype=bool)
-        for head in range(HEADS):
-            mine = slice(head * group, (head + 1) * group)
-            order = self.order[layer * HEADS + head]
-            means = np.add.reduceat(keys[order, head], self.edges) / count[:, None]  # [M, D]
-            logits = np.einsum("sgd,md->sgm", q[:, mine], means) * MODEL.head_dim**-0.5
-            scores = softmax(logits + np.log(count)).sum(axis=(0, 1))
-            scores[self.steady] += len(at) * group
-            ranked = np.sort(scores)[::-1]
-            gap = ranked[self.limit - 1] - ranked[self.limit]
-            assert gap > 1e-5 * ranked[0], "a tie: float32 may choose otherwise"
-            best = np.sort(np.argsort(-scores)[: self.limit])
-            self.ids.append(best)
-            for chunk in best:
-                seen[mine, :, order[chunk * CHUNK : (chunk + 1) * CHUNK]] = True
-        return seen
-
-
 @pytest.mark.parametrize("system", [BY_POSITION, KVDRIVE], ids=["position", "alike"])
 def test_every_head_chooses_its_own_best(
     sharp: Sharp, tmp_path: Path, system: dict[str, object]
@@ -308,7 +242,7 @@ def test_every_head_chooses_its_own_best(
         sampling = SamplingParams(max_tokens=LENGTH)
         [text] = engine.generate(request, sampling, keep_kv=True).results()
         chosen = engine.last_selection(prefix)
-        oracle = Oracle(sharp.model, engine, prefix)
+        oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET)
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))

@@ -152,7 +152,8 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
     layout, tokens = prefix.layout, prefix.num_tokens
     if not tokens:
         return total
-    keys = kv_of(layout, prefix.tokens)[:, 0]
+    kv = kv_of(layout, prefix.tokens)
+    keys = kv[:, 0]
     with store.reader(prefix) as reader:
         for layer in layout.probe_layers:
             out = np.empty((tokens, layout.probe_heads, layout.head_dim), layout.numpy_dtype)
@@ -161,7 +162,7 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
             total += Served(good == tokens, int(wrong))
         digest = reader.read_digest()
         if digest is not None and digest.kind in LANDMARKS:
-            wrong = wrong_landmarks(digest, keys[list(layout.digest_layers)].astype(np.float64))
+            wrong = wrong_landmarks(digest, kv[list(layout.digest_layers)].astype(np.float64))
             total += Served(True, wrong * layout.chunk_tokens)
         elif digest is not None:
             # What the digest lost is the same shift for all keys, and half a step of rounding.
@@ -172,19 +173,37 @@ def read_prefix(store: ChunkStore, prefix: Prefix) -> Served:
         return total + Served(digest is not None, 0)
 
 
-def wrong_landmarks(digest: DigestData, keys: np.ndarray) -> int:
-    """Chunks of 16 whose means or bounds are not those of the `keys` [R, T, K, D]; means are
-    rounded."""
-    chunks = [keys[:, at : at + 16] for at in range(0, keys.shape[1], 16)]
-    if digest.kind == "means":
-        truth = [np.stack([chunk.mean(1) for chunk in chunks], axis=1)]
-        found = [digest.arrays["mean"]]
+def wrong_landmarks(digest: DigestData, kv: np.ndarray) -> int:
+    """Chunks of 16 whose landmarks are not those of the keys and values `kv` [R, 2, T, K, D]; means
+    are rounded."""
+    chunks = [kv[:, :, at : at + 16] for at in range(0, kv.shape[2], 16)]
+
+    def of_all(of: Callable[..., np.ndarray], kind: int) -> np.ndarray:
+        return np.stack([of(chunk[:, kind], 1) for chunk in chunks], axis=1)
+
+    arrays = digest.arrays
+    if digest.kind == "bounds":
+        truth = [of_all(of, 0) for of in (np.min, np.max)]
+        found = [arrays["low"], arrays["high"]]
     else:
-        truth = [np.stack([f(chunk, 1) for chunk in chunks], axis=1) for f in (np.min, np.max)]
-        found = [digest.arrays["low"], digest.arrays["high"]]
-    far = [np.abs(f.astype(np.float64) - t) > 2.0**-8 * np.abs(t) + 1e-6
+        truth, found = [of_all(np.mean, 0)], [arrays["mean"]]
+        if "value" in arrays:
+            truth, found = [*truth, of_all(np.mean, 1)], [*found, arrays["value"]]
+        if "oddity" in arrays:
+            order = np.argsort(of_all(least_cosine, 0), axis=1, kind="stable")
+            truth.append(np.argsort(order, axis=1)[..., None].astype(np.float64))
+            found.append(arrays["oddity"][..., None])
+    far = [(np.abs(f.astype(np.float64) - t) > 2.0**-8 * np.abs(t) + 1e-6).any(axis=(0, 2, 3))
            for f, t in zip(found, truth, strict=True)]  # fmt: skip
-    return int(np.any(far, axis=(0, 1, 3, 4)).sum())
+    return int(np.any(far, axis=0).sum())
+
+
+def least_cosine(keys: np.ndarray, axis: int) -> np.ndarray:
+    """float32 [R, K]: the least cosine of a chunk's mean and one of its keys [R, n, K, D]."""
+    mean = keys.mean(axis, keepdims=True)
+    sizes = np.linalg.norm(keys, axis=-1) * np.linalg.norm(mean, axis=-1)
+    found: np.ndarray = ((keys * mean).sum(-1) / sizes).min(axis).astype(np.float32)
+    return found
 
 
 def sweep_over(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,16 @@ from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
+from ckv_jax.pipeline.estimates import Estimate, estimators, next_best, no_estimate
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.residents import Resident
-from ckv_jax.selection.base import Selection, before_others, choose, pooled, steady_chunks
+from ckv_jax.selection.base import Selection, before_others, choose, pooled
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.select import Pool
+from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import Scored, rows_of, scored
+from ckv_jax.selection.zones import NO_ZONES, Zones
 
 
 class OfPrefix(NamedTuple):
@@ -53,6 +56,8 @@ class Chosen(NamedTuple):
     """What the tokens themselves give every chunk."""
     window: WindowArrays
     """The windows [B, W] of all rows of the batch, [B*K, W] of their heads, after this choice."""
+    estimate: Estimate | None
+    """Of all rows of the batch, where some of their attention is estimated."""
 
 
 class ChoiceCalls:
@@ -65,7 +70,7 @@ class ChoiceCalls:
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens", "stages", "pool", "each", "steady"),
+            static=("score", "keep", "n", "chunk_tokens", "stages", "pool", "each", "zones"),
         )
         asking = layers.once(_queries_of, layers.layer_of)
         self._queries = layers.programs.jit(layers.split(asking, (BY_NAME,), HEADS))
@@ -98,7 +103,8 @@ class ChoiceCalls:
         stages: Stages | None = None,
         pool: Pool = "none",
         each: bool = False,
-        steady: bool = False,
+        zones: Zones = NO_ZONES,
+        estimate: Estimate | None = None,
     ) -> Chosen:
         """The `limits[i]` <= n best chunks for each of `rows` of hidden [B, 1, E].
 
@@ -108,27 +114,29 @@ class ChoiceCalls:
         misses. `window`: [B, W], W >= n; `before`: scores of earlier tokens, which count as well;
         `stages`: see `two_stages`; `pool`: see `base.pooled`. `each`: every KV head chooses for
         itself: `window` is [B*K, W] and `before` [R*K, M], a row's heads one after the other.
-        `steady`: see `Layers.select`.
+        `zones`: see `Layers.select`; with an estimate the rows' own becomes part of `estimate`,
+        None: nobody's so far.
         """
         slots = window.chunk.shape
         shapes = of[0].shapes
         key = (
             hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool, each,
-            steady,
+            zones, estimate is None,
         )  # fmt: skip
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple((tuple(one.probes), tuple(one.rough)) for one in of),
             np.array([one.resident.prefix.num_tokens for one in of], np.int32),
             np.array([one.resident.num_chunks for one in of], np.int32),
-            limits, near, window, np.int32(step), before,
+            limits, near, window, np.int32(step), before, estimate,
             score=score, keep=keep, n=n,
             chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, pool=pool,
-            each=each, steady=steady,
+            each=each, zones=zones,
         )  # fmt: skip
         return found
 
 
+Rows = TypeVar("Rows", Scored, Estimate)
 _Probes = tuple[tuple[Probe, ...], tuple[Probe, ...]]
 """What a prefix is scored by, and what its coarse pass scores."""
 
@@ -139,9 +147,10 @@ def _choose_of(
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
-        limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
+        limits: Array, near: Array, window: WindowArrays, step: Array, before: Array,
+        estimate: Estimate | None, *,
         score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None, pool: Pool,
-        each: bool, steady: bool,
+        each: bool, zones: Zones,
     ) -> Chosen:  # fmt: skip
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
         size = len(rows) // len(probes)  # of each prefix
@@ -158,17 +167,17 @@ def _choose_of(
 
         own, left = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
         scores = own + before
-        count = rows_of(num_chunks, scores)[:, None]  # [R, 1]
+        count = rows_of(num_chunks, scores)  # [R]
+        of_batch = jnp.where(limits > 0, rows, hidden.shape[0])
         heads = len(scores) // len(rows)
         batch = hidden.shape[0] * heads
         rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
         limits, near = rows_of(limits, scores), rows_of(near, scores)
         chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
-        allowed = jnp.where(chunks < count, scores, -jnp.inf)
-        sure = None
-        if steady:
-            of_row = rows_of(num_tokens, scores)
-            sure = steady_chunks(scores, of_row, chunk_tokens)
+        allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
+        of_layer = [mine[0][0] for mine in probes]
+        of_row = rows_of(num_tokens, scores)
+        sure = sure_chunks(zones, scores, of_layer, of_row, count, chunk_tokens)
         selection = choose(allowed, n, limits, among=left, pool=pool, sure=sure)
         selection = selection._replace(scores=scores)
         mine = WindowArrays(*(part[rows] for part in window))
@@ -180,13 +189,20 @@ def _choose_of(
         ranked = pooled(allowed, pool)
         ranked = ranked if left is None else jnp.where(left, ranked, -jnp.inf)
         ranked = before_others(ranked, sure)
-        return Chosen(selection, _near_misses(ranked, n, limits, near), moves, own, window)
+        missed = _near_misses(ranked, n, limits, near)
+        if zones.estimate:
+            most, counts = zones.estimated_of(ranked.shape[1]), zones.estimated_of(count)
+            seen = next_best(ranked, selection.ids, most, counts)
+            found = _each_prefix(estimators(queries[0], of_layer, seen, target), target)
+            estimate = estimate or no_estimate(len(hidden), *queries[0].shape[2:])
+            estimate = estimate.put(of_batch, found)
+        return Chosen(selection, missed, moves, own, window, estimate)
 
     return choose_anew
 
 
-def _each_prefix(scorers: Sequence[Callable[[], Scored]], target: Target) -> Scored:
-    """What each prefix's rows say of its chunks, one prefix's after the other's."""
+def _each_prefix(scorers: Sequence[Callable[[], Rows]], target: Target) -> Rows:
+    """What each prefix's rows make of its chunks, one prefix's after the other's."""
     if len(scorers) == 1:
         return scorers[0]()
     if target.in_host_memory:

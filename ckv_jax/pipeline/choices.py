@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.asking import Asking, Call, in_calls
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.pipeline.estimates import Estimate
 from ckv_jax.pipeline.guesses import Guesses
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefix_rows import PrefixRows, by_prefix
@@ -33,6 +35,7 @@ from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.selection.zones import Zones
 from ckv_jax.token_trace import TokenTrace
 from ckv_jax.trace import Trace
 
@@ -62,7 +65,7 @@ class Choices:
         self._keeps = system.window > 0
         self._groups = [plan.group_rows(period) for period in range(plan.periods)]
         self._each = system.heads_apart
-        self._steady = system.grouping == "alike"
+        self._zones = system.zones
         self._sequential = system.sequential
         self._near = system.overfetch
         self._ahead = Guesses(system.decode.ahead, system.overfetch, plan)
@@ -76,6 +79,7 @@ class Choices:
         """The prefix of each row, by its place among the batch's."""
         self._on_device: dict[int, WindowArrays] = {}
         """Period -> windows of all rows [B, W], or of all heads of each [B*K, W]."""
+        self._estimates: dict[int, Estimate | None] = {}
         self._n = 0
         self._packs: Packs | None = None
         self._guesses: list[Call] | None = None
@@ -98,6 +102,7 @@ class Choices:
         """A token begins, perhaps once more after a failure."""
         self._step += 1
         self._trace = Trace()
+        self._estimates.clear()
         if self._packs is not None:
             self._packs.tell(self._trace)
         for chooser in self._rows.values() if not self._keeps else ():
@@ -155,6 +160,10 @@ class Choices:
             self._fail()
             raise
 
+    def estimate(self, period: int) -> Estimate | None:
+        """What the token under way estimated of its rows' attention in a period's layer."""
+        return self._estimates.get(period)
+
     def finish(self) -> None:
         """All calls of the token are dispatched: the caches shrink to their size."""
         counted, unused = self._trace.counters, self._trace.bytes["unused"]
@@ -191,12 +200,16 @@ class Choices:
             asking = self._turned(asking, period, lengths, queries)
         for one in asking:
             self._scored_by(one, period, layers)
-        window, calls = self._on_device[period], []
+        window, estimate, calls = self._on_device[period], None, []
+        zones = replace(self._zones, estimate=0.0) if guess else self._zones
         for some in in_calls(asking):
-            calls.append(
-                Call(self._ask(some, period, layers, hidden, starts, lengths, window), some)
+            chosen = self._ask(
+                some, period, layers, hidden, starts, lengths, window, zones, estimate
             )
-            window = calls[-1].chosen.window
+            window, estimate = chosen.window, chosen.estimate
+            calls.append(Call(chosen, some))
+        if not guess:
+            self._estimates[period] = estimate
         return calls
 
     def _scored_by(self, one: Asking, period: int, layers: Sequence[int]) -> None:
@@ -253,7 +266,8 @@ class Choices:
 
     def _ask(
         self, call: Sequence[Asking], period: int, layers: Sequence[int], hidden: Array,
-        starts: np.ndarray, lengths: np.ndarray, window: WindowArrays,
+        starts: np.ndarray, lengths: np.ndarray, window: WindowArrays, zones: Zones,
+        estimate: Estimate | None,
     ) -> Chosen:  # fmt: skip
         """Asks in one call; there are as many prefixes in it as a bucket has."""
         more = batch_bucket(len(call)) - len(call)
@@ -270,7 +284,7 @@ class Choices:
             layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
             limits, np.where(limits > 0, near, 0), window, self._step, every(before, before[0]),
             score=self._score, keep=self._keep, n=self._n, stages=first.stages,
-            pool=self._select.pool, each=self._each, steady=self._steady,
+            pool=self._select.pool, each=self._each, zones=zones, estimate=estimate,
         )  # fmt: skip
 
     def _demand(self, call: Call, period: int) -> None:

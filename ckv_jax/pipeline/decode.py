@@ -206,12 +206,13 @@ class Decoder:
     def _run(
         self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, choices: Choices | None
     ) -> Array:
+        estimate = choices.estimate(step.period) if choices is not None else None
         if self._streaming is not None:
             row = self.rows[0]
             assert row is not None and row.window is not None
             hidden, self._buffers[step.index] = self._streaming.run(
                 step, row.window, hidden, start, at, self._buffers[step.index],
-                chooses=choices is not None,
+                chooses=choices is not None, estimate=estimate,
             )  # fmt: skip
             return hidden
         if step.index not in self._tables:
@@ -219,7 +220,7 @@ class Decoder:
         slots, lengths = self._tables[step.index]
         hidden, self._buffers[step.index] = self._layers.extend(
             step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,
-            slots, lengths, context=self.capacity,
+            slots, lengths, estimate, context=self.capacity,
         )  # fmt: skip
         return hidden
 

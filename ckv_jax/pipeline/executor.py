@@ -206,7 +206,7 @@ class Executor:
             "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
             "pool": self._system.choose.pool,
             "each": self._system.heads_apart,
-            "steady": self._system.grouping == "alike",
+            "zones": self._system.zones,
         }
 
     def _tokens(self, suffix: int) -> int:

@@ -17,10 +17,13 @@ from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.probe_source import ProbeView, RecomputedKeys, probe_source
-from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.probe_source import ProbeView, RecomputedKv, probe_source
+from ckv_jax.reads.residents import Resident, Residents, device_digest
 from ckv_jax.reads.source import Source
+from ckv_jax.storage.digest import landmarks
+from ckv_jax.storage.digest.data import DigestData, as_float32
 from ckv_jax.storage.errors import CkvError
+from ckv_jax.storage.layout_versions import MEANS_AND
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
@@ -46,7 +49,7 @@ class Probes:
         open_packs: OpenPacks,
         keys: ProbeKeys,
         pool: Callable[[], Array],
-        recovered: RecomputedKeys,
+        recovered: RecomputedKv,
         trace: Trace,
         shardings: Shardings,
     ) -> None:
@@ -172,11 +175,9 @@ class Probes:
         if data is None:
             self._trace.count("recomputed_probes", self._plan.periods)
             layout = self._resident.prefix.layout
-            keys: dict[int, TokenProbe | Landmarks] = {
-                layer: self._recomputed(layer, layout.digest_part(row))
-                for row, layer in enumerate(layout.digest_layers)
-            }
-            return self._residents.digest_of(keys, layout)
+            probes = self._made_anew() if layout.digest in MEANS_AND else self._recomputed()
+            rows = dict(zip(layout.digest_layers, probes, strict=True))
+            return self._residents.digest_of(rows, layout)
         self._residents.keep_digest(self._resident, data)
         size = sum(array.nbytes for array in data.arrays.values())
         self._trace.count_bytes("ssd", size, prefix=self._resident.prefix.id)
@@ -184,7 +185,29 @@ class Probes:
         assert self._resident.digest is not None
         return self._resident.digest
 
-    def _recomputed(self, layer: int, heads: slice) -> Keys:
-        tokens = self._resident.probe_chunks * self._resident.prefix.layout.chunk_tokens
-        padded = pad_rows(np.ascontiguousarray(self._recovered.keys(layer)[:, heads]), tokens)
-        return Keys(self._shardings.put(padded, PROBE))
+    def _recomputed(self) -> list[TokenProbe | Landmarks]:
+        """The keys themselves, which choose at least as well as a digest of them."""
+        layout = self._resident.prefix.layout
+        tokens = self._resident.probe_chunks * layout.chunk_tokens
+        found: list[TokenProbe | Landmarks] = []
+        for row, layer in enumerate(layout.digest_layers):
+            keys = self._recovered.keys(layer)[:, layout.digest_part(row)]
+            padded = pad_rows(np.ascontiguousarray(keys), tokens)
+            found.append(Keys(self._shardings.put(padded, PROBE)))
+        return found
+
+    def _made_anew(self) -> list[TokenProbe | Landmarks]:
+        """A digest that does more than choose, made again of all keys and values."""
+        prefix, layout = self._resident.prefix, self._resident.prefix.layout
+
+        kinds = [self._recovered.keys]
+        if layout.digest == "means+values":
+            kinds.append(self._recovered.values)
+        codes = []
+        for row, layer in enumerate(layout.digest_layers):
+            kept = [np.ascontiguousarray(kind(layer)[:, layout.digest_part(row)]) for kind in kinds]
+            exact = [as_float32(rows.view(layout.disk_dtype), layout) for rows in kept]
+            codes.append(landmarks.encode(exact[0], layout, *exact[1:]))
+        arrays = landmarks.decode(np.stack(codes), layout, prefix.num_tokens)
+        chunks, size = self._resident.probe_chunks, layout.chunk_tokens
+        return device_digest(DigestData(layout.digest, arrays), chunks, size, self._shardings)

@@ -110,19 +110,27 @@ class Recovered:
         return out
 
     def keys(self, layer: int) -> np.ndarray:
-        """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` unless they have been computed."""
+        """Keys [T, K, D] of one layer, as stored. Raises `RecoveryNeeded` unless they have been
+        computed."""
+        return self._stored(layer, 0)
+
+    def values(self, layer: int) -> np.ndarray:
+        """`keys`, of its values."""
+        return self._stored(layer, 1)
+
+    def _stored(self, layer: int, kind: int) -> np.ndarray:
         self._require(self.prefix.num_tokens)
         assert self._kv is not None
-        keys: np.ndarray = self._kv[layer, 0]
+        rows: np.ndarray = self._kv[layer, kind]
         layout = self.prefix.layout
         if self._order is None:
-            return keys
+            return rows
         if not layout.alike:
-            by_layer: np.ndarray = keys[self._order[layer]]
+            by_layer: np.ndarray = rows[self._order[layer]]
             return by_layer
         first = layer * layout.parts
         of_heads = self._order[first : first + layout.parts].T  # [T, K]
-        stored: np.ndarray = np.take_along_axis(keys, of_heads[:, :, None], axis=0)
+        stored: np.ndarray = np.take_along_axis(rows, of_heads[:, :, None], axis=0)
         return stored
 
     @cached_property

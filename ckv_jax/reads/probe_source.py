@@ -16,11 +16,15 @@ from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment.reader import PrefixReader
 
 
-class RecomputedKeys(Protocol):
-    """Keys that the store could not give, computed again."""
+class RecomputedKv(Protocol):
+    """Keys and values that the store could not give, computed again."""
 
     def keys(self, layer: int) -> np.ndarray:
         """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` while they are to be computed."""
+        ...
+
+    def values(self, layer: int) -> np.ndarray:
+        """`keys`, of its values."""
         ...
 
 
@@ -63,7 +67,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Recomputed:
-    recovered: RecomputedKeys
+    recovered: RecomputedKv
     held: ProbePages
 
     def packs(self, group: int, chunks: np.ndarray) -> np.ndarray:
@@ -78,6 +82,6 @@ class _Recomputed:
         return out
 
 
-def probe_source(view: ProbeView, reader: PrefixReader, recovered: RecomputedKeys) -> Source:
+def probe_source(view: ProbeView, reader: PrefixReader, recovered: RecomputedKv) -> Source:
     """Where the pages of a prefix's probe come from."""
     return Source(view, _Reader(reader, view.held), _Recomputed(recovered, view.held), kind="probe")

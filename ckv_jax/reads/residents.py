@@ -395,8 +395,16 @@ def device_digest(
         case "pq":
             books = [shardings.put(book, CODEBOOKS) for book in arrays["codebooks"]]
             return [PqKeys(codes(row), books[row]) for row in rows]
-        case "means":
-            return [MeanKeys(codes(row, "mean"), codes(row, "log_size")) for row in rows]
+        case "means" | "means+values" | "means+cosines":
+            return [
+                MeanKeys(
+                    codes(row, "mean"),
+                    codes(row, "log_size"),
+                    value=codes(row, "value") if "value" in arrays else None,
+                    oddity=codes(row, "oddity") if "oddity" in arrays else None,
+                )
+                for row in rows
+            ]
         case "bounds":
             return [BoundKeys(codes(row, "low"), codes(row, "high")) for row in rows]
     raise ValueError(f"got a digest of unknown kind {data.kind!r}")

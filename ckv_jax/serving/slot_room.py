@@ -92,7 +92,7 @@ class SlotRoom:
             if sparse(sequence, self._system):
                 prefix = sequence.prefix
                 count = Budget.of(sequence.budget).chunks(prefix.num_chunks)
-                count += prefix.layout.steady_chunks(prefix.num_tokens)
+                count += self._system.zones.always(prefix.layout, prefix.num_tokens)
                 most.setdefault(sequence.prefix.id, [sequence.prefix.num_chunks]).append(count)
         grown = sum(sequence.grown for sequence in sequences)
         return grown + sum(min(total, sum(counts)) for total, *counts in most.values())

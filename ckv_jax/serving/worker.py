@@ -197,10 +197,11 @@ class Worker:
                     prefixes.append((lease.resident, probes))
                 units = [self._units(leases[i]) for i in which]
                 asked = [Budget.of(sequence.budget) for sequence in batch]
+                always = self.system.zones.always
                 rows = Batch.of(
                     [sequence.suffix for sequence in batch],
                     [
-                        min(n, budget.chunks(n) + self._layout.steady_chunks(row.prefix.num_tokens))
+                        min(n, budget.chunks(n) + always(self._layout, row.prefix.num_tokens))
                         for budget, n, row in zip(asked, units, batch, strict=True)
                     ],
                     prefixes,

@@ -4,7 +4,7 @@ int8 and int4 keep, per token and KV head, a scale and the rounded difference to
 key: keys ~ mean + scale * codes. The mean is not needed for scoring: softmax does not see a shift
 that is the same for all keys. "pq" keeps one byte for eight values (`pq.py`). Mean and codebooks
 come from a prefix's first segment and are inherited by all that continue it, so that one softmax
-may span them. "means" and "bounds" keep a landmark for each chunk (`landmarks.py`).
+may span them. Those of `LANDMARKS` keep a landmark for each chunk (`landmarks.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class DigestData:
     of which they have K heads: all, or one (`Layout.digest_heads`).
 
     Attributes:
-      kind: "int8", "int4", "pq", "means" or "bounds".
+      kind: "int8", "int4", "pq", or one of `LANDMARKS`.
       arrays: int8: codes int8 [R, T, K, D], scale float32 [R, T, K]. int4: codes uint8
         [R, T, K, D/2] (low nibble dim d, high nibble dim d + D/2, stored + 8), scale. pq: codes
-        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8]. means, bounds: those of
+        uint8 [R, T, K, D/8], codebooks float32 [R, K, D/8, 256, 8]. Landmarks: those of
         `landmarks.decode`.
       mixed: whether segments that were made around other parameters were brought to the first's.
     """

@@ -13,13 +13,14 @@ import pytest
 from bench.fault_kinds.tally import LAYOUT, read_prefix
 from bench.truth import ingest, kv_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
+from ckv_jax.storage.layout_versions import LANDMARKS
 
 TOKENS = some_tokens(160)
 LAYOUTS = {
     kind: dataclasses.replace(LAYOUT, digest=kind, digest_layers=(0, 2))
-    for kind in ("int8", "int4", "pq", "means", "bounds")
+    for kind in ("int8", "int4", "pq", *LANDMARKS)
 }
-EMPTY = {"pq": ("scale",), "means": ("params", "scale"), "bounds": ("params", "scale")}
+EMPTY = {"pq": ("scale",), **dict.fromkeys(LANDMARKS, ("params", "scale"))}
 PARTS = ("params", "scale", "codes")
 
 

@@ -14,6 +14,7 @@ from segment_support import find
 from bench.truth import FINGERPRINT, SMALL, ingest, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store
 from ckv_jax.storage.digest.data import DigestData
+from ckv_jax.storage.layout_versions import LANDMARKS
 
 ENDS = (16 * 5, 16 * 9, 16 * 12 + 7)
 
@@ -72,6 +73,59 @@ def test_means_are_those_of_the_keys(store: ChunkStore, dtype: str) -> None:
     assert part_["log_size"].shape == (2, 6, 2)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_means_of_values_stand_beside_those_of_keys(store: ChunkStore, dtype: str) -> None:
+    layout = layout_of("means+values", dtype=dtype)
+    kv = keys_of(layout, ENDS[-1])
+    prefix = write(store, layout, kv)
+    found = read(store, prefix).arrays
+    plain = read(store, write(store, layout_of("means", dtype=dtype), kv)).arrays
+    np.testing.assert_array_equal(found["mean"], plain["mean"])
+    np.testing.assert_array_equal(found["log_size"], plain["log_size"])
+    values = kv[[0, 3], 1].astype(np.float64)
+    wanted = np.stack([values[:, 16 * i : 16 * i + 16].mean(1) for i in range(13)], axis=1)
+    step = float(ml_dtypes.finfo(layout.numpy_dtype).eps)
+    np.testing.assert_allclose(found["value"].astype(np.float64), wanted, rtol=step, atol=1e-6)
+    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
+    np.testing.assert_array_equal(read(store, cut).arrays["value"], found["value"][:, :6])
+
+
+def test_the_oddest_chunk_has_the_key_that_is_least_like_its_mean(store: ChunkStore) -> None:
+    layout = layout_of("means+cosines")
+    kv = keys_of(layout, ENDS[-1])
+    kv[0, 0, 16 * 4 : 16 * 5] = 1.0
+    kv[0, 0, 16 * 4 + 3] = -0.5  # one of chunk 4 points the other way
+    kv[3, 0, 16 * 7 : 16 * 8] = 0.0  # nothing is said of these
+    prefix = write(store, layout, kv)
+    oddity = read(store, prefix).arrays["oddity"]
+    assert oddity.dtype == np.int32 and oddity.shape == (2, 13, 2)
+    assert (oddity[0, 4] == 0).all()
+    for row, layer in enumerate((0, 3)):
+        for head in range(2):
+            least = []
+            for chunk in range(13):
+                keys = kv[layer, 0, 16 * chunk : 16 * chunk + 16, head].astype(np.float64)
+                lengths = np.linalg.norm(keys, axis=1) * np.linalg.norm(keys.mean(0))
+                product = keys @ keys.mean(0)
+                least.append(
+                    min(p / n if n else 0.0 for p, n in zip(product, lengths, strict=True))
+                )
+            order = np.argsort(oddity[row, :, head])
+            np.testing.assert_array_equal(order, np.argsort(np.array(least), kind="stable"))
+    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
+    some = read(store, cut).arrays["oddity"]  # places among fewer
+    np.testing.assert_array_equal(np.sort(some, axis=1)[0, :, 0], np.arange(6))
+    np.testing.assert_array_equal(np.argsort(some, axis=1), np.argsort(oddity[:, :6], axis=1))
+
+
+def test_values_that_lie_apart_from_keys_have_no_means() -> None:
+    with pytest.raises(ValueError, match="'means\\+values', expected K and V together"):
+        Layout(
+            num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=1, kv_together=False,
+            digest="means+values",
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_bounds_are_exact(store: ChunkStore, dtype: str) -> None:
     layout = layout_of("bounds", dtype=dtype)
@@ -84,7 +138,7 @@ def test_bounds_are_exact(store: ChunkStore, dtype: str) -> None:
         np.testing.assert_array_equal(high[:, chunk].astype(np.float32), part.max(1))
 
 
-@pytest.mark.parametrize("kind", ["means", "bounds"])
+@pytest.mark.parametrize("kind", LANDMARKS)
 def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> None:
     layout = layout_of(kind, dtype="float16")
     kv = keys_of(layout, ENDS[-1])
@@ -96,14 +150,14 @@ def test_numbers_that_are_none_do_not_spread(store: ChunkStore, kind: str) -> No
     assert clean.keys() == found.keys()
 
 
-@pytest.mark.parametrize("kind", ["means", "bounds"])
+@pytest.mark.parametrize("kind", LANDMARKS)
 def test_no_single_key_is_known(store: ChunkStore, kind: str) -> None:
     digest = read(store, ingest(store, some_tokens(40), layout=layout_of(kind)))
     with pytest.raises(ValueError, match="knows no single key"):
         digest.keys()
 
 
-@pytest.mark.parametrize("kind", ["means", "bounds"])
+@pytest.mark.parametrize("kind", LANDMARKS)
 def test_blocks_do_not_matter(tmp_path: Path, kind: str) -> None:
     layout = layout_of(kind)
     kv = keys_of(layout, ENDS[-1])
@@ -115,20 +169,24 @@ def test_blocks_do_not_matter(tmp_path: Path, kind: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(("kind", "share"), [("means", 1), ("bounds", 2)])
-def test_they_take_a_share_of_the_keys(kind: str, share: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "each"),
+    [("means", 16), ("bounds", 32), ("means+values", 32), ("means+cosines", 16 + 4)],
+)
+def test_they_take_so_many_bytes_of_each_chunk_and_head(kind: str, each: int) -> None:
     layout = layout_of(kind)
     assert layout.digest_params == 0
     params, scale, codes = layout.digest_record(16 * 10)
-    assert (params, scale, codes) == (0, 0, 10 * share * 2 * 8 * 2)
-    assert layout.digest_record(16 * 10 + 1)[2] == 11 * share * 2 * 8 * 2
+    assert (params, scale, codes) == (0, 0, 10 * 2 * each)
+    assert layout.digest_record(16 * 10 + 1)[2] == 11 * 2 * each
 
 
-@pytest.mark.parametrize("kind", ["means", "bounds"])
+@pytest.mark.parametrize("kind", LANDMARKS)
 def test_they_are_of_a_version_of_their_own(folder: Path, kind: str) -> None:
     """Code that knows no landmarks leaves their segments alone, as those of any other version."""
     layout = layout_of(kind)
-    assert layout.to_dict()["version"] == 4 and layout_of("int8").to_dict()["version"] == 2
+    assert layout.to_dict()["version"] == (11 if "+" in kind else 4)
+    assert layout_of("int8").to_dict()["version"] == 2
     assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(40), layout=layout)

@@ -20,6 +20,7 @@ from ckv_jax.storage import (
     StoreUnavailable,
     verify_store,
 )
+from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment.segment import Segment
 
@@ -40,7 +41,7 @@ def digest(store: ChunkStore, prefix: Prefix) -> bytes | None:
 @pytest.mark.parametrize(
     ("kind", "part"),
     [(kind, part) for kind in ("int8", "int4", "pq") for part in ("params", "codes", "file")]
-    + [(kind, part) for kind in ("means", "bounds") for part in ("codes", "file")],
+    + [(kind, part) for kind in LANDMARKS for part in ("codes", "file")],
 )
 def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
     layout = layout_of(kind)

@@ -1,0 +1,269 @@
+"""Attention that is estimated, and outliers that are always attended to, beside a choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compilations import compilations
+from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
+from engine_support import TIGHT, scale_error, small_engine, tokens
+from engine_tiny import TINY
+from heads_oracle import HEADS, Oracle
+from pipeline_support import UnsteadyStore
+from segment_support import hurt, segment_folder
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.config import SystemConfig
+from ckv_jax.selection.select import Select
+from ckv_jax.selection.zones import Zones
+from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
+
+LENGTH = 12
+ESTIMATING = dataclasses.replace(SYSTEMS["retroinfer"], digest="means+values", estimate=0.3)
+ODD = dataclasses.replace(SYSTEMS["shadowkv"], outliers=0.125)
+KINDS = {"estimate": ESTIMATING, "outliers": ODD}
+BUDGET = 0.2
+
+
+def values(system: SystemConfig, **more: object) -> dict[str, object]:
+    return {f.name: getattr(system, f.name) for f in dataclasses.fields(system)} | more
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(
+    sharp: Sharp, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Engine]:
+    system = values(KINDS[request.param])
+    with sharp.fresh(tmp_path_factory.mktemp("store"), system=system) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefixes(engine: Engine) -> list[Prefix]:
+    return [engine.ingest(tokens(250 - 20 * i, i)) for i in range(2)]
+
+
+def asked(prefixes: list[Prefix], budget: float = BUDGET) -> list[Request]:
+    """Three rows, two of them on one prefix."""
+    return [
+        Request(prefix=one, suffix=tokens(7, 40 + i).tolist(), budget=budget)
+        for i, one in enumerate((prefixes[0], prefixes[0], prefixes[-1]))
+    ]
+
+
+def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
+    """Keys and values of all that each text computed, which every attention has been through."""
+    texts = engine.generate(requests, SamplingParams(max_tokens=LENGTH), keep_kv=True).results()
+    for text in texts:
+        text.raise_for_error()
+    return [np.asarray(text.completion().kv) for text in texts]
+
+
+def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
+    system = {name: config.pop(name) for name in ("window", "keep", "sequential", "overfetch",
+              "decode") if name in config}  # fmt: skip
+    assert isinstance(engine.config.system, SystemConfig)
+    changed = dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
+    room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
+    settings = dataclasses.replace(
+        engine.config, system=changed, **({"prefetch_device_bytes": room} | config)  # type: ignore[arg-type]
+    )  # fmt: skip
+    return engine.variant(settings, store=UnsteadyStore(engine.store, failing))
+
+
+@pytest.mark.parametrize("length", [250, 256], ids=["part of a chunk", "whole chunks"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, kind: str, length: int) -> None:
+    with sharp.fresh(tmp_path, system=values(KINDS[kind])) as engine:
+        prefix = engine.ingest(tokens(length, 5))
+        request = Request(prefix=prefix, suffix=tokens(7, 41).tolist(), budget=BUDGET)
+        [text] = engine.generate(request, SamplingParams(max_tokens=LENGTH), keep_kv=True).results()
+        chosen = engine.last_selection(prefix)
+        counts = {"outliers": 4} if kind == "outliers" else {"estimated": 5}  # of 32, of 16
+        oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET, **counts)
+    oracle.step(tokens(7, 41))
+    for token in text.token_ids:
+        oracle.step(np.array([token]))
+    found = np.asarray(text.completion().kv)
+    for layer, (keys, rows) in enumerate(oracle.own):
+        assert scale_error(found[layer, 0, : len(keys)], keys) < TIGHT
+        assert scale_error(found[layer, 1, : len(keys)], rows) < TIGHT
+    assert len(chosen) == len(oracle.ids) == MODEL.num_layers * HEADS
+    for mine, theirs in zip(chosen, oracle.ids, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("config", "failing"),
+    [
+        ({"window": 4.0, "keep": "lookahead", "sequential": False, "overfetch": 2.0}, 0.0),
+        ({"window": 0, "device_cache_bytes": 0}, 0.1),
+        ({"keep": "lfu", "device_cache_bytes": 0, "host_cache_bytes": 0}, 0.2),
+    ],
+)
+def test_logits_are_the_same_bits_whatever_is_kept_where(
+    engine: Engine, prefixes: list[Prefix], config: dict[str, object], failing: float
+) -> None:
+    plain = told(engine, asked(prefixes))
+    with variant(engine, failing, **config) as other:
+        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+            assert (mine == theirs).all()
+
+
+def test_a_guess_at_the_next_layer_decides_nothing(engine: Engine, prefixes: list[Prefix]) -> None:
+    plain = told(engine, asked(prefixes))
+    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+    with variant(engine, decode=Select(ahead="both"), overfetch=2.0, **cold) as other:
+        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
+            assert (mine == theirs).all()
+
+
+def test_it_streams_through_a_pool_that_holds_no_choice(
+    engine: Engine, prefixes: list[Prefix]
+) -> None:
+    [expected] = told(engine, asked(prefixes)[:1])
+    few = 2 * engine.layout.pack_bytes * 6
+    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
+    with variant(engine, **cold, prefetch_device_bytes=few) as small:
+        [found] = told(small, asked(prefixes)[:1])
+    assert scale_error(found, expected) < TIGHT
+
+
+def test_a_budget_of_one_has_nothing_beside_it(engine: Engine, prefixes: list[Prefix]) -> None:
+    """Nothing is left to estimate, also beside a text that estimates."""
+    [alone] = told(engine, asked(prefixes, 1.0)[:1])
+    assert isinstance(engine.config.system, SystemConfig)
+    request = asked(prefixes, 1.0)[0]
+    [result] = engine.reprefill([request])
+    dense = engine.recompute(request)
+    assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
+    both = told(engine, [request, asked(prefixes)[1]])
+    assert scale_error(both[0], alone) < TIGHT
+
+
+def test_texts_together_say_what_each_says_alone(engine: Engine, prefixes: list[Prefix]) -> None:
+    requests = asked(prefixes)
+    for request, together in zip(requests, told(engine, requests), strict=True):
+        [alone] = told(engine, [request])
+        assert scale_error(together, alone) < TIGHT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path, kind: str) -> None:
+    with sharp.fresh(tmp_path, system=values(KINDS[kind]), **COLD) as engine:
+        prefix = engine.ingest(tokens(250, 5))
+        [expected] = told(engine, asked([prefix])[:1])
+        with engine.variant(engine.config) as other:
+            (path,) = segment_folder(tmp_path, prefix).glob("digest/c.*")
+            hurt(path, 9)
+            texts = other.generate(
+                asked([prefix])[:1], SamplingParams(max_tokens=LENGTH), keep_kv=True
+            ).results()
+        assert texts[0].trace.counters["recomputed_probes"] == MODEL.num_layers
+        assert scale_error(np.asarray(texts[0].completion().kv), expected) < TIGHT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_of_a_long_text_have_their_own(sharp: Sharp, tmp_path: Path, kind: str) -> None:
+    with sharp.fresh(tmp_path, system=values(KINDS[kind]), segment_tokens=32) as engine:
+        prefix = engine.ingest(tokens(150))
+        [text] = engine.generate(asked([prefix])[:1], SamplingParams(max_tokens=150)).results()
+        text.raise_for_error()
+        assert text.trace.segments == 2
+
+
+def test_a_text_of_fewer_chunks_than_outliers_is_attended_to_whole(
+    sharp: Sharp, tmp_path: Path
+) -> None:
+    system = values(ODD, outliers=1.0)
+    with sharp.fresh(tmp_path, system=system) as engine:
+        prefix = engine.ingest(tokens(41))
+        [request] = asked([prefix], 0.01)[:1]
+        [result] = engine.reprefill([request])
+        assert all(len(ids) == prefix.num_chunks for ids in engine.last_selection(prefix))
+        dense = engine.recompute(request)
+        assert scale_error(np.asarray(result.logits), np.asarray(dense.logits)) < TIGHT
+        told(engine, [request])
+
+
+def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
+    model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
+    with small_engine(tmp_path, system=ESTIMATING, model=model, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(250))
+        engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
+        warm = compilations()
+        told(engine, asked([prefix, prefix])[:2])
+        assert compilations() == warm
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_estimate_by_single_tokens_is_dense_attention(tmp_path: Path, heads: int) -> None:
+    """What the first layer made shows in the second one's keys and values, the question's apart,
+    which estimates nothing."""
+    model = dataclasses.replace(TINY, num_heads=2 * heads, num_kv_heads=heads)
+    system = dataclasses.replace(ESTIMATING, grouping="position", chunk_tokens=1, estimate=1.0)
+    asking = SamplingParams(max_tokens=9, forced_ids=tuple(tokens(8, 3).tolist()))
+
+    def made(engine: Engine, budget: float) -> np.ndarray:
+        request = asked([prefix], budget)[0]
+        [text] = engine.generate(request, asking, keep_kv=True).results()
+        return np.asarray(text.completion().kv)[1, :, 7:]
+
+    with small_engine(tmp_path, system=system, model=model) as engine:
+        prefix = engine.ingest(tokens(90))
+        dense, estimated = made(engine, 1.0), made(engine, 0.05)
+        plain = dataclasses.replace(system, estimate=0.0)
+        with engine.variant(dataclasses.replace(engine.config, system=plain)) as other:
+            nothing = made(other, 0.05)
+    assert scale_error(estimated, dense) < TIGHT < 1e-2 < scale_error(nothing, dense)
+
+
+def test_counts_are_whole_and_of_what_there_is() -> None:
+    layout = Layout(num_layers=2, num_kv_heads=2, head_dim=8, chunk_tokens=8)
+    zones = SYSTEMS["shadowkv"].zones
+    assert [zones.always(layout, 8 * n) for n in (16_384, 4096, 512, 1)] == [48, 12, 2, 1]
+    assert Zones().always(layout, 4096) == 0 == Zones().outliers_of(512)
+    assert Zones(estimate=0.232).estimated_of(1000) == 232
+    assert Zones(estimate=1.0).estimated_of(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"estimate": -0.1}, r"estimate=-0.1, expected a share of the chunks in \[0, 1\]"),
+        ({"estimate": 1.5}, r"estimate=1.5, expected a share"),
+        ({"outliers": 1.01}, r"outliers=1.01, expected a share"),
+        ({"outliers": "48"}, r"outliers='48', expected a number"),
+        ({"estimate": 0.2, "digest": "means"}, r"expected digest='means\+values', with which"),
+        ({"outliers": 0.1}, r"expected digest='means\+cosines', with which texts have to be"),
+        ({"estimate": 0.2, "period": 2, "subperiod": 2}, "each head of every layer"),
+        ({"estimate": 0.2, "decode": None}, "every token chooses"),
+        ({"estimate": 0.2, "decode": Select(every=2)}, "every token chooses"),
+        ({"estimate": 0.2, "decode": Select(drift=0.9)}, "every token chooses"),
+        ({"estimate": 0.2, "decode": Select(guessed=True)}, "the layer's own queries"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
+    base = dataclasses.replace(SYSTEMS["retroinfer"], digest="means+values")
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(base, **wrong)  # type: ignore[arg-type]
+
+
+def test_what_was_stored_without_mean_values_says_what_is_missing(
+    sharp: Sharp, tmp_path: Path
+) -> None:
+    with sharp.fresh(tmp_path, system=values(SYSTEMS["retroinfer"])) as engine:
+        prefix = engine.ingest(tokens(250))
+        config = dataclasses.replace(engine.config, system=ESTIMATING)
+        with (
+            engine.variant(config) as other,
+            pytest.raises(ValueError, match=r"digest \(stored 'means', got 'means\+values'\)"),
+        ):
+            other.reprefill(asked([prefix])[:1])[0].raise_for_error()
