@@ -249,8 +249,7 @@ class SegmentWriter:
     def commit(self, grouping: Callable[[int, int], None] | None = None) -> Prefix:
         """Make everything durable, publish the segment, return the whole prefix with its parent.
 
-        `grouping`: told in the writer's thread how many runs of alike tokens are grouped, and of
-        how many.
+        `grouping`: told of runs of alike tokens, (grouped, in all), in the writer's thread.
         """
         self._check_open()
         if self._written != len(self._draft.tokens):
@@ -384,8 +383,6 @@ def draft_manifest(
     Raises ValueError where it would be too large to be read, and for an `order` that is none.
     """
     manifests.check_size(layout, len(tokens))
-    if order is not None:
-        order = manifests.check_order(order, len(tokens), layout)
     chunks = layout.num_chunks(len(tokens))
     return Manifest(
         layout=layout,
@@ -396,7 +393,7 @@ def draft_manifest(
         start=start,
         parent=parent,
         first_chunk=first_chunk,
-        order=order,
+        order=None if order is None else manifests.check_order(order, len(tokens), layout),
         pack_crc=np.zeros((layout.groups, chunks), np.uint32),
         probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
         digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),

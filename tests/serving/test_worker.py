@@ -14,8 +14,8 @@ from engine_tiny import tiny_engine
 from ckv_jax import Request, SamplingParams
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
-from ckv_jax.serving.running import Running
 from ckv_jax.serving.slot_room import SlotRoom
+from ckv_jax.serving.streams import TokenStream
 
 
 def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:
@@ -77,27 +77,47 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
             assert [text.finish_reason for text in stream.results()] == ["cancelled"] * 2
 
 
-def test_windows_share_what_those_that_only_hold_leave_over() -> None:
-    """Of four texts two choose, of which one has a window; one holds what it chose at first."""
+def begun(stream: TokenStream, count: int) -> None:
+    """Waits until so many texts have had a token."""
+    seen: set[int] = set()
+    while len(seen) < count:
+        seen.add(next(stream).index)
 
-    def going(held: bool | None, chooses: int = 0, holds: int = 0) -> Any:
-        chooser = SimpleNamespace(slots=chooses, resize=widths.append) if chooses else None
-        window = None if held is None else SimpleNamespace(held=held, slots_held=holds)
-        return SimpleNamespace(window=window, chooser=chooser)
 
-    class Holding(Running):
-        def __init__(self, most: float) -> None:
-            texts = [going(None), going(False, chooses=5), going(True, chooses=7)]
-            texts.append(going(True, holds=3))
-            self._batches: Any = [SimpleNamespace(going=dict(enumerate(texts)), stale=False)]
-            self._hold_slots, self._window = 24, most
+def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> None:
+    """Of four texts two choose; one holds all that it stands on, and one stands on nothing."""
+    with tiny_engine(tmp_path) as engine:
+        prefix, running = engine.ingest(tokens(320)), engine.worker._running
+        groups = prefix.layout.groups
+        requests = [
+            Request(prefix=prefix, suffix=[n], budget=budget)
+            for n, budget in enumerate((0.1, 0.2, 1.0))
+        ]
+        requests.append(Request(prefix=[], suffix=tokens(20).tolist()))
 
-    widths: list[float] = []
-    assert Holding(8.0)._needs() == (7, 3)
-    for most, expected in ((8.0, 3.0), (2.0, 2.0)):
-        Holding(most)._widen()
-        assert widths == [expected] * 2  # of both that choose
-        widths.clear()
+        def share() -> None:
+            going = running._all()
+            choosers = [text.chooser for text in going if text.chooser is not None]
+            assert len(going) == 4 and sorted(c.limit for c in choosers) == [2, 4]
+            least, fixed = running._needs()
+            assert (least, fixed) == ((2 + 4) * groups, prefix.num_chunks * groups)
+            for slots, most, times in (
+                (fixed + 3 * least, 8.0, 3),
+                (fixed + 3 * least, 2.0, 2),
+                (fixed, 8.0, 1),
+            ):
+                running._hold_slots, running._window = slots, most
+                running._widen()
+                for chooser in choosers:
+                    for choice in range(engine.worker.plan.choices):
+                        held, _, _ = chooser.window.state(choice)
+                        assert len(held) == times * chooser.limit
+
+        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
+            begun(stream, 4)
+            engine._scheduler.call(share)
+            stream.cancel()
+            stream.results()
 
 
 def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_step() -> None:
