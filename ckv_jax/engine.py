@@ -303,7 +303,6 @@ class Engine(OpenEngine):
 
     def last_selection(self, prefix: Prefix) -> list[np.ndarray]:
         """Chunk ids that the latest batch over `prefix` chose, period by period; else empty."""
-        chosen = self._scheduler.call(
-            lambda: dict(self._worker.residents.open(prefix).last_selection)
-        )
-        return [chosen[period] for period in sorted(chosen)]
+        latest = self._scheduler.call(lambda: dict(self._worker.residents.open(prefix).latest))
+        choices = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]
+        return [np.unique(ids[ids >= 0]).astype(np.int64) for ids in choices]
