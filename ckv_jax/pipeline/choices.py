@@ -347,7 +347,7 @@ class Choices:
             found = one.outcome
             for chooser, rows, length in one.choosing():
                 chooser.told.choices += 1
-                chooser.masses[period] = found.selection.mass[rows]
+                chooser.masses[period] = np.asarray(found.selection.mass[rows])
                 if chooser.remembers:
                     chooser.remember(period, length, found.own[rows].copy())
                 if chooser.recorded is not None:

@@ -87,5 +87,5 @@ class Guesses:
             absent = chunks[(device < 0) & (host < 0)]
             if only:
                 packs().only_ahead(which, group, absent)
-            for chunk in absent:  # each by itself: they will not be wanted together
-                packs().ahead(which, group, chunk[None])
+            if len(absent):
+                packs().ahead(which, group, absent, apart=True)

@@ -99,8 +99,9 @@ class Window:
         lengths: np.ndarray = self.resident.chunk_lengths[self.ids(choice)]
         return lengths
 
-    def lookup(self, group: int, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Device slot and host slot of a layer group's packs, int32 [n] each; -1: not there."""
+    def lookup(self, group: int | np.ndarray, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Device slot and host slot of packs of a layer group, or of one each, int32 [n] each; -1:
+        not there."""
         return self._memory.tiers.lookup(self.resident.pages(group, chunks))
 
     def attended(self, choices: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -50,7 +50,6 @@ class Packs:
         self._prefetcher = prefetcher
         self._trace = trace
         self._layout = sources[0].prefix.prefix.layout
-        self._job_packs = job_packs(self._layout)
         self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
         """Whether a read is of one layer group: others know how it is decoded, or what it is."""
         self._table = PackTable(sources)
@@ -99,19 +98,21 @@ class Packs:
         self._start(reads)
         return already + len(missing)
 
-    def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
+    def ahead(
+        self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False, apart: bool = False
+    ) -> None:
         """The same at low priority, where there is room; may turn out not to be used, unless it is
-        `sure` to be demanded."""
+        `sure` to be demanded. `apart`: each pack by itself, as they will not be wanted together."""
         codes = self._table.codes(which, group, chunks)
         device, host = self._tiers.lookup(self._table.pages(codes))
         known = (device >= 0) | (host >= 0) | self._table.known(codes)
         missing = codes[~known & (self._table.read[codes] == 0)]
         if not len(missing):
             return
-        spare = 2 * len(missing)  # for two demands of this size
+        spare = 2 * (1 if apart else len(missing))  # for two demands of this size
         self._make_room(len(missing) + spare, wait=False)
         reads = []
-        for part in self._parts(missing):
+        for part in missing[:, None] if apart else self._parts(missing):
             room = self._landing.take(len(part), demand=False, spare=spare)
             if room is None:
                 break
@@ -207,7 +208,7 @@ class Packs:
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
         """What one read each brings."""
-        return self._table.by_read(codes, single=self._single, most=self._job_packs)
+        return self._table.by_read(codes, single=self._single, most=job_packs(self._layout))
 
     def _locate(self, codes: np.ndarray) -> np.ndarray:
         """Fills in what is cached (pinned from now on); returns what has to be read."""
@@ -221,8 +222,8 @@ class Packs:
             on_device = int((device >= 0).sum())
             self._trace.count_bytes("device", on_device * self._layout.pack_bytes)
             self._table.put(unknown[cached], device[cached], host[cached])
-        missing = unknown[~cached]
-        return missing[self._table.read[missing] == 0]
+        absent: np.ndarray = unknown[~cached & (self._table.read[unknown] == 0)]
+        return absent
 
     def _room(self, codes: np.ndarray) -> Room | None:
         """Room for a read that is demanded; None if there is none."""

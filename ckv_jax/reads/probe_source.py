@@ -59,9 +59,14 @@ class _Reader:
     held: ProbePages
 
     def read_packs(
-        self, group: int, chunks: np.ndarray, out: np.ndarray, *, rows: np.ndarray | None = None
+        self,
+        group: int | np.ndarray,
+        chunks: np.ndarray,
+        out: np.ndarray,
+        *,
+        rows: np.ndarray | None = None,
     ) -> np.ndarray:
-        layer = self.held.prefix.layout.probe_layers[group]
+        layer = self.held.prefix.layout.probe_layers[int(group)]  # `Packs` reads one at a time
         return self.reader.read_probe_pages(layer, self.held, chunks, out, rows=rows)
 
 

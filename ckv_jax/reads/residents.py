@@ -73,15 +73,6 @@ class Resident:
         return probe_bucket(max(self.num_chunks, self.room), step=step)
 
     @property
-    def last_selection(self) -> dict[int, np.ndarray]:
-        """Choice (`Plan.choices`) -> chunk ids int64 [n] of the request before, each once."""
-        return {
-            period * ids.shape[1] + part: np.unique(mine[mine >= 0]).astype(np.int64)
-            for period, ids in list(self.latest.items())
-            for part, mine in enumerate(ids.swapaxes(0, 1))
-        }
-
-    @property
     def digest_bytes(self) -> int:
         """Device bytes of the resident digest."""
         digest = self.digest  # others ask while the engine's thread lets go of it
@@ -218,9 +209,9 @@ class Residents:
         """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
 
         Where the policy says so, I_j += A_j for those of all other chunks, too. `groups` int [G]:
-        the layer groups that choices are made for, or [J, G], of each of J choices, of which
-        selections have one row each, one after the other. `chosen`: each prefix once, with what its
-        rows chose; a pack that several share is used once.
+        the layer groups of a choice, or [J, G], of J choices, which stand one after the other in
+        selections. `chosen`: each prefix once, with what its rows chose; a pack that several share
+        is used once.
         """
         table = np.atleast_2d(np.asarray(groups))
         used, attention = [], []
@@ -240,7 +231,8 @@ class Residents:
             rest = np.ones((len(table), resident.num_chunks), bool)
             row, column = np.nonzero(ids >= 0)
             rest[row % len(table), ids[row, column]] = False
-            scores = np.where((ids >= 0).any(axis=1)[:, None], np.asarray(selection.scores), 0)
+            chose: np.ndarray = (ids >= 0).any(axis=1)
+            scores = np.where(chose[:, None], np.asarray(selection.scores), 0)
             got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
             choice, chunk = np.nonzero(rest)
             seen.append(resident.pages(table[choice].T, chunk))
@@ -370,9 +362,8 @@ def _summed(
     """Each page once, int64 [m], with the sum of what it was given, float64 [m], of `pages` [G, n]
     that were given `attention` [n] each."""
     given = [np.broadcast_to(got, of.shape) for of, got in zip(pages, attention, strict=True)]
-    every, all_given = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
-    each, where = np.unique(every, return_inverse=True)
-    return each, np.bincount(where, all_given, len(each))
+    each, where = np.unique(np.concatenate(pages, axis=None), return_inverse=True)
+    return each, np.bincount(where, np.concatenate(given, axis=None), len(each))
 
 
 def device_digest(
