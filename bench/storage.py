@@ -30,9 +30,8 @@ import numpy as np
 from bench.common import finish, result_file
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
-from ckv_jax.storage.segment.manifest import GROUP, Manifest
+from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
 from ckv_jax.storage.segment.packing import aligned
-from ckv_jax.storage.segment.writer import draft_manifest
 
 TOKENS = 5008
 SHARES = (0.05, 0.25, 1.0)

@@ -63,7 +63,8 @@ def alike(keys: np.ndarray, unit_tokens: int) -> np.ndarray:
 
 def bounded(keys: np.ndarray) -> np.ndarray:
     """Keys without what is so large that sums of squares would be infinite."""
-    return np.clip(keys, -_LARGEST, _LARGEST)
+    within: np.ndarray = np.clip(keys, -_LARGEST, _LARGEST)
+    return within
 
 
 def _halves(means: np.ndarray, leaf: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

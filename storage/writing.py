@@ -18,10 +18,10 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.place.files import Workspace
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Prefix, Span
-from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.open_segments import Opened, OpenSegments
 from ckv_jax.storage.segment.segment import Segment
-from ckv_jax.storage.segment.writer import SegmentWriter, draft_manifest
+from ckv_jax.storage.segment.writer import SegmentWriter
 
 
 def open_writer(

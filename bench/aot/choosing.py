@@ -16,7 +16,7 @@ from ckv_jax.cache.window import KEEP, Window
 from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, OfPrefix
 from ckv_jax.pipeline.executor import latest
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.systems import system_named

@@ -16,7 +16,7 @@ from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.probes import Probes
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.read_job import PackReader
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.source import Source
 from ckv_jax.trace import Trace
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
 from ckv_jax.pipeline.probes import Probes
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection, Share
 
 

@@ -19,7 +19,7 @@ from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
 from ckv_jax.pipeline.estimates import Estimate, estimators, next_best, no_estimate
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection, before_others, choose, pooled
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages

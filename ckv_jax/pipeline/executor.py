@@ -28,7 +28,8 @@ from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
 from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.resident import Resident
+from ckv_jax.reads.residents import Residents
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.trace import Trace

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckv_jax.buckets import batch_bucket
 from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 
 
 @dataclass(slots=True)

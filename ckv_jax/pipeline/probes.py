@@ -18,7 +18,8 @@ from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.probe_source import ProbeView, RecomputedKv, probe_source
-from ckv_jax.reads.residents import Resident, Residents, device_digest
+from ckv_jax.reads.resident import Resident
+from ckv_jax.reads.residents import Residents, device_digest
 from ckv_jax.reads.source import Source
 from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, as_float32

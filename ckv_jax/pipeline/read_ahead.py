@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.config import SystemConfig
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection
 from ckv_jax.trace import Span
 

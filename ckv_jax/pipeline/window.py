@@ -9,7 +9,7 @@ import numpy as np
 from ckv_jax.cache.window import CLOSED, FREE
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.plan import Plan, group_table
-from ckv_jax.reads.residents import Resident
+from ckv_jax.reads.resident import Resident
 
 
 class Kept(NamedTuple):

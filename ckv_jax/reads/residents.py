@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ckv_jax.buckets import pad_rows, probe_bucket
+from ckv_jax.buckets import pad_rows
 from ckv_jax.cache.tiers import Tiers
 from ckv_jax.kernels_pallas.score.probe import (
     BoundKeys,
@@ -28,6 +27,7 @@ from ckv_jax.kernels_pallas.score.probe import (
 from ckv_jax.model.shardings import CODEBOOKS, ONE_DEVICE, PROBE, Shardings
 from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.probe_source import ProbeView
+from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.layout import Layout
@@ -35,71 +35,6 @@ from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.store import ChunkStore
-
-
-@dataclass(slots=True)
-class Resident:
-    """What outlives one request: cheap tables, last selections, and the resident digest."""
-
-    prefix: Prefix
-    first_page: np.ndarray
-    """int64 [M]: page of (group 0, chunk)."""
-    page_stride: np.ndarray
-    """int64 [M]: pages from one group to the next."""
-    chunk_lengths: np.ndarray
-    """int32 [M]: valid tokens of each chunk."""
-    probe: ProbeView | None = None
-    """Pages of probe keys, of a layout that has them."""
-    latest: dict[int, np.ndarray] = field(default_factory=dict)
-    """Period -> chunk ids int [rows, J, n] that each of its J choices has made last; -1: none."""
-    opening: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int [n]: those of the first period, most attended first, to speculate it the next time."""
-    recurrence: float = 0.0
-    """Share of the best of `opening` that were among as many best of the request after."""
-    digest: Digest | None = None
-    """Its probes are padded to `probe_chunks`."""
-    room: int = 0
-    """Chunks that the probe is to have room for at least."""
-
-    @property
-    def num_chunks(self) -> int:
-        """M."""
-        return len(self.chunk_lengths)
-
-    @property
-    def probe_chunks(self) -> int:
-        """M, rounded up to a bucket: multiples of 1,024 tokens, then coarser."""
-        step = max(1, 1024 // self.prefix.layout.chunk_tokens)
-        return probe_bucket(max(self.num_chunks, self.room), step=step)
-
-    @property
-    def digest_bytes(self) -> int:
-        """Device bytes of the resident digest."""
-        digest = self.digest  # others ask while the engine's thread lets go of it
-        return 0 if digest is None else digest.nbytes
-
-    def pages(self, group: int | np.ndarray, chunks: np.ndarray) -> np.ndarray:
-        """Page numbers (int64) of these chunks of one layer group, or of one each."""
-        pages: np.ndarray = self.first_page[chunks] + group * self.page_stride[chunks]
-        return pages
-
-    def read_bytes(self, chunks: np.ndarray) -> int:
-        """Bytes that reading these chunks of one layer group takes."""
-        return len(chunks) * self.prefix.layout.stored_bytes
-
-    def probe_pages(self, row: int) -> np.ndarray:
-        """Page numbers (int64) of one row of its probe keys; none without such keys."""
-        if self.probe is None:
-            return np.zeros(0, np.int64)
-        return self.probe.pages(row, np.arange(len(self.probe.held)))
-
-    def all_pages(self) -> np.ndarray:
-        """Page numbers (int64) of everything that caches may hold of it."""
-        every, layout = np.arange(self.num_chunks), self.prefix.layout
-        pages = [self.pages(group, every) for group in range(layout.groups)]
-        pages += [self.probe_pages(row) for row in range(len(layout.probe_layers))]
-        return np.concatenate(pages)
-
 
 MOST_RESIDENTS = 1024
 """Prefixes whose page tables stay in memory: about 100 kB each for 5,000 tokens of a 7B model."""
@@ -231,8 +166,8 @@ class Residents:
             rest = np.ones((len(table), resident.num_chunks), bool)
             row, column = np.nonzero(ids >= 0)
             rest[row % len(table), ids[row, column]] = False
-            chose: np.ndarray = (ids >= 0).any(axis=1)
-            scores = np.where(chose[:, None], np.asarray(selection.scores), 0)
+            none = (ids < 0).all(axis=1, keepdims=True)
+            scores = np.where(none, 0, np.asarray(selection.scores))
             got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
             choice, chunk = np.nonzero(rest)
             seen.append(resident.pages(table[choice].T, chunk))

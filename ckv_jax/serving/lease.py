@@ -16,7 +16,8 @@ from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.probes import OpenPacks, Probes
 from ckv_jax.pipeline.recovery import Recovered, Recoveries
-from ckv_jax.reads.residents import Resident, Residents
+from ckv_jax.reads.resident import Resident
+from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.storage.errors import SegmentDamaged

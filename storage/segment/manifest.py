@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -283,3 +284,39 @@ def _table(text: Any, rows: int, columns: int) -> np.ndarray:
     if array.size != rows * columns:
         raise ValueError(f"checksums: got {array.size}, expected {rows} x {columns}")
     return array.reshape(rows, columns)
+
+
+def draft_manifest(
+    *,
+    layout: Layout,
+    fingerprint: Fingerprint,
+    tenant: str,
+    provenance: str,
+    tokens: np.ndarray,
+    start: bytes,
+    parent: str | None,
+    first_chunk: int,
+    order: np.ndarray | None,
+) -> Manifest:
+    """A manifest whose checksums are still to be filled in.
+
+    Raises ValueError where it would be too large to be read, and for an `order` that is none.
+    """
+    check_size(layout, len(tokens))
+    chunks = layout.num_chunks(len(tokens))
+    return Manifest(
+        layout=layout,
+        fingerprint=fingerprint,
+        tenant=tenant,
+        provenance=provenance,
+        tokens=tokens,
+        start=start,
+        parent=parent,
+        first_chunk=first_chunk,
+        order=None if order is None else check_order(order, len(tokens), layout),
+        pack_crc=np.zeros((layout.groups, chunks), np.uint32),
+        probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
+        digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),
+        created=time.time(),
+        assignment_crc=np.zeros((layout.groups * layout.alike, 1), np.uint32),
+    )

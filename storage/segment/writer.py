@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
@@ -364,39 +363,3 @@ class SegmentWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def draft_manifest(
-    *,
-    layout: Layout,
-    fingerprint: Fingerprint,
-    tenant: str,
-    provenance: str,
-    tokens: np.ndarray,
-    start: bytes,
-    parent: str | None,
-    first_chunk: int,
-    order: np.ndarray | None,
-) -> Manifest:
-    """A manifest whose checksums are still to be filled in.
-
-    Raises ValueError where it would be too large to be read, and for an `order` that is none.
-    """
-    manifests.check_size(layout, len(tokens))
-    chunks = layout.num_chunks(len(tokens))
-    return Manifest(
-        layout=layout,
-        fingerprint=fingerprint,
-        tenant=tenant,
-        provenance=provenance,
-        tokens=tokens,
-        start=start,
-        parent=parent,
-        first_chunk=first_chunk,
-        order=None if order is None else manifests.check_order(order, len(tokens), layout),
-        pack_crc=np.zeros((layout.groups, chunks), np.uint32),
-        probe_crc=np.zeros((len(layout.probe_layers), chunks), np.uint32),
-        digest_crc=np.zeros((len(layout.digest_layers), 3), np.uint32),
-        created=time.time(),
-        assignment_crc=np.zeros((layout.groups * layout.alike, 1), np.uint32),
-    )

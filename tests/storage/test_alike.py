@@ -18,8 +18,8 @@ from ckv_jax.storage import ChunkStore, Layout, SegmentDamaged, chain, pin_prefi
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.grouping import RUN, alike
 from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.manifest import draft_manifest
 from ckv_jax.storage.segment.regroup import regroup
-from ckv_jax.storage.segment.writer import draft_manifest
 from ckv_jax.stored_kv import read_kv
 
 REORDERED = Layout(num_layers=2, num_kv_heads=2, head_dim=32, probe="none", reordered=True)
