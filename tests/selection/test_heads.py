@@ -72,6 +72,7 @@ def _alone(probe: TokenProbe | Landmarks, head: int) -> OneHead:
     fields = {
         field.name: part(getattr(probe, field.name), 0 if field.name == "codebooks" else 1)
         for field in dataclasses.fields(probe)
+        if getattr(probe, field.name) is not None
     }
     return OneHead(type(probe)(**fields), np.int32(head), K)
 
