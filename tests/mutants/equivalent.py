@@ -6,6 +6,36 @@ from tests.mutants.draw import Mutant
 
 REASONS: dict[tuple[str, str, str], str] = {
     (
+        "ckv_jax/memory/device.py",
+        "core/AddNot",
+        "if self._pinned is not None:  # pageable copies reach a tenth of the bus ~0 @3 #0",
+    ): "only another order of copies on a machine without pinned memory",
+    (
+        "ckv_jax/pipeline/prefill.py",
+        "core/NumberReplacer",
+        "STEP_LAYERS = 4 ~0 @14 #1",
+    ): "how many layers a call computes changes no bit of any",
+    (
+        "ckv_jax/pipeline/plan.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "selects=first % system.period == 0, ~0 @30 #0",
+    ): "a remainder is never less than 0",
+    (
+        "ckv_jax/pipeline/prefix_rows.py",
+        "core/NumberReplacer",
+        "resident=choosers[0].window.resident, ~0 @18 #1",
+    ): "all stand on one prefix",
+    (
+        "ckv_jax/pipeline/pieces.py",
+        "core/NumberReplacer",
+        "(buffers[0].shape, part.k.shape), buffers, (part.k, part.v), at ~0 @9 #1",
+    ): "keys and values are of one shape",
+    (
+        "ckv_jax/pipeline/prefix_rows.py",
+        "core/NumberReplacer",
+        "return scores.reshape(-1, shape[2]) ~0 @23 #0",
+    ): "numpy takes any size below 0 for the one that is left over",
+    (
         "storage/probe_pages.py",
         "core/ReplaceComparisonOperator_Eq_LtE",
         "return first % most == 0 and (end % most == 0 or end == last) ~0 @41 #0",
