@@ -10,7 +10,7 @@ from request_path import NOTHING_CACHED, tiny_path
 
 @pytest.mark.parametrize(
     ("config", "passed", "entered"),
-    [({}, 10, 24), (NOTHING_CACHED, 13, 29)],
+    [({}, 10, 26), (NOTHING_CACHED, 13, 31)],
     ids=["all in memory", "nothing cached"],
 )
 def test_a_request_passes_few_classes_and_files(

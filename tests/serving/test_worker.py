@@ -110,7 +110,7 @@ def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> N
                 running._widen()
                 for chooser in choosers:
                     for choice in range(engine.worker.plan.choices):
-                        held, _, _ = chooser.window.state(choice)
+                        held = chooser.window.kept.chunk[choice]
                         assert len(held) == times * chooser.limit
 
         with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
