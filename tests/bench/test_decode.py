@@ -41,9 +41,9 @@ def rows_of(setting: Setting, folder: Path) -> tuple[Bench, list[dict[str, Any]]
 
 @pytest.mark.slow
 def test_rows_add_up(tmp_path: Path) -> None:
-    setting = dataclasses.replace(SMALL, systems=("quest", "ckv", "flexgen"), sequences=(1, 2))
+    setting = dataclasses.replace(SMALL, systems=("quest", "ckv", "flexgen"), sequences=(2,))
     _, found = rows_of(setting, tmp_path)
-    assert [row["sequences"] for row in found] == [1, 2] * 3
+    assert [row["sequences"] for row in found] == [2] * 3
     rows = {row["system"]: row for row in found}
     for row in rows.values():
         assert set(COLUMNS) <= row.keys()
