@@ -385,7 +385,7 @@ class Packs:
             self._trace.count_bytes("unused", size)
 
     def _withdraw(self, number: int, *, again: bool = False) -> None:
-        """Ends a read, if it has not ended, and gives its room back; `again`: demands wait again."""
+        """Ends a read, if it has not ended, and gives its room back; `again`: demands wait on."""
         job, codes = self._begun[number]
         self._prefetcher.drop(job)
         self._end(number)

@@ -13,7 +13,7 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Engine, Request
 from ckv_jax.buckets import bucket
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.memory.landing import HostBlocks
+from ckv_jax.memory.landing import HostBlocks, Landing, landing_for
 from ckv_jax.memory.memory import job_packs
 from ckv_jax.pipeline.read_ahead import READ
 from ckv_jax.trace import Trace
@@ -129,7 +129,8 @@ def host_blocks(engine: Engine, count: int) -> HostBlocks:
     return HostBlocks(engine._worker.memory, engine.layout, size, None)
 
 
-def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["host blocks", "in pool"])
+def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path, way: str) -> None:
     with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as plain:
         prefix = plain.ingest(tokens(16 * WORK))
         work = 8 * plain.layout.pack_bytes
@@ -137,14 +138,18 @@ def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path) ->
         tmp_path, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=work
     ) as engine:
         lease, chunks = engine._worker.leases.open(prefix), np.arange(WORK)
-        landing = host_blocks(engine, 4)
+        landing: Landing = host_blocks(engine, 4)
+        rooms = [1] * 4  # packs
+        if way == "in pool":  # whose host memory is for reads that slots are too few for
+            rooms, size = [WORK], WORK * engine.layout.pack_bytes
+            landing = landing_for(engine._worker.memory, engine.layout, host_bytes=size)
         for _ in range(5):
             with engine._worker._packs([lease.source], landing, Trace()) as packs:
                 packs.demand(0, 0, chunks)
                 with pytest.raises(PoolExhausted):
                     packs.collect(0, 0, chunks)
-        assert all(landing.take(1, demand=True) is not None for _ in range(4))
-        assert landing.take(1, demand=True) is None
+        assert all(landing.take(n, demand=True) is not None for n in rooms)
+        assert landing.take(7, demand=True) is None
         lease.close()
         assert engine._worker.memory.free_slots == 8
 
