@@ -114,7 +114,8 @@ class SystemConfig:
     read costs its bytes, one that was not costs a read's latency. Rows of a batch share the
     excess. In decode, what a token nearly chose is read ahead for the next one."""
     speculate_always: bool = True
-    """False: only after periods whose packs took longer to read than to choose (`pace.py`)."""
+    """False: only after periods whose packs took longer to read than to choose
+    (`read_ahead.Pace`)."""
     policy: PolicyName | Policy = "attention"
     """A name from `cache.policy.POLICIES`, or a policy of one's own."""
     choose: Select = WHOLE_QUESTION

@@ -29,6 +29,11 @@ class SegmentDamaged(StoreError):
     """Proof that a segment's manifest or files are missing, malformed, or not as written."""
 
 
+class AssignmentDamaged(SegmentDamaged):
+    """It is lost which tokens are in the packs of a segment that is there: KV that is computed
+    again may tell, see `PrefixReader.order_by`."""
+
+
 class SegmentUnfinished(SegmentDamaged):
     """Objects without a manifest: being uploaded by somebody, or left by one who was killed."""
 

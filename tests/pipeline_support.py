@@ -33,7 +33,12 @@ class UnsteadyReader:
         self._reader.close()
 
     def read_packs(
-        self, group: int, chunks: np.ndarray, out: np.ndarray, *, rows: np.ndarray | None = None
+        self,
+        group: int | np.ndarray,
+        chunks: np.ndarray,
+        out: np.ndarray,
+        *,
+        rows: np.ndarray | None = None,
     ) -> np.ndarray:
         time.sleep(self._random.choice([0.0, 0.0, 0.001, 0.004]))
         ok = self._reader.read_packs(group, chunks, out, rows=rows)

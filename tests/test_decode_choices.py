@@ -347,6 +347,21 @@ def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
         assert (mine != own).any()
 
 
+@pytest.mark.parametrize("window", [0.0, 2.0])
+def test_packs_of_a_guess_are_counted_once_however_many_calls_a_period_has(
+    engine: Engine, prefixes: list[Prefix], window: float
+) -> None:
+    """Layers run one a call, so that five of them go by before what was guessed is needed."""
+    counts = []
+    for guessed in (False, True):
+        select = Select(score_layers=3, guessed=guessed)
+        values = changed(engine, decode=select, window=window)
+        with engine.variant(dataclasses.replace(engine.config, system=values)) as other:
+            [text] = other.generate(asked(prefixes)[0], SamplingParams(max_tokens=6)).results()
+        counts.append([t.device_hits + t.host_hits + t.ssd_reads for t in text.trace.tokens])
+    assert counts[1] == counts[0] and min(counts[0]) > 0
+
+
 def test_whoever_stands_on_half_a_window_chooses_whatever_it_asks(engine: Engine) -> None:
     """And so does every token of a text that only compiles."""
 

@@ -112,8 +112,9 @@ def verify(
     """Read everything in a store back and check it. Exit code 1 if something is damaged.
 
     A repair makes whole what can be made whole; of the rest it removes segments that are of no use
-    and limits others to their chunks before the first bad one. `ckv ingest` of the same text
-    computes again what was lost.
+    and limits others to their chunks before the first bad one: those of alike tokens to whole runs.
+    A reordered one goes for a single bad pack: its original lies in segments of its own. `ckv
+    ingest` of the same text computes again what was lost.
     """
     from ckv_jax.storage.tools.verify import losses, ranges, verify_store
 
@@ -144,7 +145,7 @@ def verify(
             f"{len(ids)} {name}"
             for name, ids in (
                 ("made whole", report.remade),
-                ("kept, as they could not be made whole", report.unrepaired),
+                ("kept for the next ingest of their text", report.unrepaired),
                 ("removed", report.removed),
                 ("limited to their good chunks", limited),
                 ("found whole again", report.pardoned),

@@ -149,8 +149,9 @@ class Choices:
         return bool(asked)
 
     def ahead(self, period: int) -> None:
-        """Starts reads while a period's layers compute: of what the next period chose, if it was
-        told (`Select.guessed`), or else what it and the next token may choose (`ahead.py`)."""
+        """Starts reads while a period's layers compute, once for each period that was chosen for:
+        of what the next period chose, if it was told (`Select.guessed`), or else what it and the
+        next token may choose (`guesses.py`)."""
         try:
             with self._peers.local():
                 if self._guesses is not None:

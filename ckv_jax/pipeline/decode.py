@@ -184,7 +184,7 @@ class Decoder:
                 for other in self._plan.period_steps(step.period) if chosen else ():
                     self._tables.pop(other.index, None)
             hidden = self._run(step, hidden, start, at, choices)
-            if choices is not None:
+            if choices is not None and step.selects:
                 choices.ahead(step.period)
         if choices is not None:
             choices.finish()

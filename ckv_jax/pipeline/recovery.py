@@ -13,13 +13,13 @@ from functools import cached_property
 import numpy as np
 
 from ckv_jax.pipeline.prefill import Prefill, Prefills
-from ckv_jax.storage.errors import SegmentDamaged
+from ckv_jax.storage.errors import AssignmentDamaged
 from ckv_jax.storage.prefix import Prefix
 
 Order = Callable[[np.ndarray | None], np.ndarray | None]
 """The order of a prefix, when somebody asks; that of alike tokens is found again by all KV
 [L, 2, T, K, D] of the prefix, where that is given. Raises a `StoreError` where it cannot be read,
-`SegmentDamaged` where that is for good."""
+`AssignmentDamaged` where that KV may tell it."""
 
 _KEPT = 4  # prefixes whose recomputed KV stays, in files without a name
 
@@ -137,9 +137,8 @@ class Recovered:
     def _order(self) -> np.ndarray | None:
         try:
             return self._order_of(None)
-        except SegmentDamaged:
-            if not self.prefix.layout.alike:
-                raise
+        except AssignmentDamaged:
+            pass  # what is computed again tells; not so of a segment that is gone
         self._require(self.prefix.num_tokens)
         return self._order_of(self._kv)
 

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def nothing(cls, *shape: int, count: int = 0, slots: int = 0) -> Kept:
-        """Choices of so many chunks at most, in windows that have no slot of so many."""
+        """Choices of so many chunks at most, in windows whose so many slots are all closed."""
         sizes = (count, -1), (slots, CLOSED), (slots, -1), (slots, 0)
         return cls(*(np.full((*shape, size), fill, np.int32) for size, fill in sizes))
 
@@ -120,6 +120,8 @@ class Window:
             return
         old = self.kept
         sizes = np.maximum(widths, (old.ids >= 0).sum(axis=1))
+        if (sizes == old.open).all():
+            return
         age = np.where(_among(old.chunk, old.ids), np.iinfo(np.int32).max, old.last)
         age = np.where(old.chunk < 0, old.chunk, age)  # what is closed comes last of all
         order = np.argsort(age, axis=1, kind="stable")[:, ::-1]
@@ -132,7 +134,8 @@ class Window:
         )
         self.kept.put(Kept(old.ids, chunk, last, uses))
         kept, slots = self.kept, np.arange(self.kept.chunk.shape[1])
-        kept.chunk[(kept.chunk == CLOSED) & (slots < sizes[:, None])] = FREE
+        opens = (kept.chunk == CLOSED) & (slots < sizes[:, None])
+        kept.chunk[opens], kept.last[opens], kept.uses[opens] = FREE, -1, 0
         kept.chunk[slots >= sizes[:, None]] = CLOSED
 
     def absent(self, resident: Resident) -> np.ndarray:

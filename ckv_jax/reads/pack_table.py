@@ -116,7 +116,8 @@ class PackTable:
 
 
 class Codes:
-    """Some packs, that come in many at a time and leave by layer group."""
+    """Some packs, that come in many at a time and leave by layer group: which ones a batch has to
+    give back, slots that it took or pins, without a search through the table."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []

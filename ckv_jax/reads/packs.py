@@ -149,11 +149,13 @@ class Packs:
         self._admit(self._table.of_group(which, group))
 
     def start_over(self, which: int, group: int) -> None:
-        """Ends a group's reads and gives its slots back; no call may be reading them."""
+        """Ends a group's reads and gives its slots back; no call may be reading them. What was
+        demanded of other groups with them is read when it is collected."""
         some = self._table.of_group(which, group)
         for number in self._table.reads(some):
-            self._withdraw(number)
-        self._waiting = [part for part in self._waiting if int(part[0]) not in some]
+            self._withdraw(number, again=True)
+        left = [np.setdiff1d(part, some) for part in self._waiting]
+        self._waiting = [part for part in left if len(part)]
         self._table.read[some.start : some.stop] = 0
         self._admit(some)
 
@@ -219,8 +221,7 @@ class Packs:
         if cached.any():
             self._tiers.pin(*counted(pages[cached]))
             self._pinned.add(unknown[cached])
-            on_device = int((device >= 0).sum())
-            self._trace.count_bytes("device", on_device * self._layout.pack_bytes)
+            self._trace.count_bytes("device", int((device >= 0).sum()) * self._layout.pack_bytes)
             self._table.put(unknown[cached], device[cached], host[cached])
         absent: np.ndarray = unknown[~cached & (self._table.read[unknown] == 0)]
         return absent
@@ -294,16 +295,15 @@ class Packs:
         if not len(good):
             self._withdraw(number)
             return left, failed
-        self._table.used[codes[good]] = True
-        self._count_unused(number)
-        self._end(number)
         try:
             slots = self._landing.place(job.room, good, job.first_group)
         except PoolExhausted:
             self._make_room(len(good), wait=True)
-            self._take_back(len(good), None)
+            self._take_back(len(good), codes)
             slots = self._landing.place(job.room, good, job.first_group)
         self._own(codes[good], slots)
+        self._count_unused(number)
+        self._end(number)  # not before: where there are no slots, it has its room still
         return left, failed
 
     def _own(self, codes: np.ndarray, slots: np.ndarray) -> None:
@@ -367,10 +367,7 @@ class Packs:
         for number in sorted(reads, key=lambda one: self._begun[one][0].first_group, reverse=True):
             if self._memory.free_slots >= n:
                 return
-            job, codes = self._begun[number]
-            self._withdraw(number)
-            if job.demanded:
-                self._wait_for_room(codes)
+            self._withdraw(number, again=True)
 
     def _admit(self, some: range) -> None:
         """Lets the cache decide about the slots that this batch took for a group, and unpins."""
@@ -387,12 +384,14 @@ class Packs:
         if unused and job.started() and (size := job.num_bytes * unused // len(codes)):
             self._trace.count_bytes("unused", size)
 
-    def _withdraw(self, number: int) -> None:
-        """Ends a read, if it has not ended, and gives its room back."""
-        job, _ = self._begun[number]
+    def _withdraw(self, number: int, *, again: bool = False) -> None:
+        """Ends a read, if it has not ended, and gives its room back; `again`: demands wait on."""
+        job, codes = self._begun[number]
         self._prefetcher.drop(job)
         self._end(number)
         self._landing.give_back(job.room, job.settled)
+        if again and job.demanded:
+            self._wait_for_room(codes)
 
     def _end(self, number: int) -> None:
         """A read is under way no longer."""

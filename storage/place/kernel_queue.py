@@ -47,7 +47,9 @@ _SPARE: list[int] = []
 """Queues of closed stores, with nothing in flight, for those that are opened next: the kernel waits
 for every processor before it takes a queue back, which is 40 ms with two of them at work."""
 _MOST_SPARE = 8
-os.register_at_fork(after_in_child=_SPARE.clear)  # queues belong to the memory of one process
+# Queues belong to the memory of one process, and what they read is written there.
+os.register_at_fork(after_in_child=_SPARE.clear)
+os.register_at_fork(after_in_child=_IN_FLIGHT.clear)
 
 
 def fits(out: np.ndarray, align: int = MEMORY_ALIGN) -> bool:
@@ -72,6 +74,7 @@ class KernelQueues:
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self.align = FILE_ALIGN
         """What offsets and sizes of reads must be multiples of; less, once `works` has found so."""
         self._idle = [self._new()]
@@ -130,6 +133,7 @@ class KernelQueues:
                 if old.given_up:
                     old.done()
             with self._lock:
+                self._forget_inherited()
                 queue = self._idle.pop() if self._idle else None
             if queue is None:
                 queue = self._new()
@@ -176,6 +180,11 @@ class KernelQueues:
                 return
         self._end(queue)
 
+    def _forget_inherited(self) -> None:
+        """In a copy of the process: idle queues are those of the first. Called with the lock."""
+        if self._process != os.getpid():
+            self._process, self._idle = os.getpid(), []
+
     def _new(self) -> int:
         with contextlib.suppress(IndexError):
             return _SPARE.pop()
@@ -201,6 +210,7 @@ class KernelQueues:
         """Give idle queues back, to the process or the kernel; reads in flight go on, and new ones
         are possible."""
         with self._lock:
+            self._forget_inherited()
             idle, self._idle, self._closed = self._idle, [], True
         for queue in idle:
             self._end(queue)

@@ -34,8 +34,9 @@ def found_again(segment: Segment, tokens: int, keys: Keys) -> tuple[np.ndarray, 
 
     Returns:
       uint16 [groups, n]: the chunk of each token, counted in its run; and bool [groups]: whether
-      that is certain. Where it is not, tokens of several chunks whose packs are bad as well are
-      taken in their order: together those chunks hold exactly these.
+      that is certain, by the checksum of the whole row. Where it is not, it is what the good packs
+      hold, and tokens of several chunks whose packs are bad as well are taken in their order:
+      together those chunks hold exactly these.
 
     Raises:
       SegmentDamaged: it cannot be told what the packs hold.
@@ -57,8 +58,9 @@ def order_again(segment: Segment, tokens: int, keys: Keys) -> np.ndarray:
     found, certain = found_again(segment, tokens, keys)
     if not certain.all():
         _log.warning(
-            "segment %s: its assignment and packs are damaged, so that it is not known which of %d "
-            "heads' tokens are in which of those packs; they are taken in their order",
+            "segment %s: its assignment is damaged, so that it is not known which of %d heads' "
+            "tokens are in which packs; they are taken to be in those with the nearest keys, the "
+            "rest in their order in the damaged ones, which no checksum proves",
             segment.id, int((~certain).sum()),
         )  # fmt: skip
     return order_of(found, segment.manifest.layout.chunk_tokens)
@@ -75,18 +77,14 @@ def _row(segment: Segment, group: int, keys: np.ndarray) -> tuple[np.ndarray, bo
     for start, end in spans:
         part = slice(start * size, end * size)
         row[part] = row[start * size] + alike(values[part], size)
-    if _as_written(segment, group, row):
+    if not spans or _as_written(segment, group, row):
         return row, True
     # Keys that were computed again may differ in their last bits: which tokens do the packs hold?
-    certain, row = True, by_position(tokens, size)
+    row = by_position(tokens, size)
     for start, end in spans:
         part = slice(start * size, end * size)
-        unit, sure = _matched(segment, group, start, end, values[part])
-        row[part] = row[start * size] + unit
-        certain &= sure
-    if tokens == len(manifest.tokens):
-        certain = _as_written(segment, group, row)
-    return row, certain
+        row[part] = row[start * size] + _matched(segment, group, start, end, values[part])
+    return row, _as_written(segment, group, row)
 
 
 def _as_written(segment: Segment, group: int, row: np.ndarray) -> bool:
@@ -98,13 +96,11 @@ def _as_written(segment: Segment, group: int, row: np.ndarray) -> bool:
     return bool(found == segment.manifest.assignment_crc[group, 0])
 
 
-def _matched(
-    segment: Segment, group: int, start: int, end: int, keys: np.ndarray
-) -> tuple[np.ndarray, bool]:
+def _matched(segment: Segment, group: int, start: int, end: int, keys: np.ndarray) -> np.ndarray:
     """The unit int64 [n] of each token of chunks [start, end) by what the packs hold.
 
     `keys` float32 [n, D], by position. Neighbours lie together in fours: a four of a pack has the
-    keys that are nearest to it. Returns also whether only one answer is possible.
+    keys that are nearest to it.
     """
     layout = segment.manifest.layout
     fours = layout.chunk_tokens // TOGETHER
@@ -127,4 +123,4 @@ def _matched(
     if len(left) != fours * len(bad):
         raise SegmentDamaged(f"segment {segment.id}: several packs hold the same keys")
     unit[left] = np.repeat(bad, fours)
-    return np.repeat(unit, TOGETHER), len(bad) < 2
+    return np.repeat(unit, TOGETHER)

@@ -12,6 +12,7 @@ import numpy as np
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.digest.reader import read_digest
 from ckv_jax.storage.errors import (
+    AssignmentDamaged,
     ReadTimeout,
     SegmentDamaged,
     StoreClosed,
@@ -229,8 +230,9 @@ class PrefixReader:
         """int32 [L, T]: the prefix position of each token as stored, in each layer; not the
         identity if reordered. Of alike tokens [groups, T], in each layer group.
 
-        Raises SegmentDamaged where that is lost with its segment: look the prefix up again; and
-        StoreUnavailable where the segment cannot be opened just now.
+        Raises SegmentDamaged where that is lost with its segment: look the prefix up again;
+        AssignmentDamaged where `order_by` may find it; and StoreUnavailable where the segment
+        cannot be opened just now.
         """
         return self._order(lambda segment, start, end: self._grouped(segment))
 
@@ -254,14 +256,16 @@ class PrefixReader:
         layout = self.prefix.layout
         shape = (layout.groups if layout.alike else layout.num_layers, self.prefix.num_tokens)
         order = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-        for span, segment, start, end in self._runs.of_tokens():
-            if isinstance(segment, StoreError):
-                if (layout.reordered or layout.alike) and is_gone(segment):
+        for span, segment, *_ in self._runs.of_tokens() if layout.reordered or layout.alike else ():
+            if isinstance(segment, StoreError):  # before somebody computes others' keys in vain
+                if is_gone(segment):
                     raise SegmentDamaged(f"segment {span.segment_id}: gone, and its order with it")
-                if layout.reordered or layout.alike:
-                    said = f"segment {span.segment_id}: its order cannot be read: {segment}"
-                    raise StoreUnavailable(said)
-            elif layout.alike:
+                said = f"segment {span.segment_id}: its order cannot be read: {segment}"
+                raise StoreUnavailable(said)
+        for _, segment, start, end in self._runs.of_tokens():
+            if isinstance(segment, StoreError):
+                continue  # as it is by position
+            if layout.alike:
                 order[:, start:end] = start + grouped(segment, start, end)[:, : end - start]
             elif segment.manifest.order is not None:
                 order[:, start:end] = start + segment.manifest.order
@@ -273,7 +277,7 @@ class PrefixReader:
         if isinstance(found, int):
             deadline = self._deadline(None)
             self._proof.prove(segment, "assignment", found, 0, 0, "assignment", deadline)
-            raise SegmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
+            raise AssignmentDamaged(f"segment {segment.id}: its assignment of tokens is damaged")
         return order_of(found, self.prefix.layout.chunk_tokens)
 
     def lost_orders(self) -> list[int]:
@@ -283,7 +287,7 @@ class PrefixReader:
             if isinstance(segment, Segment):
                 try:
                     self._grouped(segment)
-                except SegmentDamaged:
+                except AssignmentDamaged:
                     found.append(first)
         return found
 
@@ -303,7 +307,7 @@ class PrefixReader:
         size = self.prefix.layout.chunk_tokens
         try:
             order = self._grouped(segment)[:, : end - start]
-        except SegmentDamaged:
+        except AssignmentDamaged:
             return [chunk for chunk in bad if chunk < stop], range(start, end)
         run = run_chunks(size)
         begin = first + (bad[0] - first) // run * run

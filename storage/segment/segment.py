@@ -113,16 +113,16 @@ class Segment:
         return self._begin("packs", group, target, lambda view: view.oindex[chunks], batch)
 
     def begin_packs_direct(
-        self, group: np.ndarray, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
+        self, groups: np.ndarray, chunks: np.ndarray, out: np.ndarray, rows: np.ndarray
     ) -> KernelRead | None:
         """Start reading packs past TensorStore, into `rows` of `out` [_, *pack], C-contiguous.
 
-        `group` int [n]: layer group of each, all in one shard file. Returns None where that cannot
+        `groups` int [n]: layer group of each, all in one shard file. Returns None where that cannot
         be, and nothing was started.
         """
         if self._queues is None or not fits(out, self._queues.align):
             return None
-        shard, offsets = self.manifest.arrays["packs"].offsets(group, chunks)
+        shard, offsets = self.manifest.arrays["packs"].offsets(groups, chunks)
         return self._begin_direct("packs", shard, offsets, out, rows)
 
     def _begin_direct(
@@ -145,14 +145,14 @@ class Segment:
             return None
 
     def packs_good(
-        self, group: np.ndarray, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
+        self, groups: np.ndarray, chunks: np.ndarray, data: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
         """bool [n]: whether rows `rows` of `data` [_, *pack] hold exactly these packs, of layer
-        group `group` int [n] each."""
+        groups `groups` int [n]."""
         found = crc.checksums(
-            self._seeds["packs"], group.tolist(), chunks.tolist(), data, rows.tolist()
+            self._seeds["packs"], groups.tolist(), chunks.tolist(), data, rows.tolist()
         )
-        good: np.ndarray = np.equal(found, self.manifest.pack_crc[group, chunks])
+        good: np.ndarray = np.equal(found, self.manifest.pack_crc[groups, chunks])
         return good
 
     # -- probe -----------------------------------------------------------------------------------

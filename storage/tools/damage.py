@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,14 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
+
+
+def by_segment(damages: Iterable[Damage]) -> dict[str, list[Damage]]:
+    """What was found, of each segment."""
+    found: dict[str, list[Damage]] = {}
+    for damage in damages:
+        found.setdefault(damage.segment_id, []).append(damage)
+    return found
 
 
 def ranges(damages: Sequence[Damage]) -> list[str]:

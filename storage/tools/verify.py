@@ -18,11 +18,12 @@ from ckv_jax.storage.errors import (
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.lookup import Loaded
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.segment.manifest import Manifest, servable
+from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.storage.tools.damage import Damage, VerifyReport, ranges
-from ckv_jax.storage.tools.losses import losses, mendable
+from ckv_jax.storage.tools.damage import Damage, VerifyReport, by_segment, ranges
+from ckv_jax.storage.tools.fate import Fate, fate, foretold
+from ckv_jax.storage.tools.losses import losses
 from ckv_jax.storage.writing import whole_span
 
 __all__ = ["Damage", "VerifyReport", "losses", "ranges", "verify_store"]
@@ -65,61 +66,55 @@ def verify_store(
     indexed = {e.id for e in store.index.catalog.entries()}
     lacking = {manifest.segment_id for manifest, _, _ in known} - indexed
     report.unindexed = sorted(lacking | (indexed - set(ids)))
-    torn: dict[str, set[int]] = {}  # chunks with packs that are proven bad
     total = sum(size for _, _, size in known)
-    usable: dict[str, Loaded] = {}
+    segments: dict[str, Loaded] = {}
     for manifest, checksum, size in known:
-        damages, unread, torn[manifest.segment_id] = _check(store, manifest, checksum, report)
+        damages, unread = _check(store, manifest, checksum, report)
         report.damages += damages
         report.unread += unread
         report.segments += 1
         report.bytes += size
-        chunks = min((d.chunk for d in damages), default=manifest.chunks)
-        usable[manifest.segment_id] = Loaded(manifest, checksum, chunks)
+        segments[manifest.segment_id] = Loaded(manifest, checksum, manifest.chunks)
         if progress is not None:
             progress(report.bytes, total)
-    if repair:
-        _remake(store, report, usable, torn)
-    left = [
-        d
-        for d in report.damages
-        if d.segment_id not in usable or d.chunk >= usable[d.segment_id].usable  # else it is mended
-    ]
+    fates: dict[str, Fate] = {}
+    for id_, found in sorted(by_segment(report.damages).items()):
+        if repair:
+            fates[id_] = _remake(store, report, segments, id_, found)
+        else:
+            fates[id_] = foretold(segments[id_].manifest if id_ in segments else None, found)
     unknown = {d.segment_id for d in report.unread}
-    unknown.update(report.foreign, report.unfinished, report.unrepaired)
-    orphans = _orphans(usable, unknown)
-    gone = "what it continues is gone or damaged"
-    orphaned = [Damage(id_, 0, gone, "parent") for id_ in orphans]
-    report.damages += orphaned
+    unknown.update(report.foreign, report.unfinished)
+    for id_ in _orphans(segments, fates, unknown):
+        orphaned = Damage(id_, 0, "what it continues is gone or damaged", "parent")
+        report.damages.append(orphaned)
+        fates[id_] = fate(segments[id_].manifest, [orphaned], [orphaned], True)
     if repair:
-        _repair(store, report, usable, left + orphaned)
+        _repair(store, report, segments, fates)
     return report
 
 
 def _check(
     store: ChunkStore, manifest: Manifest, checksum: str, report: VerifyReport
-) -> tuple[list[Damage], list[Damage], set[int]]:
+) -> tuple[list[Damage], list[Damage]]:
     """Read all of one segment, marking nothing.
 
-    Returns (what is damaged, what could not be read, chunks with packs that are proven bad).
+    Returns (what is damaged, what could not be read).
     """
     id_, layout, chunks = manifest.segment_id, manifest.layout, manifest.chunks
     damages: list[Damage] = []
     unread: list[Damage] = []
-    torn: set[int] = set()
     kind = "packs"
     try:
         segment = store.open_segment(manifest, checksum)
     except SegmentDamaged as e:
-        return [Damage(id_, 0, str(e), "segment")], [], {0}
+        return [Damage(id_, 0, str(e), "segment")], []
     except StoreUnavailable as e:
-        return [], [Damage(id_, 0, str(e), "segment")], torn
+        return [], [Damage(id_, 0, str(e), "segment")]
     whole = _alone(manifest, checksum)
 
     def note(_: Segment | None, chunk: int, reason: str, proof: bool) -> None:
         (damages if proof else unread).append(Damage(id_, chunk, reason, kind))
-        if proof and kind == "packs":
-            torn.add(chunk)
 
     with store.segment_reader(whole, segment, note) as reader:
         step = max(1, _PIECE_BYTES // layout.stored_bytes)
@@ -144,7 +139,7 @@ def _check(
             found = reader.read_digest()
             if found is None and layout.digest != "none" and not (damages or unread):
                 unread.append(Damage(id_, 0, "digest: not read", kind))
-    return damages, unread, torn
+    return damages, unread
 
 
 def _alone(manifest: Manifest, checksum: str) -> Prefix:
@@ -158,27 +153,28 @@ def _alone(manifest: Manifest, checksum: str) -> Prefix:
     )
 
 
-def _orphans(segments: dict[str, Loaded], unknown: set[str]) -> list[str]:
-    """Segments that continue something that cannot be served up to where they start.
+def _orphans(segments: dict[str, Loaded], fates: dict[str, Fate], unknown: set[str]) -> list[str]:
+    """Segments that continue something that will not be there up to where they start.
 
     Not those whose line leads through something `unknown`.
     """
     found = []
     for id_, loaded in segments.items():
-        if unknown & set(_line(loaded, segments)):
+        line = list(_line(loaded, segments))
+        if unknown & set(line):
             continue
-        parent = segments.get(loaded.manifest.parent or "")
         try:
             lookup.resolve(loaded, loaded.manifest.chunks, segments.get)
         except SegmentDamaged:
             found.append(id_)
             continue
-        while parent is not None:
-            start = loaded.manifest.first_chunk - parent.manifest.first_chunk
-            if start > parent.usable:
+        for parent in line:
+            start = loaded.manifest.first_chunk - segments[parent].manifest.first_chunk
+            after = fates.get(parent)
+            if after is not None and not after.kept and start > after.usable:
                 found.append(id_)
                 break
-            loaded, parent = parent, segments.get(parent.manifest.parent or "")
+            loaded = segments[parent]
     return found
 
 
@@ -197,68 +193,62 @@ def _remake(
     store: ChunkStore,
     report: VerifyReport,
     segments: dict[str, Loaded],
-    torn: dict[str, set[int]],
-) -> None:
-    """Make bad probes and digests anew; notes the segments that are whole again.
-
-    And those that are not, though no pack of theirs is proven to be why: making them anew may work
-    another time. And those of alike tokens that the next ingest makes whole.
-    """
-    for id_ in sorted({d.segment_id for d in report.damages} & segments.keys()):
-        loaded = segments[id_]
-        why = min(torn[id_], default=loaded.manifest.chunks)
+    id_: str,
+    found: list[Damage],
+) -> Fate:
+    """Make a segment's bad probes and digests anew; returns what becomes of it."""
+    if id_ not in segments:
+        return fate(None, found, found, False)
+    manifest, left, tried = segments[id_].manifest, found, None
+    if all(d.kind != "segment" for d in found):
         try:
-            tried = _remade(store, report, loaded)
-        except SegmentDamaged:
-            continue  # it is gone, or cannot even be opened
+            tried = _remade(store, segments[id_], found)
+        except SegmentDamaged as e:
+            gone = Damage(id_, 0, str(e), "segment")
+            report.damages.append(gone)
+            found.append(gone)
         except StoreError:
-            tried = None
-        if tried is not None:
-            segments[id_] = tried
-        if tried is not None and tried.usable == loaded.manifest.chunks:
-            report.remade.append(id_)
-        elif loaded.manifest.layout.alike:
-            left = servable(loaded.manifest, (tried or loaded).usable)
-            if not left and mendable(loaded.manifest, torn[id_]):
-                report.unrepaired.append(id_)
-        elif (why > loaded.usable) if tried is None else not torn[id_]:
-            report.unrepaired.append(id_)
+            pass
+    if tried is not None:
+        segments[id_] = tried
+        left = [d for d in found if d.chunk >= tried.usable]
+    return fate(manifest, found, left, tried is not None)
 
 
-def _remade(store: ChunkStore, report: VerifyReport, loaded: Loaded) -> Loaded | None:
+def _remade(store: ChunkStore, loaded: Loaded, found: list[Damage]) -> Loaded | None:
     """A segment after its bad probes and digests were made anew, or None: nobody here can."""
     manifest, checksum, id_ = loaded.manifest, loaded.checksum, loaded.manifest.segment_id
     if not known(manifest.layout):
         return None  # its packs cannot be read here
-    for damage in report.damages:
-        if damage.segment_id == id_:
-            store.index.quarantine(id_, checksum, damage.chunk, damage.what)
+    for damage in found:
+        store.index.quarantine(id_, checksum, damage.chunk, damage.what)
     store.remake_probes(_alone(manifest, checksum), codec=codec_of(manifest.layout))
-    found = store.index.find(id_)
-    if found is None:
+    after = store.index.find(id_)
+    if after is None:
         raise SegmentDamaged(f"segment {id_}: gone")
-    return found
+    return after
 
 
 def _repair(
-    store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded], damages: list[Damage]
+    store: ChunkStore, report: VerifyReport, segments: dict[str, Loaded], fates: dict[str, Fate]
 ) -> None:
-    """Give up what is of no use because of `damages`, which are those that are left."""
-    first: dict[str, Damage] = {}
-    for damage in sorted(damages, key=lambda d: -d.chunk):
-        first[damage.segment_id] = damage
-    for id_, damage in first.items():
-        served = servable(segments[id_].manifest, damage.chunk) if id_ in segments else 0
-        useless = not served and id_ not in report.unrepaired
-        if useless and store.bounds.remove(id_, f"repair: {damage.what}"):
+    """Give up what is of no use any more, mark what stays bad, lift marks from what is whole."""
+    for id_, after in fates.items():
+        alike = id_ in segments and segments[id_].manifest.layout.alike
+        if not after.why:
+            report.remade.append(id_)
+            continue
+        if after.kept and not (alike and after.served):
+            report.unrepaired.append(id_)
+        if after.removed and store.bounds.remove(id_, f"repair: {after.why}"):
             report.removed.append(id_)
         elif id_ in segments:
-            store.index.quarantine(id_, segments[id_].checksum, damage.chunk, damage.what)
+            store.index.quarantine(id_, segments[id_].checksum, after.usable, after.why)
             report.quarantined.append(id_)
     unread = {d.segment_id for d in report.unread}
     for id_, loaded in segments.items():
         if (
-            id_ not in first
+            (id_ not in fates or not fates[id_].why)
             and id_ not in unread
             and store.index.catalog.quarantined(id_, loaded.checksum)
         ):

@@ -10,7 +10,11 @@ import pytest
 from engine_support import small_engine, tokens
 from pipeline_support import UnsteadyStore
 
-from ckv_jax import Request
+from ckv_jax import Engine, Request
+from ckv_jax.buckets import bucket
+from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.memory.landing import HostBlocks, Landing, landing_for
+from ckv_jax.memory.memory import job_packs
 from ckv_jax.pipeline.read_ahead import READ
 from ckv_jax.trace import Trace
 
@@ -117,3 +121,59 @@ def test_few_packs_of_a_group_are_one_read(tmp_path: Path) -> None:
     reads = [span.args for span in result.trace.spans if span.name == READ]
     assert len(reads) <= 2 * groups  # ahead of the choice, and what that missed
     assert sum(args["packs"] for args in reads) >= 3 * groups
+
+
+def host_blocks(engine: Engine, count: int) -> HostBlocks:
+    """The way in of a device with memory of its own, by so many blocks."""
+    size = count * bucket(job_packs(engine.layout)) * engine.layout.stored_bytes
+    return HostBlocks(engine._worker.memory, engine.layout, size, None)
+
+
+@pytest.mark.parametrize("way", ["host blocks", "in pool"])
+def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path, way: str) -> None:
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as plain:
+        prefix = plain.ingest(tokens(16 * WORK))
+        work = 8 * plain.layout.pack_bytes
+    with small_engine(
+        tmp_path, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=work
+    ) as engine:
+        lease, chunks = engine._worker.leases.open(prefix), np.arange(WORK)
+        landing: Landing = host_blocks(engine, 4)
+        rooms = [1] * 4  # packs
+        if way == "in pool":  # whose host memory is for reads that slots are too few for
+            rooms, size = [WORK], WORK * engine.layout.pack_bytes
+            landing = landing_for(engine._worker.memory, engine.layout, host_bytes=size)
+        for _ in range(5):
+            with engine._worker._packs([lease.source], landing, Trace()) as packs:
+                packs.demand(0, 0, chunks)
+                with pytest.raises(PoolExhausted):
+                    packs.collect(0, 0, chunks)
+        assert all(landing.take(n, demand=True) is not None for n in rooms)
+        assert landing.take(7, demand=True) is None
+        lease.close()
+        assert engine._worker.memory.free_slots == 8
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_group_that_starts_over_takes_no_other_along(tmp_path: Path, waiting: bool) -> None:
+    """What was demanded of both in one read, under way or with no room yet."""
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        prefix = engine.ingest(tokens(16 * 4))
+        lease, chunks = engine._worker.leases.open(prefix), np.arange(4)
+        landing = host_blocks(engine, 1)
+        with engine._worker._packs([lease.source], landing, Trace()) as packs:
+            room = landing.take(1, demand=True) if waiting else None
+            packs.demand(0, np.repeat([0, 1], 4), np.tile(chunks, 2))
+            packs.start_over(0, 0)
+            if room is not None:
+                landing.give_back(room, None)
+            slots = packs.collect(0, 1, chunks)
+            with pytest.raises(ValueError, match="not demanded"):
+                packs.collect(0, 0, chunks)
+            assert packs.demand(0, 0, chunks) == 4
+            first = packs.collect(0, 0, chunks)
+            stored = np.empty((8, *engine.layout.pack_shape), engine.layout.numpy_dtype)
+            ok = lease.source.reader.read_packs(np.repeat([0, 1], 4), np.tile(chunks, 2), stored)
+            found = np.asarray(engine._worker.memory.pool.pages[np.concatenate([first, slots])])
+            assert ok.all() and found.tobytes() == stored.tobytes()
+        lease.close()

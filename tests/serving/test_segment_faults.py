@@ -6,6 +6,7 @@ What a text generated lies in segments of its own, which are read like the prefi
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,8 +95,10 @@ def test_a_text_that_is_given_up_while_its_packs_are_fetched_hurts_nobody(
         monkeypatch.setattr(PrefixReader, "read_packs", slow)
         first = engine.submit(asked(prefix), SamplingParams(max_tokens=400))
         second = engine.submit(asked(other), sampling)
+        deadline = time.monotonic() + 60
         while not first.token_ids:
-            pass
+            assert not first.done() and time.monotonic() < deadline
+            time.sleep(0.001)
         held.append(True)
         assert reading.wait(60)
         first.cancel()

@@ -13,6 +13,7 @@ from segment_support import find, hurt, segment_folder
 from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, inspect_store, verify_store
 from ckv_jax.storage.codec import check_codec, codec_id, decoded, encoded
+from ckv_jax.storage.tools.losses import losses
 
 
 class Halves:
@@ -168,3 +169,26 @@ def test_a_repair_keeps_what_only_its_codec_could_mend(folder: Path) -> None:
         assert find(store, tokens, layout).num_tokens == len(tokens)
         hurt(pack, 0)  # for which no codec is needed
         assert verify_store(store, repair=True).removed == [id_]
+
+
+def test_a_repair_keeps_what_continues_it_too(folder: Path) -> None:
+    """As it was said before, and though nothing of either is served until then."""
+    layout = coded(dataclasses.replace(SMALL, digest="int8"))
+    tokens = some_tokens(128)
+    with ChunkStore.open(folder) as store:
+        parent = write(store, tokens[:64], kv_of(SMALL, tokens[:64]), layout)
+        with store.writer(
+            fingerprint=FINGERPRINT, layout=layout, tokens=tokens[64:], parent=parent, codec=CODEC
+        ) as writer:
+            writer.write(0, kv_of(SMALL, tokens[64:], 64))
+            prefix = writer.commit()
+        digest = next(segment_folder(folder, prefix).glob("digest/c.*"))
+        hurt(digest, 0)
+        (line,) = losses(store, verify_store(store))
+        id_ = prefix.spans[0].segment_id
+        assert line == f"{id_}: be kept and not served, until its text is ingested again"
+        report = verify_store(store, repair=True)
+        assert report.unrepaired == report.quarantined == [id_] and not report.removed
+        hurt(digest, 0)  # as it was
+        assert verify_store(store, repair=True).pardoned == [id_]
+        assert find(store, tokens, layout) == prefix

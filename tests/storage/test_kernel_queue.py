@@ -157,13 +157,22 @@ def test_what_one_store_gives_back_another_takes(
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_copy_of_the_process_starts_without_the_queues_of_the_first(queues: KernelQueues) -> None:
-    queues.close()
-    assert kernel_queue._SPARE
+@pytest.mark.parametrize("use", ["closes", "reads"])
+def test_a_copy_of_the_process_has_no_queues_of_the_first(
+    queues: KernelQueues, file: Path, use: str
+) -> None:
+    KernelQueues().close()
+    assert kernel_queue._SPARE and queues._idle
     pid = os.fork()
     if not pid:
-        os._exit(len(kernel_queue._SPARE))
+        wrong = 1
+        with contextlib.suppress(BaseException):
+            clean = not kernel_queue._SPARE
+            used = queues.close() is None if use == "closes" else queues.works(file)
+            wrong = 0 if clean and used and KernelQueues().works(file) else 2
+        os._exit(wrong)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert queues.works(file)
 
 
 def test_calls_have_the_numbers_of_linux_tables() -> None:

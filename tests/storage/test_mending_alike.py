@@ -12,7 +12,7 @@ from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, verify_store
-from ckv_jax.storage.errors import StoreUnavailable
+from ckv_jax.storage.errors import AssignmentDamaged, StoreUnavailable
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.inspect import inspect_store
@@ -183,6 +183,40 @@ def test_what_cannot_be_told_is_told_of_and_not_written(
         assert mend(store, NEARLY) == 0 and find(store, TOKENS, LAYOUT).num_tokens == 0
         assert mend(store, KV) == 3  # the same keys, the same groups
         assert find(store, TOKENS, LAYOUT) == prefix and verify_store(store).ok
+
+
+@pytest.mark.parametrize("bad", [[], [HERE - 5]], ids=["all packs good", "a bad pack"])
+def test_what_no_checksum_proves_is_told_of(
+    folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture, bad: list[int]
+) -> None:
+    """Of a prefix that ends inside of the segment there is only a part of a row."""
+    before = orders_of(folder, prefix)
+    assignment(folder, prefix, 2)
+    packs(folder, prefix, 2, bad)
+    with ChunkStore.open(folder) as store:
+        part = find(store, TOKENS[:RUN], LAYOUT, marked=True)
+        assert part.num_tokens == RUN
+        with store.reader(part) as reader, caplog.at_level(logging.WARNING):
+            again = reader.order_by(lambda g, start, end: NEARLY[g // 2, 0, start:end, g % 2])
+    np.testing.assert_array_equal(again, before[:, :RUN])
+    assert "it is not known which of 1 heads' tokens" in caplog.text
+
+
+def test_a_segment_that_is_gone_is_told_of_before_an_assignment_that_is_damaged(
+    folder: Path, prefix: Prefix
+) -> None:
+    """Keys that are computed again find the one and not the other."""
+    assignment(folder, prefix, 1)
+    with ChunkStore.open(folder) as store:
+        head = find(store, TOKENS[: len(TOKENS) // 16 * 16], LAYOUT, marked=True)
+        whole = np.concatenate([head.tokens, some_tokens(40, 1)])
+        longer = ingest(store, whole, layout=LAYOUT)
+        assert len(longer.spans) == 2
+        with store.reader(longer) as reader, pytest.raises(AssignmentDamaged):
+            _ = reader.order
+        assert store.bounds.remove(longer.spans[1].segment_id, "test")
+        with store.reader(longer) as reader, pytest.raises(SegmentDamaged, match="gone"):
+            _ = reader.order
 
 
 def orders_of(folder: Path, prefix: Prefix) -> np.ndarray:

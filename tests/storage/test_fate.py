@@ -1,0 +1,195 @@
+"""What a repair would do is what it does, whatever is damaged and whatever continues it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from segment_support import ALIKE, hurt, segment_folder
+
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
+from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
+from ckv_jax.storage.grouping import RUN
+from ckv_jax.storage.segment.segment import Segment
+from ckv_jax.storage.tools.losses import losses
+
+POSITION = dataclasses.replace(SMALL, digest="int8")
+LAYOUTS = {
+    "alike": ALIKE,
+    "position": POSITION,
+    "reordered": dataclasses.replace(POSITION, reordered=True),
+}
+PARENT = RUN + 16 * 24
+"""Tokens: a run and what a second one has."""
+HERE = RUN // 16
+"""The first chunk of the second run."""
+TOKENS = some_tokens(PARENT + 16 * 8)
+
+Hurt = Callable[[Path, Prefix], None]
+
+
+def made(folder: Path, layout: Layout) -> Prefix:
+    """A store of a text of two segments."""
+
+    def order(tokens: int) -> np.ndarray | None:
+        return np.roll(np.arange(tokens), 40) if layout.reordered else None
+
+    with ChunkStore.open(folder) as store:
+        ingest(store, TOKENS[:PARENT], layout=layout, order=order(PARENT))
+        prefix = ingest(store, TOKENS, layout=layout, order=order(len(TOKENS) - PARENT))
+    assert len(prefix.spans) == 2
+    return prefix
+
+
+def manifest(folder: Path, prefix: Prefix) -> None:
+    hurt(segment_folder(folder, prefix) / "manifest.json", 40)
+
+
+def pack(span: int, *chunks: int) -> Hurt:
+    """Packs of the first group."""
+
+    def flip(folder: Path, prefix: Prefix) -> None:
+        path = sorted(segment_folder(folder, prefix, span).glob("packs/c.*"))[0]
+        for chunk in chunks:
+            hurt(path, chunk * prefix.layout.pack_bytes + 3)
+
+    return flip
+
+
+def digest(span: int) -> Hurt:
+    def flip(folder: Path, prefix: Prefix) -> None:
+        hurt(sorted(segment_folder(folder, prefix, span).glob("digest/c.*"))[0], 3)
+
+    return flip
+
+
+def both(*hurts: Hurt) -> Hurt:
+    def flip(folder: Path, prefix: Prefix) -> None:
+        for one in hurts:
+            one(folder, prefix)
+
+    return flip
+
+
+DAMAGES: dict[str, Hurt] = {
+    "parent's manifest": manifest,
+    "parent's first pack": pack(0, 0),
+    "parent's later run": pack(0, HERE + 5),
+    "all of the parent": pack(0, *range(PARENT // 16)),
+    "parent's digest": digest(0),
+    "parent's digest and later run": both(digest(0), pack(0, HERE + 5)),
+    "child's pack": pack(1, 3),
+    "both": both(pack(0, HERE + 5), pack(1, 0)),
+    "parent's manifest, child's pack": both(manifest, pack(1, 3)),
+}
+
+
+def outcome(folder: Path, prefix: Prefix) -> tuple[dict[str, str], dict[str, str]]:
+    """Of each segment what a repair would do, and what it does."""
+    ids = {"parent": prefix.spans[0].segment_id, "child": prefix.spans[1].segment_id}
+    with ChunkStore.open(folder) as store:
+        lines = dict(line.split(": ", 1) for line in losses(store, verify_store(store)))
+        told = {name: lines.get(id_, "") for name, id_ in ids.items()}
+        report = verify_store(store, repair=True)
+        done = {}
+        for name, id_ in ids.items():
+            found = store.index.find(id_)
+            if found is None:
+                assert id_ in report.removed and not segment_there(folder, id_)
+                done[name] = "be removed"
+            elif id_ in report.remade:
+                done[name] = "be made whole: what is damaged follows from its packs"
+            elif id_ not in report.quarantined:
+                assert found.usable == found.manifest.chunks
+                done[name] = ""
+            elif id_ in report.unrepaired:
+                done[name] = "be kept and not served, until its text is ingested again"
+            else:
+                whole, size = found.manifest.chunks, found.manifest.layout.chunk_tokens
+                tokens = found.manifest.layout.cut(found.usable * size, len(found.manifest.tokens))
+                done[name] = f"be limited to its first {tokens // size} of {whole} chunks"
+    return told, done
+
+
+def segment_there(folder: Path, id_: str) -> bool:
+    return (folder / "segments" / id_[:2] / id_).exists()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Prefix]]:
+    root = tmp_path_factory.mktemp("stores")
+    return {name: (root / name, made(root / name, LAYOUTS[name])) for name in LAYOUTS}
+
+
+@pytest.fixture(params=LAYOUTS)
+def text(
+    request: pytest.FixtureRequest, stores: dict[str, tuple[Path, Prefix]], folder: Path
+) -> Prefix:
+    """A text of two segments, stored in `folder`."""
+    whole, prefix = stores[request.param]
+    shutil.copytree(whole, folder)
+    return prefix
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_would_be_done_is_done(folder: Path, text: Prefix, damage: str) -> None:
+    DAMAGES[damage](folder, text)
+    told, done = outcome(folder, text)
+    assert told == done and any(done.values())
+    if damage.startswith(("parent's manifest", "all")):
+        assert set(done.values()) == {"be removed"}
+    if damage == "parent's digest":
+        assert "be made whole" in done["parent"] and not done["child"]
+    if damage == "parent's later run":
+        by_layout = {
+            (True, False): f"be limited to its first {HERE} of {PARENT // 16} chunks",
+            (False, False): f"be limited to its first {HERE + 5} of {PARENT // 16} chunks",
+            (False, True): "be removed",
+        }
+        assert done["parent"] == by_layout[text.layout.alike, text.layout.reordered]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["parent", "child"])
+def test_what_cannot_be_opened_is_removed_as_was_said(
+    folder: Path, text: Prefix, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is away while it is opened, as if somebody removed it between."""
+    path = segment_folder(folder, text, which) / "manifest.json"
+    away, real = folder.parent / "away", ChunkStore.open_segment
+
+    def gone(store: ChunkStore, found: object, checksum: str) -> Segment:
+        mine = found.segment_id == text.spans[which].segment_id  # type: ignore[attr-defined]
+        if mine:
+            path.rename(away)
+        try:
+            return real(store, found, checksum)  # type: ignore[arg-type]
+        finally:
+            if mine:
+                away.rename(path)
+
+    monkeypatch.setattr(ChunkStore, "open_segment", gone)
+    told, done = outcome(folder, text)
+    assert told == done and done["child"] == "be removed"
+    assert done["parent"] == ("" if which else "be removed")
+
+
+@pytest.mark.parametrize("chunk", [0, HERE + 5])
+def test_what_continues_alike_tokens_waits_for_the_next_ingest(
+    folder: Path, stores: dict[str, tuple[Path, Prefix]], chunk: int
+) -> None:
+    """Whether some of the parent can be served or not: an ingest of its text makes both whole."""
+    whole, prefix = stores["alike"]
+    shutil.copytree(whole, folder)
+    pack(0, chunk)(folder, prefix)
+    with ChunkStore.open(folder) as store:
+        assert not verify_store(store, repair=True).removed
+        find = {"fingerprint": FINGERPRINT, "layout": ALIKE}
+        marked = store.longest_prefix(TOKENS, marked=True, **find)  # type: ignore[arg-type]
+        kv = kv_of(ALIKE, TOKENS[:PARENT])
+        assert store.replace_packs(marked, 0, kv) == 1
+        assert store.longest_prefix(TOKENS, **find) == prefix  # type: ignore[arg-type]
+        assert verify_store(store).ok
