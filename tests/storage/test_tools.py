@@ -30,6 +30,7 @@ from ckv_jax.storage.digest import pq
 from ckv_jax.storage.digest.data import quantise, turn
 from ckv_jax.storage.layout import PQ_CODES, PQ_DIM
 from ckv_jax.storage.segment.manifest import Manifest
+from ckv_jax.storage.tools.fate import foretold
 from ckv_jax.storage.tools.verify import Damage, VerifyReport, _check, ranges
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}
@@ -83,9 +84,9 @@ def test_of_a_segment_that_went_away_nothing_can_be_served(store: ChunkStore, fo
     ((id_, manifest, checksum, _),) = store.index.manifests([prefix.spans[0].segment_id])
     assert isinstance(manifest, Manifest)
     shutil.rmtree(segment_folder(folder, prefix))
-    damages, unread, torn = _check(store, manifest, checksum, VerifyReport())
+    damages, unread = _check(store, manifest, checksum, VerifyReport())
     assert [(d.segment_id, d.chunk) for d in damages] == [(id_, 0)]
-    assert not unread and torn == {0}
+    assert not unread and foretold(manifest, damages).removed
 
 
 def test_damages_are_told_in_runs_of_neighbours() -> None:
