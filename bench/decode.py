@@ -40,7 +40,7 @@ from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
 from bench.decode_claims import claims, show
 from bench.disk import Disk
 from bench.figures import save
-from bench.kept import Kept
+from bench.kept import Kept, disk_of
 from ckv_jax.selection.select import Ahead
 
 QUICK = Setting(
@@ -78,7 +78,7 @@ def main() -> None:
         p.add_argument(option, type=int)
     setting = setting_of(args := p.parse_args())
     rows: list[Json] = []
-    kept = Kept(args.json, setting.to_json())
+    kept = Kept(args.json, setting.to_json() | {"disk": disk_of(args.folder)})
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
         bench = Bench(setting, Path(folder))
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
@@ -91,7 +91,8 @@ def main() -> None:
         print("left out: " + ", ".join(f"{name} {value}" for name, value in one.items()))
     found = claims(rows)
     print(show(found))
-    result = finish(args, setting, {"rows": rows, "left_out": bench.left_out, "claims": found})
+    body = {"rows": rows, "left_out": bench.left_out, "claims": found}
+    result = finish(args, setting, kept.said() | body)
     save("decode", result, args.plot)
     kept.forget()
 

@@ -25,7 +25,7 @@ from bench.common import Json, budget_share, finish, result_file, table
 from bench.decode_cache import Setting, sequences_of
 from bench.figures import save
 from bench.heads import HEADED, headed_system
-from bench.kept import Kept
+from bench.kept import Kept, checkpoint_fingerprint
 from bench.selection_study import half_widths, interval
 from bench.tasks.suffixes import Told
 from ckv_jax.config import EngineConfig, SystemConfig
@@ -179,6 +179,7 @@ def main() -> None:
         if system.decode is not None and system.heads_apart and system.digest == "means":
             systems[name] = replace(system, digest="means+values", estimate=args.estimate)
     about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
+    about["model"] = checkpoint_fingerprint(folder)
     kept = Kept(args.json, about)
     with tempfile.TemporaryDirectory() as store:
         config = EngineConfig(system=systems[args.systems[0]])
@@ -197,7 +198,7 @@ def main() -> None:
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", found, args.plot)
-    finish(args, None, found)
+    finish(args, None, kept.said() | found)
     kept.forget()
 
 

@@ -42,7 +42,7 @@ from bench.common import (
 from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
-from bench.kept import Kept
+from bench.kept import Kept, disk_of
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
 from ckv_jax.config import PolicyName, SystemConfig
@@ -183,8 +183,10 @@ def main() -> None:
         p.error("--sweep-traffic is of structured weights, and draws nothing")
     setting = setting_of(args)
     if args.sweep_traffic:
-        kept = Kept(args.json, setting.to_json() | {"warm_prefixes": args.warm_prefixes})
-        finish(args, setting, {"traffic": swept(setting, args, kept)})
+        about = {name: getattr(args, name) for name in ("quick", "warm_prefixes", "warm_tokens")}
+        kept = Kept(args.json, setting.to_json() | about | {"disk": disk_of(args.folder)})
+        points = swept(setting, args, kept)
+        finish(args, setting, kept.said() | {"traffic": points})
         kept.forget()
         return
     body = measured_with(setting, args, ablate=not args.no_ablation)

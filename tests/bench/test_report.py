@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kept import same_code
+from bench.kept import SAME, Kept, same_code
 from bench.report import SCRIPTS, Script, hours, kept, main, page, run_all
 from bench.ttft import speedups
 
@@ -118,14 +118,30 @@ def test_code_is_compared_without_documents_and_results(
     git("add", ".")
     git("commit", "-qm", "code")
     commit = git("rev-parse", "--short", "HEAD")
+    monkeypatch.setattr("bench.kept.machine", lambda: dict.fromkeys(SAME, 1) | {"commit": commit})
     monkeypatch.setattr("bench.kept.__file__", str(tmp_path / "bench" / "kept.py"))
     (tmp_path / "bench" / "results" / "x.json").write_text("{}")
     (tmp_path / "README.md").write_text("words")
     git("add", ".")
     git("commit", "-qm", "results and words")
     assert same_code(commit) and not same_code("unknown") and not same_code("0123456")
+    result = tmp_path / "bench" / "results" / "new.json"
+    Kept(result, {}).part("a", dict)
+    assert "a" in Kept(result, {}) and Kept(result, {}).said() == {"resumed": 1}
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "picture.svg").write_text("<svg/>")
+    assert same_code(commit)
+    new = tmp_path / "bench" / "new.py"
+    new.write_text("0")  # imported by nobody can tell whom
+    assert not same_code(commit)
+    new.unlink()
     (tmp_path / "bench" / "report.py").write_text("2")
     assert not same_code(commit)
+    dirty = Kept(result, {})
+    dirty.part("b", dict)
+    (tmp_path / "bench" / "report.py").write_text("1")
+    assert "b" not in Kept(result, {})  # what was not committed made it
+    assert "a" in Kept(result, {})
 
 
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:
