@@ -202,6 +202,9 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     ran = _record(folder / f"{script.stem}.run.json")
     if ran is None or ran["status"] or not path.is_file():
         return False
+    made_of = folder / f"{script.after}.json"
+    if script.after and made_of.is_file() and made_of.stat().st_mtime > path.stat().st_mtime:
+        return False
     found = json.loads(path.read_text(encoding="utf-8"))
     asked = " ".join(["python", *script.command(folder, quick=quick)])
     said = found.get("machine") or {}
@@ -328,11 +331,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_again(args.out)
     else:
         chosen = [script for script in SCRIPTS if not args.only or script.stem in args.only]
-        left = [
-            script
-            for script in chosen
-            if not (args.resume and is_done(script, args.out, quick=args.quick))
-        ]
+        left: list[Script] = []
+        for script in chosen:
+            anew = script.after in {one.stem for one in left}
+            if not args.resume or anew or not is_done(script, args.out, quick=args.quick):
+                left.append(script)
         print(
             f"{len(left)} of {len(chosen)} benchmarks to run, about "
             f"{hours(left, args.out, quick=args.quick):.1f} hours: "

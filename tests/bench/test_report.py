@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -100,6 +101,28 @@ def test_what_has_a_result_of_this_code_is_left_out(
     assert f"3 of 4 benchmarks to run, about {expected:.1f} hours" in capsys.readouterr().out
     main(["--out", str(tmp_path), "--only", same.stem])
     assert ran[-1] == same.stem  # asked for without --resume
+
+
+def test_what_is_made_of_a_newer_result_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_stem = {script.stem: script for script in SCRIPTS}
+    base, made = by_stem["ttft"], by_stem["breakdown"]
+    monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
+    ran: list[str] = []
+    monkeypatch.setattr("bench.report.run", lambda script, *_, **__: ran.append(script.stem))
+
+    def resumed(commit: str, later: int) -> list[str]:
+        ran.clear()
+        for script, at in ((base, 1000 + later), (made, 1000)):
+            finished(tmp_path, script, commit=commit if script is base else "abc1234")
+            os.utime(tmp_path / f"{script.stem}.json", (at, at))
+        main(["--out", str(tmp_path), "--resume", "--only", base.stem, made.stem])
+        return list(ran)
+
+    assert resumed("abc1234", -1) == []
+    assert resumed("abc1234", 1) == ["breakdown"]
+    assert resumed("0000000", -1) == ["ttft", "breakdown"]
 
 
 def test_code_is_compared_without_documents_and_results(
