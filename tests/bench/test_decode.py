@@ -41,17 +41,22 @@ def rows_of(setting: Setting, folder: Path) -> tuple[Bench, list[dict[str, Any]]
 
 @pytest.mark.slow
 def test_rows_add_up(tmp_path: Path) -> None:
-    setting = dataclasses.replace(SMALL, systems=("quest", "ckv", "flexgen"), sequences=(2,))
+    # Buffers grow from 64 to 128 tokens midway.
+    setting = dataclasses.replace(
+        SMALL, systems=("quest", "ckv", "flexgen"), sequences=(2,), warm=50, tokens=20,
+        row_seconds=1000,
+    )  # fmt: skip
     _, found = rows_of(setting, tmp_path)
     assert [row["sequences"] for row in found] == [2] * 3
     rows = {row["system"]: row for row in found}
     for row in rows.values():
         assert set(COLUMNS) <= row.keys()
         assert row["tokens_s"] > 0 < row["budget_mb"]
+        assert row["compiled"] == 0
     quest, ours = rows["quest"], rows["ckv"]
     assert quest["device_hits"] == 0 < ours["device_hits"] < 1
     for row in (quest, ours):
-        assert 0 < row["exposed_share"] < 1 <= row["ratio_to_floor"]
+        assert 0 < row["exposed_share"] < 1 <= row["ratio_to_busy"]
     assert rows["flexgen"]["budget"] == 1.0 and rows["flexgen"]["window"] is None
     assert not list(tmp_path.glob("ckv-decode-*"))
 
