@@ -90,7 +90,7 @@ def main() -> None:
     print(table(cells(rows), COLUMNS))
     for one in bench.left_out:
         print("left out: " + ", ".join(f"{name} {value}" for name, value in one.items()))
-    found = claims(rows)
+    found = claims(rows, setting.to_json())
     print(show(found))
     body = {"rows": rows, "left_out": bench.left_out, "claims": found}
     result = finish(args, setting, kept.said() | body)
