@@ -21,10 +21,12 @@ the store for a token of one sequence. `exposed_share` is the share of a token's
 for choices and packs. `ratio_to_busy` is the time of a token over the larger of two: all the rest
 of that time (layers, head and Python, so that it is no floor of computing), and, from SSD, the
 bytes read over what fio reads at a pack's size. `compiled` counts programs that were compiled
-while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`: packs that reads ahead had when they were chosen, and
-that they brought for nothing, over all packs read. `peak_mb` is the most that the process held,
-`budget_mb` weights, pools and digests. `claims` is what was to be shown of such rows, and whether
-it was (`bench.decode_claims`). `--windows` and `--budgets` take several values: the ablation.
+while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`: packs that
+reads ahead had when they were chosen, and that they brought for nothing, over all packs read.
+`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `claims` is
+what was to be shown of such rows, and whether it was (`bench.decode_claims`); of the time over the
+larger floor nothing is said, since no floor of computing alone is measured. `--windows` and
+`--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
 """
 

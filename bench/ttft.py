@@ -230,8 +230,7 @@ def measured_with(setting: Setting, args: argparse.Namespace, *, ablate: bool) -
         "speedup": speedups(rows),
         "speedup_warm": speedups(rows, "warm"),
         "fio_gb_per_s": bandwidth,
-        "prefill_s": prefill,
-    }
+    } | ({"prefill_s": prefill} if prefill else {})  # none where prefixes were kept
 
 
 if __name__ == "__main__":

