@@ -182,6 +182,7 @@ def environment(script: Script) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name != BESIDE}
     if script.compiles:
         found.pop("JAX_COMPILATION_CACHE_DIR", None)
+        found["CKV_COMPILATION_CACHE"] = "off"
     beside = {} if script.timed else {BESIDE: "1"}
     return found | kept(compiles=script.compiles) | beside
 

@@ -204,6 +204,7 @@ def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_
     for script in SCRIPTS:
         env = environment(script)
         assert ("JAX_COMPILATION_CACHE_DIR" in env) == (script.stem not in measuring)
+        assert (env.get("CKV_COMPILATION_CACHE") == "off") == (script.stem in measuring)
         monkeypatch.setenv(BESIDE, env.get(BESIDE, ""))
         assert stamped({}).get("beside", False) == (not script.timed)
 
