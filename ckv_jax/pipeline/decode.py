@@ -78,7 +78,7 @@ class Decoder:
         self._tables.clear()
         suffix = kv[0][0][0].shape[1]
         need = max(max(row.length + 1, suffix) for _, row in joining)
-        whole = batch_bucket(max(place for place, _ in joining) + 1)
+        whole = batch_bucket(len(joining))
         if not self.live and whole == kv[0][0][0].shape[0]:
             self._buffers = [self._kv_rows.resize(step, rows_bucket(need)) for step in kv]
             self.rows = [None] * whole
@@ -90,6 +90,9 @@ class Decoder:
         for place, (source, row) in zip(places, joining, strict=True):
             self.rows[place] = row
             one = self._alone(kv, source, row.length)
+            if not self._buffers and len(self.rows) == 1:
+                self._buffers = one
+                continue
             if not self._buffers:
                 which = np.zeros(len(self.rows), np.int32)
                 self._buffers = [self._kv_rows.take(step, which) for step in one]
