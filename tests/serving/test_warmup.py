@@ -39,9 +39,9 @@ def test_texts_that_come_and_go_compile_nothing(tmp_path: Path) -> None:
     once, and buffers that grow more than once."""
     with tiny_engine(tmp_path, system="ckv", max_batch=3, nothing_compiled=True) as engine:
         prefix = engine.ingest(tokens(200))
-        engine.warmup(prefix, max_batch=3, max_suffix=4, budgets=[1.0], max_tokens=140)
+        engine.warmup(prefix, max_batch=3, max_suffix=4, budgets=[0.25], max_tokens=140)
         warm = compilations()
-        asked = Request(prefix=prefix, suffix=[1, 2, 3], budget=1.0)
+        asked = Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)
         for lengths in ((1, 3), (3, 3, 140), (1, 1, 3), (140, 3)):
             for text in engine.generate(
                 [asked] * len(lengths), [SamplingParams(max_tokens=n) for n in lengths]
