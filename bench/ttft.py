@@ -26,8 +26,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from bench.common import (
     OURS,
@@ -45,6 +47,7 @@ from bench.floor import compute_floor_ms
 from bench.kept import Kept, disk_of
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
+from ckv_jax import compilation_cache
 from ckv_jax.config import PolicyName, SystemConfig
 from ckv_jax.systems import system_named
 
@@ -185,7 +188,9 @@ def main() -> None:
     if args.sweep_traffic:
         about = {name: getattr(args, name) for name in ("quick", "warm_prefixes", "warm_tokens")}
         kept = Kept(args.json, setting.to_json() | about | {"disk": disk_of(args.folder)})
-        points = swept(setting, args, kept)
+        with tempfile.TemporaryDirectory(prefix="ckv-bench-") as programs:
+            compilation_cache.enable(Path(programs))  # points differ in weights alone
+            points = swept(setting, args, kept)
         finish(args, setting, kept.said() | {"traffic": points})
         kept.forget()
         return
