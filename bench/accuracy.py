@@ -34,7 +34,7 @@ from bench.common import budget_share, existing_path, finish, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
 from bench.heads import HEADED, headed_system
-from bench.kept import Kept
+from bench.kept import Kept, checkpoint_fingerprint
 from bench.oracle import Answers, Oracle, Rule
 from bench.selection_study import (
     coverage,
@@ -347,8 +347,15 @@ def of_ledgers(
         "half_width": half_widths(sum(len(page.answers) for page in pages)),
         "digests": digest_sizes(),
     }
-    about = report | {"systems": [str(s) for s in systems.values()], "budgets": budgets}
-    kept = Kept(args.json, about)
+    named = {} if args.skip_study else quick_rules() if args.quick else rules()
+    kept = Kept(
+        args.json,
+        report
+        | {"systems": [str(s) for s in systems.values()], "budgets": budgets}
+        | {"rules": [f"{name}: {rule}" for name, rule in named.items()]}
+        | {"model": checkpoint_fingerprint(folder)},
+    )
+    report |= kept.said()
     model = load_pretrained(folder, dtype="float32")
     recall = Recall(model, pages[0])
     with tempfile.TemporaryDirectory() as store:
@@ -360,7 +367,7 @@ def of_ledgers(
         row for budget in (0.05, 0.25) for row in coverage(model, pages[:2], budget=budget)
     ]
     if not args.skip_study:
-        studied, named = pages[:STUDIED], quick_rules() if args.quick else rules()
+        studied = pages[:STUDIED]
         report["study_questions"] = sum(len(page.answers) for page in studied)
         made = kept.part("study", lambda: {"rows": study(model, named, studied)})
         report["study"] = made["rows"]
@@ -370,8 +377,8 @@ def of_ledgers(
         save("accuracy_coverage", report, beside)
     if args.traces:
         two = {name: systems.get(name, SYSTEMS[name]) for name in ("contiguous-kv", "ckv")}
-        named = {name: rule_of(system, 0.05) for name, system in two.items()}
-        traces(model, named, pages, args.traces)
+        chosen = {name: rule_of(system, 0.05) for name, system in two.items()}
+        traces(model, chosen, pages, args.traces)
     return report
 
 

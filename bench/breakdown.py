@@ -4,7 +4,8 @@
 
 Stages as the engine thread sees them: waiting for probe keys, selecting (and syncing), waiting for
 critical KV, waiting for compute, and the rest (staging, bookkeeping, dispatch). They add up to the
-time to first token. Cold requests, systems by turns; `--rows FILE` takes those of a `bench.ttft`.
+time to first token. Cold requests, systems by turns; `--rows FILE` takes those of a `bench.ttft`
+that was made here by this code.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from bench.common import Json, Setting, existing_path, finish, parser, setting_of, table
+from bench.common import Json, Setting, finish, parser, setting_of, table
 from bench.figures import save
-from bench.turns import cold_rows
+from bench.turns import cold_rows, rows_option
 from ckv_jax.trace import STAGES
 
 SYSTEMS_SHOWN = ("impress", "contiguous-kv", "ckv")
@@ -46,13 +47,13 @@ def rows_of(measured: Sequence[Json]) -> list[Json]:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--rows", type=existing_path, metavar="FILE", help="a result of bench.ttft")
+    rows_option(p)
     args = p.parse_args()
     setting = setting_of(args)
     setting = dataclasses.replace(
         setting, systems=tuple(name for name in setting.systems if name != "recompute")
     )
-    measured, about = cold_rows(setting, args.rows)
+    measured, about = cold_rows(setting, args)
     rows = rows_of(measured)
     header = ["system", "budget", "TTFT ms", *PARTS]
     cells = [

@@ -38,6 +38,9 @@ SHAPES: dict[str, ModelConfig] = {
 
 Json = dict[str, Any]
 
+BESIDE = "CKV_BENCH_BESIDE"
+"""Environment variable that is set where another benchmark runs on the same machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -237,9 +240,14 @@ class Described(Protocol):
 
 
 def stamped(body: Json) -> Json:
-    """A result after the command that made it and the machine, versions and commit it is of."""
+    """A result after the command that made it and the machine, versions and commit it is of.
+
+    `beside`: another benchmark ran meanwhile, so that its seconds are not those of a machine that
+    one has for oneself.
+    """
     command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
-    return {"command": command, "machine": machine(), **body}
+    beside = {"beside": True} if os.environ.get(BESIDE) else {}
+    return {"command": command, "machine": machine(), **beside, **body}
 
 
 def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> Json:

@@ -14,16 +14,19 @@ of `IN_MEMORY` 8 from memory; `--sequences` and `--places` say it for all. What 
 machine's memory or disk is left out, and `left_out` says why. Systems of one layout share a store,
 without what the one before learned of its packs.
 
-A row's tokens take about `row_seconds`: where 16 tokens and 64 more would take longer, it has fewer
+A row's tokens take about `row_seconds`: where 16 tokens and 40 more would take longer, it has fewer
 (`warm_tokens`, `measured_tokens`). The first are reported apart (`warm_tokens_s`). `device_hits`
 and `host_hits` are shares of the packs that tokens chose; `bytes_per_token` is what was read from
 the store for a token of one sequence. `exposed_share` is the share of a token's time spent waiting
-for choices and packs. `ratio_to_floor` is the time of a token over the larger of two floors: all
-the rest of that time (layers and head), and, from SSD, the bytes read over what fio reads at a
-pack's size. `ahead_share` and `unused_share`: packs that reads ahead had when they were chosen, and
-that they brought for nothing, over all packs read. `peak_mb` is the most that the process held,
-`budget_mb` weights, pools and digests. `claims` is what was to be shown of such rows, and whether
-it was (`bench.decode_claims`). `--windows` and `--budgets` take several values: the ablation.
+for choices and packs. `ratio_to_busy` is the time of a token over the larger of two: all the rest
+of that time (layers, head and Python, so that it is no floor of computing), and, from SSD, the
+bytes read over what fio reads at a pack's size. `compiled` counts programs that were compiled
+while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`: packs that
+reads ahead had when they were chosen, and that they brought for nothing, over all packs read.
+`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `claims` is
+what was to be shown of such rows, and whether it was (`bench.decode_claims`); of the time over the
+larger floor nothing is said, since no floor of computing alone is measured. `--windows` and
+`--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
 """
 
@@ -40,7 +43,7 @@ from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
 from bench.decode_claims import claims, show
 from bench.disk import Disk
 from bench.figures import save
-from bench.kept import Kept
+from bench.kept import Kept, disk_of
 from ckv_jax.selection.select import Ahead
 
 QUICK = Setting(
@@ -50,7 +53,7 @@ QUICK = Setting(
 FULL = Setting()
 COLUMNS = (
     "system", "place", "sequences", "tokens", "budget", "window", "tokens_s", "device_hits",
-    "host_hits", "bytes_per_token", "exposed_share", "ratio_to_floor",
+    "host_hits", "bytes_per_token", "exposed_share", "ratio_to_busy", "compiled",
 )  # fmt: skip
 
 
@@ -78,7 +81,7 @@ def main() -> None:
         p.add_argument(option, type=int)
     setting = setting_of(args := p.parse_args())
     rows: list[Json] = []
-    kept = Kept(args.json, setting.to_json())
+    kept = Kept(args.json, setting.to_json() | {"disk": disk_of(args.folder)})
     with tempfile.TemporaryDirectory(prefix="ckv-bench-", dir=args.folder) as folder:
         bench = Bench(setting, Path(folder))
         with Disk(Path(folder), file_bytes=256 << 20) as disk:
@@ -89,9 +92,10 @@ def main() -> None:
     print(table(cells(rows), COLUMNS))
     for one in bench.left_out:
         print("left out: " + ", ".join(f"{name} {value}" for name, value in one.items()))
-    found = claims(rows)
+    found = claims(rows, setting.to_json())
     print(show(found))
-    result = finish(args, setting, {"rows": rows, "left_out": bench.left_out, "claims": found})
+    body = {"rows": rows, "left_out": bench.left_out, "claims": found}
+    result = finish(args, setting, kept.said() | body)
     save("decode", result, args.plot)
     kept.forget()
 

@@ -57,8 +57,9 @@ class Setting:
     rising: tuple[int, ...] = (1, 2, 4, 16)
     """Numbers of sequences that `RISING` decode from SSD as well."""
     budgets: tuple[float, ...] = (1 / 64,)
-    tokens: int = 64
-    """Measured, after `warm`; fewer where both would take longer than `row_seconds`."""
+    tokens: int = 40
+    """Measured, after `warm`; fewer where both would take longer than `row_seconds`. With so many
+    a text's question and tokens fit the smallest buffers, which grow for nobody meanwhile."""
     warm: int = 16
     row_seconds: float = 30.0
     stay: float = 0.9

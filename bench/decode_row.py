@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from bench.common import Json
+from bench.measure import Compilations
 from bench.memory import status_mb
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.pipeline.kv_rows import rows_bucket
 
 QUESTION = 8
 """Tokens of a text that are re-prefilled; those after them are decoded."""
@@ -78,9 +81,26 @@ def timed(
 
 
 def warmed(engine: Engine, requests: Sequence[Request], texts: Sequence[np.ndarray]) -> float:
-    """Compiles and loads what decode needs; seconds that a token of all texts takes then."""
+    """Compiles and loads what a few tokens need; seconds that one of all texts takes then."""
+    asked = requests[0]
+    engine.warmup(asked.prefix, max_suffix=QUESTION, budgets=[asked.budget])  # reads of every size
     clock, _ = timed(engine, requests, texts, warm=1, tokens=1)
     return clock.late_s
+
+
+def warmed_up_to(
+    engine: Engine, requests: Sequence[Request], texts: Sequence[np.ndarray], total: int
+) -> None:
+    """Compiles what so many tokens need: at each size that buffers grow to meanwhile, questions
+    that fill the size before but for one token."""
+    size = rows_bucket(QUESTION + 1)
+    while size < QUESTION + total:
+        longer = [
+            dataclasses.replace(request, suffix=text[: size - 1].tolist())
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        timed(engine, longer, [text[size - 1 - QUESTION :] for text in texts], warm=1, tokens=1)
+        size *= 2
 
 
 def measured(
@@ -94,7 +114,9 @@ def measured(
 ) -> Json:
     """The measured part of a row; `bandwidth`: bytes a second that reads can have at best, None
     where the store lies in memory."""
-    clock, found = timed(engine, requests, texts, warm, tokens)
+    warmed_up_to(engine, requests, texts, 1 + warm + tokens)
+    with Compilations() as compilations:
+        clock, found = timed(engine, requests, texts, warm, tokens)
     late = slice(warm, None)
     spent, reads = clock.late_s, clock.late_reads
     told = [text.trace.tokens[late] for text in found]
@@ -102,7 +124,7 @@ def measured(
     packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in chose)
     waited = sum(t.select_ms + t.fetch_ms for t in told[0]) / 1e3
     size = reads * engine.layout.pack_bytes
-    floor = max(spent - waited, size / bandwidth if bandwidth else 0.0)
+    busy = max(spent - waited, size / bandwidth if bandwidth else 0.0)
     count = len(requests)
     return {
         "warm_tokens": warm,
@@ -119,7 +141,8 @@ def measured(
         "select_ms": sum(t.select_ms for t in told[0]) / tokens,
         "fetch_ms": sum(t.fetch_ms for t in told[0]) / tokens,
         "exposed_share": waited / spent if chose else None,
-        "ratio_to_floor": spent / floor if chose else None,
+        "ratio_to_busy": spent / busy if chose else None,
+        "compiled": compilations.count,
     }
 
 

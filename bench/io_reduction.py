@@ -4,7 +4,8 @@
 
 Counted are the keys and values that requests demanded, in whole tokens (all layers, keys and
 values); `with_probe` adds the keys read to choose them, `with_unused` what was read ahead and then
-not used. `--rows FILE` takes the cold rows of a `bench.ttft`.
+not used. `--rows FILE` takes the cold rows of a `bench.ttft` that was made here by this
+code.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from bench.common import OURS, Json, Setting, existing_path, finish, parser, setting_of, table
+from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
 from bench.figures import save
-from bench.turns import cold_rows
+from bench.turns import cold_rows, rows_option
 
 QUICK = Setting(prefixes=1, repeats=4, systems=("impress", *OURS))
 FULL = Setting(prefixes=2, repeats=16, systems=("impress", *OURS), budgets=(0.05, 0.10, 0.25, 0.50))
@@ -50,12 +51,12 @@ def rows_of(measured: Sequence[Json]) -> list[Json]:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--rows", type=existing_path, metavar="FILE", help="a result of bench.ttft")
+    rows_option(p)
     args = p.parse_args()
     setting = setting_of(args)
     if "impress" not in setting.systems:
         setting = dataclasses.replace(setting, systems=("impress", *setting.systems))
-    measured, about = cold_rows(setting, args.rows)
+    measured, about = cold_rows(setting, args)
     rows = rows_of(measured)
     cells = []
     for row in rows:

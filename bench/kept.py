@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from bench.common import Json, machine
+from ckv_jax.identity import model_fingerprint
+from ckv_jax.model.config import ModelConfig
 
-__all__ = ["Kept", "same_code"]
+__all__ = ["SAME", "Kept", "checkpoint_fingerprint", "disk_of", "same_code"]
 
-_SAME = ("cpu", "cores", "memory_gib", "device", "python", "packages")
+SAME = ("cpu", "cores", "memory_gib", "device", "python", "packages")
+"""What of a machine has to be the same for figures to be of one."""
 
 
 class Kept:
     """Parts by name, in a file beside the result that they become part of.
 
     Parts count that were made by this code (but for documents and results), on this machine, with
-    these arguments; others are forgotten.
+    these arguments; others are forgotten. Of code that is not committed none are written, since
+    nothing would tell which code that was; nor while files lie in the repository that git does not
+    know, but for documents and results.
     """
 
     def __init__(self, result: Path | None, about: Json) -> None:
         """`result`: the file that `--json` names; None: nothing is kept. `about`: plain JSON values
         that parts depend on."""
-        self._path = None if result is None else result.with_suffix(".parts.json")
         found = machine()
+        self._path = None
+        self.resumed = 0
+        """Parts that an earlier run made."""
+        if result is not None and same_code(found["commit"]):
+            self._path = result.with_suffix(".parts.json")
         self._head: Json = {"about": json.loads(json.dumps(about)), "commit": found["commit"]}
-        self._head["machine"] = {name: found[name] for name in _SAME}
+        self._head["machine"] = {name: found[name] for name in SAME}
         self._parts: dict[str, Json] = {}
         if self._path is not None and self._path.is_file():
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             same = all(kept[name] == self._head[name] for name in ("about", "machine"))
             if same and same_code(kept["commit"]):
                 self._parts = kept["parts"]
+                self.resumed = len(self._parts)
                 print(f"goes on after {len(self._parts)} parts that {self._path} has", flush=True)
 
     def __contains__(self, name: str) -> bool:
@@ -50,6 +62,11 @@ class Kept:
                 new.replace(self._path)
         return self._parts[name]
 
+    def said(self) -> Json:
+        """For the result: how many of its parts an earlier run made; nothing where all of it is of
+        one."""
+        return {"resumed": self.resumed} if self.resumed else {}
+
     def forget(self) -> None:
         """When the result is written, its parts are in it."""
         if self._path is not None:
@@ -57,12 +74,31 @@ class Kept:
 
 
 def same_code(commit: str) -> bool:
-    """Whether what lies here differs from that commit in documents and results alone."""
-    words = ["git", "diff", "--quiet", commit, "--", ".", ":!*.md", ":!bench/results"]
+    """Whether what lies here differs from that commit in documents and results alone, files that
+    git does not know (and is not told to ignore) included."""
+    where = [".", ":!*.md", ":!docs", ":!bench/results"]
+    changed = _git("diff", "--quiet", commit, "--", *where)
+    unknown = _git("ls-files", "--others", "--exclude-standard", "--", *where)
+    return changed == unknown == ""
+
+
+def _git(*words: str) -> str | None:
+    """What git says; None where it fails."""
     try:
         done = subprocess.run(
-            words, cwd=Path(__file__).parents[1], capture_output=True, timeout=60, check=False
-        )
-    except OSError:
-        return False
-    return done.returncode == 0
+            ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout
+
+
+def disk_of(folder: Path | None) -> int:
+    """The number of the device that a folder lies on; None: of temporary folders."""
+    return os.stat(folder or tempfile.gettempdir()).st_dev
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """Of a checkpoint's weights and tokenizer, whatever its folder is called."""
+    return model_fingerprint(folder, ModelConfig.from_hf(folder), dtype="float32").hex

@@ -11,9 +11,9 @@ commit differs from this one in nothing but documents and results, and that was 
 long as each took the last time in that folder, and an estimate for what has not run there.
 
 Each script runs in a process of its own, one after the other, those that measure no time two at a
-time; its JSON and PNG land beside the page. A script that fails is shown with its error and does
-not stop the rest. `--redraw` measures nothing: it draws every figure again from the JSON in the
-folder, and writes the page.
+time, which says `"beside": true` of what seconds there are in their results. JSON and PNG land
+beside the page. A script that fails is shown with its error and does not stop the rest. `--redraw`
+measures nothing: it draws every figure again from the JSON in the folder, and writes the page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, commit, result_folder
+from bench.common import BESIDE, Json, commit, result_folder
 from bench.figures import FIGURES, Figure, draw_again, result_of
 from bench.kept import same_code
 from bench.lab import KEPT
@@ -79,9 +79,11 @@ class Script:
 SWEEP = ("--sweep-traffic", "--repeats", "8", "--warm-prefixes", "6")
 WINDOWS = (
     "--systems", "kvdrive", "ckv", "--places", "ssd", "--sequences", "2", "--prefix-tokens", "8192",
-    "--device-share", "0.3", "--budgets", "0.0625", "1.0", "--windows", "0", "1", "2", "3",
+    "--device-share", "0.3", "--host-share", "0", "--budgets", "0.0625", "1.0",
+    "--windows", "0", "1", "2", "3",
 )  # fmt: skip
-"""The ablation of decode's windows, and everything attended to by systems that choose."""
+"""The ablation of decode's windows, and everything attended to by systems that choose. Host memory
+holds nothing, or what windows miss would not be read."""
 
 SCRIPTS = (
     Script(module="ttft", minutes=8),
@@ -99,7 +101,7 @@ SCRIPTS = (
     Script(module="paper", plots=False, quick=False, minutes=0.5),
     Script(module="versus_transformers", plots=False, quick=False, minutes=4),
     Script(module="peers", plots=False, minutes=6),
-    Script(module="serving", plots=False, minutes=4),
+    Script(module="serving", plots=False, compiles=True, minutes=4),
     Script(module="server", plots=False, minutes=4),
     Script(module="storage", plots=False, quick=False, minutes=3),
     Script(module="memory", plots=False, quick=False, compiles=True, timed=False, minutes=5),
@@ -121,7 +123,7 @@ SCRIPTS = (
     ),
     Script(module="parts", more=("--documents", "0"), name="parts_ttft", plots=False, minutes=5),
     Script(module="shapes", quick=False, compiles=True, minutes=7),
-    Script(module="faults", more=("--every", "6"), plots=False, minutes=7),
+    Script(module="faults", name="faults_sixth", more=("--every", "6"), plots=False, minutes=7),
 )
 
 ABREAST = 2
@@ -150,8 +152,8 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
     """Runs one script; its output, exit status and time go to `<name>.run.json`."""
     command = [sys.executable, *script.command(folder, quick=quick)]
     print("$ " + " ".join(command[1:]), flush=True)
-    start, shared = time.monotonic(), os.environ | kept(compiles=script.compiles)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=shared)
+    start, env = time.monotonic(), environment(script)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     record = {
         "command": "python " + " ".join(command[1:]),
         "seconds": round(time.monotonic() - start, 1),
@@ -172,6 +174,17 @@ def run_all(scripts: Sequence[Script], folder: Path, *, quick: bool) -> None:
     with ThreadPoolExecutor(ABREAST) as pool:
         others = [script for script in scripts if not script.timed]
         list(pool.map(lambda script: run(script, folder, quick=quick), others))
+
+
+def environment(script: Script) -> dict[str, str]:
+    """What a script runs with: one that measures compiling has no compiled programs from anywhere,
+    one that runs beside another says so in its result."""
+    found = {name: value for name, value in os.environ.items() if name != BESIDE}
+    if script.compiles:
+        found.pop("JAX_COMPILATION_CACHE_DIR", None)
+        found["CKV_COMPILATION_CACHE"] = "off"
+    beside = {} if script.timed else {BESIDE: "1"}
+    return found | kept(compiles=script.compiles) | beside
 
 
 def kept(*, compiles: bool) -> dict[str, str]:
@@ -201,6 +214,9 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     path = folder / f"{script.stem}.json"
     ran = _record(folder / f"{script.stem}.run.json")
     if ran is None or ran["status"] or not path.is_file():
+        return False
+    made_of = folder / f"{script.after}.json"
+    if script.after and made_of.is_file() and made_of.stat().st_mtime > path.stat().st_mtime:
         return False
     found = json.loads(path.read_text(encoding="utf-8"))
     asked = " ".join(["python", *script.command(folder, quick=quick)])
@@ -328,11 +344,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_again(args.out)
     else:
         chosen = [script for script in SCRIPTS if not args.only or script.stem in args.only]
-        left = [
-            script
-            for script in chosen
-            if not (args.resume and is_done(script, args.out, quick=args.quick))
-        ]
+        left: list[Script] = []
+        for script in chosen:
+            anew = script.after in {one.stem for one in left}
+            if not args.resume or anew or not is_done(script, args.out, quick=args.quick):
+                left.append(script)
         print(
             f"{len(left)} of {len(chosen)} benchmarks to run, about "
             f"{hours(left, args.out, quick=args.quick):.1f} hours: "

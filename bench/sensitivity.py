@@ -5,10 +5,10 @@
 Cold requests at a budget of 25%, one thing changed at a time. `attention_mass` is the share of the
 probe's attention that the selection covers: what a larger chunk gives away. Accuracy by period
 and chunk is `bench.accuracy`'s subject. Prefix lengths are compared with IMPRESS, over keys and
-values written without a prefill (`bench.long_kv`). With the number of chosen chunks held
-(`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix: digests are scored in one
-stage and in two, and by two heads of each period alone or one. `--shares` has the same
-lengths with a share of each chosen (`prefix_tokens_share`).
+values written without a prefill (`bench.long_kv`), which those rows say (`kv`). With the number of
+chosen chunks held (`prefix_tokens_fixed_chunks`), scoring is all that grows with the prefix:
+digests are scored in one stage and in two, and by two heads of each period alone or one. `--shares`
+has the same lengths with a share of each chosen (`prefix_tokens_share`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PERIODS = (4, 8, 16)
 SUBPERIODS = (1, 2, 4, 8)
 LENGTHS = (1000, 4000, 10_000, 32_000)
 QUICK_LENGTHS = (1000, 4000)
-FIXED_LENGTHS = (4000, 32_000)
+FIXED_LENGTHS = (4000, 12_000, 32_000)
 FIXED_CHUNKS = 16
 
 
@@ -87,7 +87,7 @@ def prefix_lengths(lab: Lab, lengths: Sequence[int]) -> list[Json]:
             _write(other, systems.values())
             for taken in take_turns(other, systems):
                 row = taken.row()
-                found = {"parameter": "prefix_tokens", "value": length}
+                found = {"parameter": "prefix_tokens", "value": length, "kv": "written"}
                 keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
                 rows.append(found | {name: row[name] for name in keep})
     return rows
@@ -126,7 +126,7 @@ def by_length(lab: Lab, lengths: Sequence[int], share: float | None = None) -> l
             _write(other, systems.values())
             for taken in take_turns(other, systems):
                 row = taken.row()
-                found = {"parameter": kind, "value": length}
+                found = {"parameter": kind, "value": length, "kv": "written"}
                 keep = ("system", "budget", "ttft_ms", "breakdown_ms", "ssd_bytes")
                 rows.append(found | {name: row[name] for name in (*keep, "attention_mass")})
     return rows

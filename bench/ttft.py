@@ -26,8 +26,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from bench.common import (
     OURS,
@@ -42,9 +44,10 @@ from bench.common import (
 from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
-from bench.kept import Kept
+from bench.kept import Kept, disk_of
 from bench.lab import Lab
 from bench.turns import Taken, take_turns, warm_run
+from ckv_jax import compilation_cache
 from ckv_jax.config import PolicyName, SystemConfig
 from ckv_jax.systems import system_named
 
@@ -183,8 +186,12 @@ def main() -> None:
         p.error("--sweep-traffic is of structured weights, and draws nothing")
     setting = setting_of(args)
     if args.sweep_traffic:
-        kept = Kept(args.json, setting.to_json() | {"warm_prefixes": args.warm_prefixes})
-        finish(args, setting, {"traffic": swept(setting, args, kept)})
+        about = {name: getattr(args, name) for name in ("quick", "warm_prefixes", "warm_tokens")}
+        kept = Kept(args.json, setting.to_json() | about | {"disk": disk_of(args.folder)})
+        with tempfile.TemporaryDirectory(prefix="ckv-bench-") as programs:
+            compilation_cache.enable(Path(programs))  # points differ in weights alone
+            points = swept(setting, args, kept)
+        finish(args, setting, kept.said() | {"traffic": points})
         kept.forget()
         return
     body = measured_with(setting, args, ablate=not args.no_ablation)
@@ -228,8 +235,7 @@ def measured_with(setting: Setting, args: argparse.Namespace, *, ablate: bool) -
         "speedup": speedups(rows),
         "speedup_warm": speedups(rows, "warm"),
         "fio_gb_per_s": bandwidth,
-        "prefill_s": prefill,
-    }
+    } | ({"prefill_s": prefill} if prefill else {})  # none where prefixes were kept
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import Json, Setting
+from bench.common import Json, Setting, existing_path, machine
+from bench.kept import SAME, same_code
 from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
 from bench.workload import normal_choice
@@ -96,18 +98,37 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
     ]
 
 
-def cold_rows(setting: Setting, measured: Path | None) -> tuple[list[Json], Json]:
-    """Rows of cold requests of the setting's systems, and what they are of: of a result of
-    `bench.ttft`, which asks the same, or measured now.
+def rows_option(p: argparse.ArgumentParser) -> None:
+    """`--rows`, which `cold_rows` reads."""
+    p.add_argument(
+        "--rows", type=existing_path, metavar="FILE",
+        help="a result of bench.ttft, made here by this code; it has a setting of its own",
+    )  # fmt: skip
 
-    Raises SystemExit where that result has none of a system.
+
+def cold_rows(setting: Setting, args: argparse.Namespace) -> tuple[list[Json], Json]:
+    """Rows of cold requests of the setting's systems, and what they are of: of the result of
+    `bench.ttft` that `--rows` names, which asks the same, or measured now.
+
+    Raises SystemExit where that result has none of a system, is of other code, of another machine
+    or quick where this is not, and where a setting was given beside it.
     """
+    measured: Path | None = args.rows
     if measured is None:
         systems = {(name, "default"): system_named(name) for name in setting.systems}
         with Lab(setting) as lab:
             rows = [taken.row() for taken in take_turns(lab, systems)]
         return rows, {"setting": setting.to_json()}
+    if said := [name for name in Setting.__slots__ if getattr(args, name, None) is not None]:
+        raise SystemExit(f"--rows has a setting of its own, got {', '.join(said)} as well")
     found = json.loads(measured.read_text(encoding="utf-8"))
+    if ("--quick" in found["command"].split()) != args.quick:
+        raise SystemExit(f"{measured} is of {found['command']!r}, expected --quick of both or none")
+    here, there = machine(), found["machine"]
+    if other := [name for name in SAME if here[name] != there[name]]:
+        raise SystemExit(f"{measured} is of another machine: {', '.join(other)} differ")
+    if not same_code(there["commit"]):
+        raise SystemExit(f"{measured} is of other code, commit {there['commit']}")
     rows = [
         row
         for row in found["rows"]
@@ -115,7 +136,8 @@ def cold_rows(setting: Setting, measured: Path | None) -> tuple[list[Json], Json
     ]
     if missing := set(setting.systems) - {row["system"] for row in rows}:
         raise SystemExit(f"{measured} has no cold rows of {', '.join(sorted(missing))}")
-    return rows, {"setting": found["setting"], "measured_by": found["command"]}
+    about = {"setting": found["setting"], "measured_by": found["command"]}
+    return rows, about | {"machine": there}
 
 
 def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float]:

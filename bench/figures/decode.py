@@ -80,7 +80,11 @@ def conclude_speed(result: dict[str, Any]) -> str:
     )
     claims = result.get("claims", [])
     if claims:
-        said += f" Of {len(claims)} claims {sum(one['met'] for one in claims)} are met."
+        judged = [one for one in claims if one["met"] is not None]
+        said += (
+            f" Of {len(claims)} claims {len(judged)} are judged here, and "
+            f"{sum(one['met'] for one in judged)} of those are met."
+        )
     return said
 
 

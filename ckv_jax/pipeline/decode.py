@@ -78,7 +78,7 @@ class Decoder:
         self._tables.clear()
         suffix = kv[0][0][0].shape[1]
         need = max(max(row.length + 1, suffix) for _, row in joining)
-        whole = batch_bucket(max(place for place, _ in joining) + 1)
+        whole = batch_bucket(len(joining))
         if not self.live and whole == kv[0][0][0].shape[0]:
             self._buffers = [self._kv_rows.resize(step, rows_bucket(need)) for step in kv]
             self.rows = [None] * whole
@@ -90,6 +90,9 @@ class Decoder:
         for place, (source, row) in zip(places, joining, strict=True):
             self.rows[place] = row
             one = self._alone(kv, source, row.length)
+            if not self._buffers and len(self.rows) == 1:
+                self._buffers = one
+                continue
             if not self._buffers:
                 which = np.zeros(len(self.rows), np.int32)
                 self._buffers = [self._kv_rows.take(step, which) for step in one]
@@ -145,10 +148,12 @@ class Decoder:
         return {old: new for new, old in enumerate(left)}
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for so many tokens per row."""
+        """Makes room for so many tokens per row. Doubles the buffers, as often as it takes: each
+        size is grown to from one other, which is one program."""
         rows = rows_bucket(tokens)
-        if self._buffers and rows > self.capacity:
-            self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
+        while self._buffers and rows > self.capacity:
+            more = 2 * self.capacity
+            self._buffers = [self._kv_rows.resize(kv, more) for kv in self._buffers]
 
     def shift(self, place: int, tokens: int) -> None:
         """The first `tokens` of a row's buffers are in packs from now on. Buffers shrink to what
@@ -271,10 +276,14 @@ class Decoder:
         return free[:n]
 
     def _shrink(self, left: list[int], size: int) -> None:
-        """Goes on with these rows alone."""
-        which = np.array(left + left[:1] * (size - len(left)), np.int32)
-        self._buffers = [self._kv_rows.take(kv, which) for kv in self._buffers]
-        self.rows = [self.rows[place] for place in left] + [None] * (size - len(left))
+        """Goes on with these rows alone, half as many at a time: each size is left for one other,
+        which is one program."""
+        while size < len(self.rows):
+            half = len(self.rows) // 2
+            which = np.array(left + left[:1] * (half - len(left)), np.int32)
+            self._buffers = [self._kv_rows.take(kv, which) for kv in self._buffers]
+            self.rows = [self.rows[place] for place in left] + [None] * (half - len(left))
+            left = list(range(len(left)))
 
 
 def _grown(rows: int, size: int) -> np.ndarray:

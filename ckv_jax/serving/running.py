@@ -9,6 +9,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 from jax import Array
 
+from ckv_jax.buckets import batch_bucket
 from ckv_jax.errors import CkvError, ProcessLost
 from ckv_jax.model.sampling import (
     SamplingArrays,
@@ -171,7 +172,7 @@ class Running:
                 batch.decoder.reserve(tokens)
                 joining = 1
                 while joining <= len(batch.decoder.rows):
-                    batch.decoder.warm_join(joining, suffix, self._max_batch)
+                    batch.decoder.warm_join(joining, suffix, batch_bucket(self._max_batch))
                     joining *= 2
 
     def waiting(self) -> bool:

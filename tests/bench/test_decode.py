@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.decode import COLUMNS, QUICK
+from bench.decode import COLUMNS, FULL, QUICK
 from bench.decode_bench import Bench, Setting
-from bench.decode_claims import claims
+from bench.decode_claims import OURS, RIVALS, claims
 from bench.decode_row import Clock, tokens_within
 from bench.disk import Disk
 from bench.kept import Kept
@@ -41,17 +41,22 @@ def rows_of(setting: Setting, folder: Path) -> tuple[Bench, list[dict[str, Any]]
 
 @pytest.mark.slow
 def test_rows_add_up(tmp_path: Path) -> None:
-    setting = dataclasses.replace(SMALL, systems=("quest", "ckv", "flexgen"), sequences=(2,))
+    # Buffers grow from 64 to 128 tokens midway.
+    setting = dataclasses.replace(
+        SMALL, systems=("quest", "ckv", "flexgen"), sequences=(2,), warm=50, tokens=20,
+        row_seconds=1000,
+    )  # fmt: skip
     _, found = rows_of(setting, tmp_path)
     assert [row["sequences"] for row in found] == [2] * 3
     rows = {row["system"]: row for row in found}
     for row in rows.values():
         assert set(COLUMNS) <= row.keys()
         assert row["tokens_s"] > 0 < row["budget_mb"]
+        assert row["compiled"] == 0
     quest, ours = rows["quest"], rows["ckv"]
     assert quest["device_hits"] == 0 < ours["device_hits"] < 1
     for row in (quest, ours):
-        assert 0 < row["exposed_share"] < 1 <= row["ratio_to_floor"]
+        assert 0 < row["exposed_share"] < 1 <= row["ratio_to_busy"]
     assert rows["flexgen"]["budget"] == 1.0 and rows["flexgen"]["window"] is None
     assert not list(tmp_path.glob("ckv-decode-*"))
 
@@ -110,36 +115,77 @@ def row(
 ) -> dict[str, Any]:
     return {
         "system": system, "place": place, "sequences": n, "tokens_s": tokens_s, "window": 2.0,
-        "budget": 1 / 64, "bytes_per_token": 1000.0, "device_hits": 0.9, "ratio_to_floor": 2.0,
+        "budget": 1 / 64, "bytes_per_token": 1000.0, "device_hits": 0.9, "tokens": 32_768,
         "exposed_share": 0.5, "peak_mb": 1200.0, "budget_mb": 1000.0,
     } | more  # fmt: skip
 
 
-def test_claims_are_made_of_the_rows_that_there_are() -> None:
+def test_claims_are_made_of_rows_and_all_are_listed() -> None:
+    setting = FULL.to_json()
     rows = [
         row("quest", 2.0, window=0.0), row("shadowkv", 4.0, window=1.0), row("retroinfer", 5.0),
-        row("kvdrive", 10.0), row("ckv", 10.0), row("flexgen", 0.1, window=None),
+        row("kvdrive", 10.0), row("ckv", 10.0), row("flexgen", 0.1, window=None, budget=1.0),
         row("ckv", 4.0, n=1), row("ckv", 9.0, n=16, bytes_per_token=1200.0),
-        row("ckv", 1.0, window=0.0, budget=1 / 16, bytes_per_token=4000.0),
-        row("ckv", 3.0, window=3.0, budget=1 / 16),
+        row("ckv", 1.0, budget=1 / 16),
         row("ckv", 20.0, place="host"),
     ]  # fmt: skip
-    found = {one["claim"]: (round(one["value"], 9), one["met"]) for one in claims(rows)}
+    listed = claims(rows, setting)
+    found = {one["claim"]: (one["value"] and round(one["value"], 9), one["met"]) for one in listed}
     assert found["kvdrive over the best rival, ssd"] == (2.0, True)
     assert found["ckv over the best rival, ssd"] == (2.0, False)
     assert found["kvdrive over flexgen"] == (100.0, True)
     assert found["ckv: share of packs in windows"] == (0.9, True)
-    assert found["ckv: time over the larger floor"] == (2.0, False)
     assert found["quest: share that waits"] == (0.5, True)
     assert found["ckv: ssd over memory"] == (0.5, False)
     assert found["ckv: tokens/s of 8 sequences over 1"] == (2.5, True)
     assert found["ckv: tokens/s with each doubling of sequences, the least rise"] == (0.9, False)
     assert found["ckv: most bytes a token over fewest, less 1"] == (0.2, False)
-    assert found["ckv: bytes at x0 over bytes at x3, 6.25%"] == (4.0, False)
-    memory = "ckv: memory with 16 sequences over weights, budgets and index"
-    assert found[memory] == (1.2, False)
-    assert "kvdrive over the best rival, host" not in found  # nothing ran from memory
-    assert claims([]) == []
+    memory = "memory with 16 sequences over weights, budgets and index"
+    assert found[f"ckv: {memory}"] == (1.2, False)
+    # What there are no rows of is missed, and says so.
+    assert found["kvdrive over the best rival, host"] == (None, False)
+    assert found[f"kvdrive: {memory}"] == (None, False)
+    assert found["ckv: time over the larger floor"] == (None, False)
+    whys = {one["claim"]: one.get("why") for one in listed}
+    assert whys[f"kvdrive: {memory}"] == (
+        "no peak_mb of kvdrive, ssd, 16; no budget_mb of kvdrive, ssd, 16"
+    )
+    assert whys["kvdrive over the best rival, ssd"] is None
+    names = [one["claim"] for one in listed]
+    none = claims([], setting)
+    assert [one["claim"] for one in none] == names
+    assert all(one["value"] is None and not one["met"] and one["why"] for one in none)
+
+
+@pytest.mark.parametrize(
+    "other", [{"prefix_tokens": 4096}, {"budgets": (1 / 16,)}, {"device_share": 0.3},
+              {"host_share": 0.0}, {"windows": (2.0,)}],
+)  # fmt: skip
+def test_claims_of_another_setting_are_not_judged(other: dict[str, Any]) -> None:
+    rows = [row(name, 5.0, budget=other.get("budgets", [1 / 64])[0]) for name in RIVALS + OURS]
+    listed = claims(rows, FULL.to_json() | other)
+    one = next(one for one in listed if one["claim"].startswith("ckv over the best rival"))
+    assert one["value"] == 1.0 and one["met"] is None and one["why"] == "another setting"
+    [name] = (name.removesuffix("s") if name == "budgets" else name for name in other)
+    assert f"({name} " in one["claim"]
+
+
+@pytest.mark.parametrize(
+    ("none", "wide", "host", "value", "met"),
+    [(4000.0, 50.0, 0.0, 80.0, True), (4000.0, 1000.0, 0.0, 4.0, False),
+     (4000.0, 0.0, 0.0, None, True), (0.0, 0.0, 0.0, None, False), (4000.0, 1.0, 0.25, 4e3, None)],
+)  # fmt: skip
+def test_bytes_of_windows_are_compared_where_no_other_memory_hides_them(
+    none: float, wide: float, host: float, value: float | None, met: bool | None
+) -> None:
+    rows = [
+        row("ckv", 1.0, 2, window=width, budget=1 / 16, bytes_per_token=size)
+        for width, size in ((0.0, none), (3.0, wide))
+    ]
+    listed = claims(rows, FULL.to_json() | {"device_share": 0.3, "host_share": host})
+    [one] = (one for one in listed if one["claim"].startswith("ckv: bytes at x0"))
+    assert (one["value"], one["met"]) == (value, met)
+    assert f"2 x 32,768 tokens, kv7b-thin, device 0.3, host {host:g}" in one["claim"]
 
 
 def test_texts_together_and_one_after_the_other_are_timed_alike() -> None:

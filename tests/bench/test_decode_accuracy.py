@@ -53,17 +53,34 @@ def test_rows_of_a_run(engine: Engine) -> None:
     assert "ckv" in show(rows) and "100.00%" in show(rows)
 
 
-def test_bars_count_what_is_lost() -> None:
-    def row(system: str, budget: float, accuracy: float) -> dict[str, object]:
-        return {"trace": "t", "system": system, "budget": budget, "answers": 100,
-                "accuracy": accuracy}  # fmt: skip
+def row(system: str, budget: float, *right: int) -> dict[str, object]:
+    """Of documents with 100 answers each."""
+    return {
+        "trace": "t", "system": system, "budget": budget, "answers": 100 * len(right),
+        "accuracy": float(np.mean(right)) / 100, "by_document": [[n, 100] for n in right],
+    }  # fmt: skip
 
-    rows = [row("ckv", 1.0, 0.99), row("ckv", 0.05, 0.97), row("kvdrive", 1.0, 0.99),
-            row("kvdrive", 1 / 64, 0.5), row("quest", 1 / 64, 0.45)]  # fmt: skip
+
+def test_bars_count_what_is_lost() -> None:
+    rows = [row("ckv", 1.0, 99), row("ckv", 0.05, 97), row("kvdrive", 1.0, 99),
+            row("kvdrive", 1 / 64, 50)]  # fmt: skip
     found = {bar["claim"]: bar for bar in bars(rows)}
     assert found["ckv: answers lost"]["value"] == pytest.approx(0.02)
-    assert not found["ckv: answers lost"]["met"]
+    assert not found["ckv: answers lost"]["met"] and found["ckv: answers lost"]["answers"] == 100
     assert found["kvdrive: answers lost"]["value"] == pytest.approx(0.49)
-    assert found["kvdrive against quest"]["met"]
-    worse = bars([*rows[:3], row("kvdrive", 1 / 64, 0.3), rows[4]])
-    assert not {bar["claim"]: bar for bar in worse}["kvdrive against quest"]["met"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "met"),
+    [((50, 61, 42, 70), True), ((44, 62, 40, 66), None), ((40, 52, 31, 60), False), ((50,), None)],
+)
+def test_rivals_are_compared_document_by_document(mine: tuple[int, ...], met: bool | None) -> None:
+    rows = [row("kvdrive", 1 / 64, *mine), row("quest", 1 / 64, *(45, 60, 41, 69)[: len(mine)])]
+    [bar] = bars(rows)
+    assert bar["claim"] == "kvdrive less quest" and bar["met"] is met
+    assert (bar["documents"], bar["answers"]) == (len(mine), 100 * len(mine))
+    if bar["ci95"]:
+        low, high = bar["ci95"]
+        assert low <= bar["value"] <= high
+        # Documents differ by 28 points, the two systems over one by few.
+        assert high - low < 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.kept import same_code
-from bench.report import SCRIPTS, Script, hours, kept, main, page, run_all
+from bench.common import BESIDE, stamped
+from bench.kept import SAME, Kept, same_code
+from bench.report import SCRIPTS, Script, environment, hours, kept, main, page, run_all
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -102,6 +104,28 @@ def test_what_has_a_result_of_this_code_is_left_out(
     assert ran[-1] == same.stem  # asked for without --resume
 
 
+def test_what_is_made_of_a_newer_result_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_stem = {script.stem: script for script in SCRIPTS}
+    base, made = by_stem["ttft"], by_stem["breakdown"]
+    monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
+    ran: list[str] = []
+    monkeypatch.setattr("bench.report.run", lambda script, *_, **__: ran.append(script.stem))
+
+    def resumed(commit: str, later: int) -> list[str]:
+        ran.clear()
+        for script, at in ((base, 1000 + later), (made, 1000)):
+            finished(tmp_path, script, commit=commit if script is base else "abc1234")
+            os.utime(tmp_path / f"{script.stem}.json", (at, at))
+        main(["--out", str(tmp_path), "--resume", "--only", base.stem, made.stem])
+        return list(ran)
+
+    assert resumed("abc1234", -1) == []
+    assert resumed("abc1234", 1) == ["breakdown"]
+    assert resumed("0000000", -1) == ["ttft", "breakdown"]
+
+
 def test_code_is_compared_without_documents_and_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,25 +142,43 @@ def test_code_is_compared_without_documents_and_results(
     git("add", ".")
     git("commit", "-qm", "code")
     commit = git("rev-parse", "--short", "HEAD")
+    monkeypatch.setattr("bench.kept.machine", lambda: dict.fromkeys(SAME, 1) | {"commit": commit})
     monkeypatch.setattr("bench.kept.__file__", str(tmp_path / "bench" / "kept.py"))
     (tmp_path / "bench" / "results" / "x.json").write_text("{}")
     (tmp_path / "README.md").write_text("words")
     git("add", ".")
     git("commit", "-qm", "results and words")
     assert same_code(commit) and not same_code("unknown") and not same_code("0123456")
+    result = tmp_path / "bench" / "results" / "new.json"
+    Kept(result, {}).part("a", dict)
+    assert "a" in Kept(result, {}) and Kept(result, {}).said() == {"resumed": 1}
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "picture.svg").write_text("<svg/>")
+    assert same_code(commit)
+    new = tmp_path / "bench" / "new.py"
+    new.write_text("0")  # imported by nobody can tell whom
+    assert not same_code(commit)
+    new.unlink()
     (tmp_path / "bench" / "report.py").write_text("2")
     assert not same_code(commit)
+    dirty = Kept(result, {})
+    dirty.part("b", dict)
+    (tmp_path / "bench" / "report.py").write_text("1")
+    assert "b" not in Kept(result, {})  # what was not committed made it
+    assert "a" in Kept(result, {})
 
 
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:
     folder = RESULTS.parent
     shared = (folder / "common.py").read_text("utf-8")
+    of_rows = (folder / "turns.py").read_text("utf-8")
     assert len({script.stem for script in SCRIPTS}) == len(SCRIPTS)
     for script in SCRIPTS:
         path = folder / script.module
         file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         source = file.read_text("utf-8")
         source += shared if "parser(__doc__" in source else ""
+        source += of_rows if "rows_option(" in source else ""
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)
@@ -157,7 +199,14 @@ def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_
     monkeypatch.setattr("bench.report.same_code", lambda commit: False)
     assert kept(compiles=True) == {}
     measuring = {script.stem for script in SCRIPTS if script.compiles}
-    assert measuring == {"memory", "shapes", "long_text", "long_decode"}
+    assert measuring == {"memory", "shapes", "long_text", "long_decode", "serving"}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/somebody")
+    for script in SCRIPTS:
+        env = environment(script)
+        assert ("JAX_COMPILATION_CACHE_DIR" in env) == (script.stem not in measuring)
+        assert (env.get("CKV_COMPILATION_CACHE") == "off") == (script.stem in measuring)
+        monkeypatch.setenv(BESIDE, env.get(BESIDE, ""))
+        assert stamped({}).get("beside", False) == (not script.timed)
 
 
 def test_results_that_are_made_of_others_come_after_them() -> None:
@@ -190,7 +239,3 @@ def test_what_measures_time_has_the_machine_for_itself(
     run_all(scripts, tmp_path, quick=False)
     assert most == {"a": 1, "c": 1, "b": 2, "d": 2}
     assert hours(scripts, tmp_path, quick=False) == 3.0  # two, and two at a time
-
-
-def test_all_of_it_takes_an_afternoon() -> None:
-    assert hours(SCRIPTS, Path("nowhere"), quick=False) < 2.5

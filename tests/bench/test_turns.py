@@ -6,13 +6,14 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.common import Setting
+from bench.common import Setting, machine, parser
 from bench.lab import KEPT, Lab
-from bench.turns import DEVICE_SHARE, HOST_SHARE, cold_rows, equal_memory, warm_run
+from bench.turns import DEVICE_SHARE, HOST_SHARE, cold_rows, equal_memory, rows_option, warm_run
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
 
@@ -38,17 +39,39 @@ def test_a_prefix_is_computed_once_for_all_benchmarks_and_nothing_learned_of_it_
         assert [prefix.layout.hex for prefix in store.prefixes()] == [shared.base.layout.hex]
 
 
-def test_rows_that_were_measured_are_taken_without_measuring(tmp_path: Path) -> None:
+def test_rows_that_were_measured_are_taken_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "ttft.json"
     rows = [{"system": name, "variant": kind, "budget": 0.05} for name in ("ckv", "impress")
             for kind in ("default", "warm")]  # fmt: skip
-    path.write_text(json.dumps({"rows": rows, "setting": {"prefixes": 2}, "command": "said"}))
+    found = {"rows": rows, "setting": {"prefixes": 2}, "command": "said"}
+    path.write_text(json.dumps(found | {"machine": machine() | {"commit": "abc1234"}}))
+    monkeypatch.setattr("bench.turns.same_code", lambda commit: commit == "abc1234")
     setting = Setting(systems=("ckv", "impress"))
-    taken, about = cold_rows(setting, path)
-    assert taken == [rows[0], rows[2]]
-    assert about == {"setting": {"prefixes": 2}, "measured_by": "said"}
+    p = parser("", quick=setting, full=setting)
+    rows_option(p)
+
+    def taken(*said: str, systems: tuple[str, ...] = ("ckv", "impress")) -> tuple[list[Any], Any]:
+        asked = p.parse_args(["--rows", str(path), *said])
+        return cold_rows(dataclasses.replace(setting, systems=systems), asked)
+
+    got, about = taken()
+    assert got == [rows[0], rows[2]]
+    assert about["setting"] == {"prefixes": 2} and about["measured_by"] == "said"
+    assert about["machine"]["commit"] == "abc1234"
     with pytest.raises(SystemExit, match="no cold rows of contiguous-kv"):
-        cold_rows(dataclasses.replace(setting, systems=("ckv", "contiguous-kv")), path)
+        taken(systems=("ckv", "contiguous-kv"))
+    with pytest.raises(SystemExit, match="a setting of its own, got repeats"):
+        taken("--repeats", "3")
+    with pytest.raises(SystemExit, match="--quick of both or none"):
+        taken("--quick")
+    path.write_text(json.dumps(found | {"machine": machine() | {"commit": "0000000"}}))
+    with pytest.raises(SystemExit, match="other code, commit 0000000"):
+        taken()
+    path.write_text(json.dumps(found | {"machine": machine() | {"cores": 0}}))
+    with pytest.raises(SystemExit, match="another machine: cores differ"):
+        taken()
 
 
 def test_a_policy_learns_nothing_from_the_one_before(shared: Lab) -> None:

@@ -32,3 +32,19 @@ def test_what_cannot_be_read_is_recomputed(tmp_path: Path, system: str, failing:
         assert text.completion().token_ids[0] == expected.logits.argmax()
         kv = kept.completion().kv
         assert kv is not None and kv.shape[2] == len(asked.suffix) + 4  # the last token's, too
+
+
+def test_texts_that_come_and_go_compile_nothing(tmp_path: Path) -> None:
+    """Batches that are no power of two, that a text leaves at its first token, that many leave at
+    once, and buffers that grow more than once."""
+    with tiny_engine(tmp_path, system="ckv", max_batch=3, nothing_compiled=True) as engine:
+        prefix = engine.ingest(tokens(200))
+        engine.warmup(prefix, max_batch=3, max_suffix=4, budgets=[0.25], max_tokens=140)
+        warm = compilations()
+        asked = Request(prefix=prefix, suffix=[1, 2, 3], budget=0.25)
+        for lengths in ((1, 3), (3, 3, 140), (1, 1, 3), (140, 3)):
+            for text in engine.generate(
+                [asked] * len(lengths), [SamplingParams(max_tokens=n) for n in lengths]
+            ).results():
+                text.raise_for_error()
+            assert compilations() == warm, lengths
