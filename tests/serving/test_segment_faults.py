@@ -17,7 +17,10 @@ from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.cache.tiers import PoolExhausted
+from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.pipeline.probes import Probes
 from ckv_jax.pipeline.window import Window
+from ckv_jax.reads.source import Source
 from ckv_jax.serving.lease import Lease
 from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import generation_of
@@ -50,23 +53,24 @@ def hurt_all(folder: Path, prefix: Prefix) -> None:
     "system", [pytest.param(BY_POSITION, marks=pytest.mark.slow), ALIKE], ids=["position", "alike"]
 )
 def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
-    sharp: Sharp, tmp_path: Path, system: dict[str, object]
+    sharp: Sharp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: dict[str, object]
 ) -> None:
     with sharp.fresh(tmp_path, system=system, segment_tokens=SEGMENT, **COLD) as engine:
         prefix, other = engine.ingest(tokens(150)), engine.ingest(tokens(170, 1))
         sampling = SamplingParams(max_tokens=LENGTH)
         [alone] = engine.generate(asked(other), sampling).results()
-        before = {p.id for p in engine.store.prefixes()}
-        with engine.generate([asked(prefix), asked(other)], sampling) as stream:
-            count = 0  # of the first one's tokens
-            for event in stream:
-                count += event.index == 0
-                if count == SEGMENT + 64 + 16 + 10:  # it stands on its first segment
-                    break
-            own = [p for p in engine.store.prefixes() if p.id not in before]
-            [mine] = [p for p in own if (p.tokens[:150] == prefix.tokens).all()]
-            hurt_all(tmp_path, mine)
-            texts = stream.results()
+        move, lost = Chooser.moved, []
+
+        def moved(self: Chooser, count: int, length: int, probes: Probes, source: Source) -> None:
+            move(self, count, length, probes, source)
+            own = source.prefix.prefix
+            if np.array_equal(own.tokens[:150], prefix.tokens):  # no token is made meanwhile
+                hurt_all(tmp_path, own)
+                lost.append(own)
+
+        monkeypatch.setattr(Chooser, "moved", moved)
+        texts = engine.generate([asked(prefix), asked(other)], sampling).results()
+        assert len(lost) == 1
         for text in texts:
             text.raise_for_error()
             assert len(text.token_ids) == LENGTH and text.trace.segments == 1
