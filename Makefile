@@ -9,7 +9,7 @@
 #   make bench       every benchmark in full, with one page of figures in bench/results: about two and a half
 #                    hours; goes on where it was stopped, and says first how many are left (ARGS=--quick:
 #                    small settings; ARGS="--only ttft peers" narrows it)
-#   make docs        build/docs/index.html from the docstrings
+#   make docs        build/docs/index.html: all pages, and the API reference from docstrings
 #   make clean       remove .venv and build/
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); otherwise the first that works is taken.
 

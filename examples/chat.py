@@ -1,9 +1,10 @@
-"""Chat about a text; the history is stored turn by turn and never computed again.
+"""Chat about a text; the history is stored turn by turn, and the text is never computed again.
 
     python examples/chat.py --store /tmp/kv --text handbook.txt
 
-Each answer is appended to the stored prefix with the keys and values it was made with, so that
-the next turn computes its own tokens only. Ends with end-of-file (Ctrl-D).
+Each turn is appended to the stored prefix, so that the next one computes its own tokens only. With
+a budget below 1 a turn is computed a second time for that, so that what is stored is exact. Ends
+with end-of-file (Ctrl-D).
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The server on Ray Serve: replicas of the application behind a door that knows who is warm.
 
-    serve run ckv_jax.server.ray_app:build checkpoint=… store=… replicas=2
+    serve run ckv_jax.server.ray_app:build checkpoint=… store=… name=…
+
+Values given so are texts: numbers (`replicas`) and fields (`engine`) need a config file, see
+`deploy/kuberay.yaml`.
 
 All replicas share one store. The door reads each request whole and asks the replica that was asked
 about the same beginning before; where that one is full or gone, another, which finds in the store
