@@ -20,12 +20,14 @@ and `host_hits` are shares of the packs that tokens chose; `bytes_per_token` is 
 the store for a token of one sequence. `exposed_share` is the share of a token's time spent waiting
 for choices and packs. `ratio_to_busy` is the time of a token over the larger of two: all the rest
 of that time (layers, head and Python, so that it is no floor of computing), and, from SSD, the
-bytes read over what fio reads at a pack's size. `compiled` counts programs that were compiled
+bytes read over what fio reads at a pack's size (`read_ms`). `still_ms`, of KVDrive and `ckv` with 8
+sequences from SSD (or those of `--sequences`), is the time of a token of the same texts that go on
+by what their questions chose: as much is attended to, nothing is chosen or read. `ratio_to_floor` is the time of a token
+over the larger of that and `read_ms`. `compiled` counts programs that were compiled
 while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`: packs that
 reads ahead had when they were chosen, and that they brought for nothing, over all packs read.
 `peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `claims` is
-what was to be shown of such rows, and whether it was (`bench.decode_claims`); of the time over the
-larger floor nothing is said, since no floor of computing alone is measured. `--windows` and
+what was to be shown of such rows, and whether it was (`bench.decode_claims`). `--windows` and
 `--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
 """
@@ -53,7 +55,7 @@ QUICK = Setting(
 FULL = Setting()
 COLUMNS = (
     "system", "place", "sequences", "tokens", "budget", "window", "tokens_s", "device_hits",
-    "host_hits", "bytes_per_token", "exposed_share", "ratio_to_busy", "compiled",
+    "host_hits", "bytes_per_token", "exposed_share", "ratio_to_busy", "ratio_to_floor", "compiled",
 )  # fmt: skip
 
 

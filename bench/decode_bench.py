@@ -17,6 +17,7 @@ import psutil
 from flax import nnx
 
 from bench.common import SHAPES, Json
+from bench.decode_claims import OURS
 from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
 from bench.disk import Disk
 from bench.heads import HEADED, headed
@@ -39,6 +40,8 @@ EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
+NEVER = 1 << 30
+"""Tokens until one chooses anew, of a system that stands still."""
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""
 SHM = Path("/dev/shm")
@@ -241,6 +244,29 @@ class Bench:
         return Engine(self.layers, None, store, self.fingerprint, config)
 
     def _row(self, asked: Asked, place: str, folder: Path, disk: Disk) -> Json:
+        system, setting = asked.system, self.setting
+        found = self._decoded(asked, place, folder, disk)
+        floor: float | None = None
+        if system.name in OURS and place == "ssd" and asked.sequences in setting.sequences:
+            still = dataclasses.replace(asked, system=standing_still(system))
+            alone = self._decoded(still, place, folder, disk)
+            assert alone["device_hits"] is None, "nothing was to be chosen"
+            floor = alone["step_ms"]
+        larger = None if floor is None else max(floor, found["read_ms"])
+        return {
+            "system": system.name,
+            "place": place,
+            "sequences": asked.sequences,
+            "tokens": setting.prefix_tokens,
+            "budget": asked.budget,
+            "window": None if system.name in EVERYTHING else system.window,
+            **found,
+            "still_ms": floor,
+            "ratio_to_floor": None if larger is None else found["step_ms"] / larger,
+        }
+
+    def _decoded(self, asked: Asked, place: str, folder: Path, disk: Disk) -> Json:
+        """What a system takes over the texts, in an engine of its own."""
         system, budget, sequences = asked.system, asked.budget, asked.sequences
         setting, texts = self.setting, self.texts[:sequences]
         with self._engine(system, place, folder, sequences) as engine:
@@ -255,13 +281,11 @@ class Bench:
             warm, tokens = tokens_within(setting.row_seconds, step_s, setting.warm, setting.tokens)
             bandwidth = disk.bandwidth(engine.layout.pack_bytes) if place == "ssd" else None
             found = measured(engine, requests, texts, warm=warm, tokens=tokens, bandwidth=bandwidth)
-            found |= memory(engine, self._weight_bytes)
-        return {
-            "system": system.name,
-            "place": place,
-            "sequences": sequences,
-            "tokens": setting.prefix_tokens,
-            "budget": budget,
-            "window": None if system.name in EVERYTHING else system.window,
-            **found,
-        }
+            return found | memory(engine, self._weight_bytes)
+
+
+def standing_still(system: SystemConfig) -> SystemConfig:
+    """A system whose texts go on by what their questions chose: it attends to as much, and neither
+    chooses nor reads between tokens."""
+    assert system.decode is not None
+    return dataclasses.replace(system, decode=dataclasses.replace(system.decode, every=NEVER))

@@ -124,7 +124,8 @@ def measured(
     packs = sum(t.device_hits + t.host_hits + t.ssd_reads for t in chose)
     waited = sum(t.select_ms + t.fetch_ms for t in told[0]) / 1e3
     size = reads * engine.layout.pack_bytes
-    busy = max(spent - waited, size / bandwidth if bandwidth else 0.0)
+    read_s = size / bandwidth if bandwidth else 0.0
+    busy = max(spent - waited, read_s)
     count = len(requests)
     return {
         "warm_tokens": warm,
@@ -138,6 +139,7 @@ def measured(
         "ahead_share": sum(t.ahead for t in told[0]) / max(1, reads),
         "unused_share": sum(t.unused for t in told[0]) / max(1, reads),
         "bytes_per_token": size / (count * tokens),
+        "read_ms": 1e3 * read_s / tokens,
         "select_ms": sum(t.select_ms for t in told[0]) / tokens,
         "fetch_ms": sum(t.fetch_ms for t in told[0]) / tokens,
         "exposed_share": waited / spent if chose else None,

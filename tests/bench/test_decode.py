@@ -53,6 +53,8 @@ def test_rows_add_up(tmp_path: Path) -> None:
         assert set(COLUMNS) <= row.keys()
         assert row["tokens_s"] > 0 < row["budget_mb"]
         assert row["compiled"] == 0
+    assert rows["quest"]["ratio_to_floor"] is None
+    assert rows["ckv"]["ratio_to_floor"] <= rows["ckv"]["step_ms"] / rows["ckv"]["still_ms"]
     quest, ours = rows["quest"], rows["ckv"]
     assert quest["device_hits"] == 0 < ours["device_hits"] < 1
     for row in (quest, ours):
@@ -116,7 +118,7 @@ def row(
     return {
         "system": system, "place": place, "sequences": n, "tokens_s": tokens_s, "window": 2.0,
         "budget": 1 / 64, "bytes_per_token": 1000.0, "device_hits": 0.9, "tokens": 32_768,
-        "exposed_share": 0.5, "peak_mb": 1200.0, "budget_mb": 1000.0,
+        "exposed_share": 0.5, "peak_mb": 1200.0, "budget_mb": 1000.0, "ratio_to_floor": 1.25,
     } | more  # fmt: skip
 
 
@@ -142,10 +144,10 @@ def test_claims_are_made_of_rows_and_all_are_listed() -> None:
     assert found["ckv: most bytes a token over fewest, less 1"] == (0.2, False)
     memory = "memory with 16 sequences over weights, budgets and index"
     assert found[f"ckv: {memory}"] == (1.2, False)
+    assert found["ckv: time over the larger floor"] == (1.25, True)
     # What there are no rows of is missed, and says so.
     assert found["kvdrive over the best rival, host"] == (None, False)
     assert found[f"kvdrive: {memory}"] == (None, False)
-    assert found["ckv: time over the larger floor"] == (None, False)
     whys = {one["claim"]: one.get("why") for one in listed}
     assert whys[f"kvdrive: {memory}"] == (
         "no peak_mb of kvdrive, ssd, 16; no budget_mb of kvdrive, ssd, 16"
