@@ -297,14 +297,13 @@ def main() -> None:
     folder: Path = reference_folder()
     result = run(load_pretrained(folder, dtype="float32"), setting)
     print(show(result))
-    save("decode_cache", result, args.plot)
     about = {
         "checkpoint": folder.name, "documents": setting.documents,
         "sequences": setting.sequences, "steps": setting.steps, "first_steps": FIRST,
         "prefix_tokens": setting.tokens, "chunk_tokens": CHUNK, "steady_tokens": STEADY,
         "budgets": setting.budgets,
     }  # fmt: skip
-    finish(args, None, about | result)
+    save("decode_cache", finish(args, None, about | result), args.plot)
 
 
 if __name__ == "__main__":
