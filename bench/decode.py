@@ -22,10 +22,11 @@ for choices and packs. `ratio_to_busy` is the time of a token over the larger of
 of that time (layers, head and Python, so that it is no floor of computing), and, from SSD, the
 bytes read over what fio reads at a pack's size (`read_ms`). `still_ms`, of KVDrive and `ckv` with 8
 sequences from SSD (or those of `--sequences`), is the time of a token of the same texts that go on
-by what their questions chose: as much is attended to, nothing is chosen or read. `ratio_to_floor` is the time of a token
-over the larger of that and `read_ms`. `compiled` counts programs that were compiled
-while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`: packs that
-reads ahead had when they were chosen, and that they brought for nothing, over all packs read.
+by what their questions chose: as much is attended to, nothing is chosen or read. `ratio_to_floor`
+is the time of a token over the larger of that and `read_ms`. `compiled` counts programs that were
+compiled while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`:
+packs that reads ahead had when they were chosen, and that they brought for nothing, over all packs
+read.
 `peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `claims` is
 what was to be shown of such rows, and whether it was (`bench.decode_claims`). `--windows` and
 `--budgets` take several values: the ablation.

@@ -157,6 +157,7 @@ class Bench:
                     for count in self.setting.counts(system.name, place)
                     for one in self._asked(system, count)
                 ]
+                forget_peak()  # or what earlier systems left counts as taken
                 there = {one.name(place): one.name(place) in kept for one in todo}
                 new = [one for one in todo if not there[one.name(place)]]
                 fits = [one for one in new if self._fits(one, place, Path(name))]

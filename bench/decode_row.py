@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from bench.common import Json
 from bench.measure import Compilations
-from bench.memory import status_mb
+from bench.memory import release_heap, status_mb
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.pipeline.kv_rows import rows_bucket
 
@@ -149,7 +150,10 @@ def measured(
 
 
 def forget_peak() -> None:
-    """The process's highest memory (VmHWM) is counted anew from here on."""
+    """The process's highest memory (VmHWM) is counted anew from here on, without what earlier
+    systems left: engines that nobody holds any more, and what C's heap keeps for later."""
+    gc.collect()
+    release_heap()
     Path("/proc/self/clear_refs").write_text("5")
 
 

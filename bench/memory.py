@@ -15,6 +15,7 @@ Bar: `ingest_mb` of the longest at most 10% above that of the shortest.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -54,6 +55,13 @@ def status_mb(name: str) -> float:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024 / 1e6
     raise RuntimeError(f"got no {name} in /proc/self/status, expected one: is this Linux?")
+
+
+def release_heap() -> None:
+    """Gives back to the system what is free in C's heap; where its library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def ingest(tokens: int, store: Path, seed: int) -> Json:

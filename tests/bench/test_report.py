@@ -53,7 +53,7 @@ def test_redrawing_measures_nothing_and_draws_what_is_there(tmp_path: Path) -> N
         "breakdown.json", "breakdown.png", "report.html",
     ]  # fmt: skip
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "waits for the disk: impress at 5%: 50%" in text and "AMD EPYC, 2 cores" in text
+    assert "waits for the disk: contiguous-kv at 5%: " in text and "AMD EPYC, 2 cores" in text
 
 
 def row(system: str, budget: float, mean: float, variant: str = "default") -> dict[str, object]:
