@@ -237,14 +237,21 @@ def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
 
 
 def page(folder: Path) -> str:
-    """The HTML page of whatever is in `folder`: a section for each figure or failed run."""
+    """The HTML page of whatever is in `folder`: a section for each figure and each run."""
     sections = {
         name: text
         for name, figure in FIGURES.items()
         if (text := _section(name, figure, folder)) is not None
     }
+    without = {
+        script.stem: _without_figure(script.stem, ran)
+        for script in SCRIPTS
+        if script.stem not in FIGURES
+        and (ran := _record(folder / f"{script.stem}.run.json")) is not None
+    }
+    titles = {name: FIGURES[name].title for name in sections} | {name: name for name in without}
     contents = "".join(
-        f"<li><a href='#{name}'>{html.escape(FIGURES[name].title)}</a></li>" for name in sections
+        f"<li><a href='#{name}'>{html.escape(title)}</a></li>" for name, title in titles.items()
     )
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>",
@@ -253,6 +260,7 @@ def page(folder: Path) -> str:
         "<p>Machines differ between sections: compare within one, not between two.</p>",
         f"<nav><ol>{contents}</ol></nav>",
         *sections.values(),
+        *without.values(),
     ]
     return "\n".join(parts) + "\n"
 
@@ -275,14 +283,27 @@ def _section(name: str, figure: Figure, folder: Path) -> str | None:
             f"<p class='machine'>{html.escape(_machine(result.get('machine')))}</p>",
         ]
         if name == "ttft":
-            parts.append(_speedups(result["speedup"]))
+            parts.append(_speedups("cold", result["speedup"]))
+            parts.append(_speedups("warm caches", result.get("speedup_warm", {})))
     if ran is not None:
-        said = f"<code>{html.escape(ran['command'])}</code>, {ran['seconds']} s"
-        parts.append(f"<details><summary>{said}</summary>")
-        parts.append(f"<pre>{html.escape(ran['output'])}</pre></details>")
+        parts.append(_output(ran))
     elif result is not None and "command" in result:
         parts.append(f"<p class='machine'><code>{html.escape(result['command'])}</code></p>")
     return "\n".join([*parts, "</section>"])
+
+
+def _without_figure(name: str, ran: Json) -> str:
+    """A run that draws nothing: what it printed, or its error."""
+    parts = [f"<section id='{name}'><h2>{html.escape(name)}</h2>"]
+    if ran["status"]:
+        parts.append(f"<pre class='failed'>{html.escape(ran['error'])}</pre>")
+    return "\n".join([*parts, _output(ran), "</section>"])
+
+
+def _output(ran: Json) -> str:
+    """What a run printed, behind its command."""
+    said = f"<code>{html.escape(ran['command'])}</code>, {ran['seconds']} s"
+    return f"<details><summary>{said}</summary><pre>{html.escape(ran['output'])}</pre></details>"
 
 
 def _record(path: Path) -> Json | None:
@@ -308,7 +329,10 @@ def _machine(found: Json | None) -> str:
     )
 
 
-def _speedups(found: Json) -> str:
+def _speedups(how: str, found: Json) -> str:
+    """Ratios `[ours][budget][rival]` as a table; nothing where there are none."""
+    if not found:
+        return ""
     rivals = list(dict.fromkeys(r for by in found.values() for row in by.values() for r in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("ours", "budget", *rivals))
     rows = []
@@ -317,7 +341,8 @@ def _speedups(found: Json) -> str:
             cells = "".join(f"<td>{row[r]:.2f}×</td>" if r in row else "<td></td>" for r in rivals)
             rows.append(f"<tr><td>{ours}</td><td>{float(budget):.0%}</td>{cells}</tr>")
     table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-    return f"<details><summary>mean TTFT of each rival over ours</summary>{table}</details>"
+    said = f"mean TTFT of each rival over ours, {how}"
+    return f"<details><summary>{said}</summary>{table}</details>"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -340,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = p.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
     if args.redraw:
         draw_again(args.out)
     else:
@@ -356,9 +382,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             flush=True,
         )
         run_all(left, args.out, quick=args.quick)
+        records = {one.stem: _record(args.out / f"{one.stem}.run.json") for one in left}
+        failed = [name for name, ran in records.items() if ran is not None and ran["status"]]
     path = args.out / "report.html"
     path.write_text(page(args.out), encoding="utf-8")
     print(f"wrote {path}")
+    if failed:
+        sys.exit(f"failed, as the page says: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

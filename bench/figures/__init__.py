@@ -53,7 +53,7 @@ class Figure:
 
 FIGURES: dict[str, Figure] = {
     "ttft": Figure(
-        title="Time to first token (ContiguousKV Figures 10 and 11)",
+        title="Time to first token, nothing cached (ContiguousKV Figures 10, 11: warm caches)",
         draw=times.draw, size=(11, 5.6), caption=times.CAPTION, conclude=times.conclude,
     ),
     "accuracy": Figure(

@@ -10,8 +10,8 @@ from bench.figures.style import COLORS, FAINT, MARKS, checkpoint_name, line, per
 
 SPEED_CAPTION = (
     "Tokens per second of all sequences together, and the share of a token's time that waits for "
-    "reads, each system from SSD with as many sequences as most were run with (black: with the "
-    "store in memory); right, tokens per second as sequences become more."
+    "choices and packs, each system from SSD with as many sequences as most were run with (black: "
+    "with the store in memory); right, tokens per second as sequences become more."
 )
 ACCURACY_CAPTION = (
     "Right answers as texts are decoded token by token, against budget (logarithmic), with 95% "
@@ -44,9 +44,11 @@ def draw_speed(figure: Any, result: dict[str, Any]) -> None:
     left.scatter([row["tokens_s"] for row in memory], [row["system"] for row in memory],
                  marker="|", s=140, color="black", zorder=3)  # fmt: skip
     left.set(xlabel="tokens per second", title=f"{usual} sequences", xlim=(0, None))
-    waits = middle.barh(names, [100 * (row["exposed_share"] or 0) for row in shown], color=colors)
-    middle.bar_label(waits, fmt="%.0f%%", padding=3)
-    middle.set(xlabel="share of a token's time that waits for reads, %", xlim=(0, 115))
+    shares = [row["exposed_share"] for row in shown]
+    waits = middle.barh(names, [100 * (share or 0) for share in shares], color=colors)
+    said = ["not told" if share is None else f"{share:.0%}" for share in shares]
+    middle.bar_label(waits, said, padding=3)
+    middle.set(xlabel="share of a token's time that waits for choices and packs, %", xlim=(0, 115))
     middle.set_yticks(range(len(names)), [])
     for axis in (left, middle):
         axis.grid(visible=False, axis="y")
@@ -57,7 +59,9 @@ def draw_speed(figure: Any, result: dict[str, Any]) -> None:
             counts = [row["sequences"] for row in mine]
             look = {"marker": MARKS.get(name, "o"), "color": COLORS.get(name, FAINT)}
             right.plot(counts, [row["tokens_s"] for row in mine], label=name, **look)
-            right.set_xticks(counts, [str(count) for count in counts])
+    counts = sorted({row["sequences"] for row in rows})
+    right.set_xscale("log", base=2)
+    right.set_xticks(counts, [str(count) for count in counts])
     right.set(xlabel="sequences", title="tokens per second", ylim=(0, None))
     if right.lines:
         right.legend()

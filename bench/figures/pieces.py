@@ -18,10 +18,12 @@ from bench.figures.style import (
 ABLATION_CAPTION = (
     "Mean TTFT with a part taken away, less the mean of the whole system: to the right of zero, "
     "the part was worth having. Lines are 95% intervals of the difference, from P50, P95 and the "
-    "number of requests, as if times were normal."
+    "number of requests, as if times were normal; whole systems ran one after the other, so that a "
+    "machine that slows down meanwhile shows as well."
 )
 SENSITIVITY_CAPTION = (
-    "Mean TTFT as one size changes and everything else stays; both axes are logarithmic. Whiskers "
+    "Mean TTFT as one size changes; both axes are logarithmic. With subperiods, periods have 8 "
+    "layers; prefixes of other lengths are written with KV that no model computed. Whiskers "
     "are 95% intervals of the mean, from P50, P95 and the number of requests, as if times were "
     "normal."
 )

@@ -36,8 +36,11 @@ def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
     (tmp_path / "accuracy.run.json").write_text(
         json.dumps(failed | {"output": "", "error": "ValueError: no checkpoint"})
     )
+    unseen = {"command": "python -m bench.paper", "seconds": 1, "status": 1, "output": "6.16 < 11"}
+    (tmp_path / "paper.run.json").write_text(json.dumps(unseen | {"error": "KeyError: 'rows'"}))
     text = page(tmp_path)
     assert "a &lt; b" in text
+    assert "<section id='paper'>" in text and "6.16 &lt; 11" in text and "KeyError" in text
     assert "7.25×" in text and "10.50×" in text
     assert "data:image/png;base64,UE5H" in text
     assert "ValueError: no checkpoint" in text
@@ -96,7 +99,8 @@ def test_what_has_a_result_of_this_code_is_left_out(
     ran: list[str] = []
     monkeypatch.setattr("bench.report.run", lambda script, *_, **__: ran.append(script.stem))
     names = [script.stem for script in (same, other, quick, failed)]
-    main(["--out", str(tmp_path), "--resume", "--only", *names])
+    with pytest.raises(SystemExit, match=f"failed, as the page says: {failed.stem}$"):
+        main(["--out", str(tmp_path), "--resume", "--only", *names])
     assert ran == names[1:]
     expected = 0.5 + (quick.minutes + failed.minutes) / 60  # the other's own half an hour
     assert f"3 of 4 benchmarks to run, about {expected:.1f} hours" in capsys.readouterr().out
