@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -385,3 +387,25 @@ def test_whoever_stands_on_half_a_window_chooses_whatever_it_asks(engine: Engine
     assert mine.turned(0, 9, -same, 0.5) and mine.turned(1, 9, same, 0.5)
     mine.forget(0)
     assert mine.turned(0, 9, same, 0.5)
+
+
+def test_a_text_that_moves_onto_what_it_said_remembers_it_and_chooses() -> None:
+    """Sixteen tokens of its buffers become two chunks of a prefix that had four."""
+    window: Any = SimpleNamespace(resident=SimpleNamespace(probe_chunks=6))
+    old: Any = "old"
+    new: Any = "new"
+    one = Chooser(
+        select=replace(FOUR, queries=3, every=3, drift=0.0), limit=4, first=7, probes=old,
+        window=window, source=old, widths=old, packs=np.ones(1),
+    )  # fmt: skip
+    same = np.ones((1, 2, 4), np.float32)
+    for at in range(20, 26):
+        one.remember(0, at, np.full((1, 4), at, np.float32))
+    assert sorted(one._recent[0]) == [23, 24, 25]  # no more than have a say
+    one.chose(0, same)
+    one.moved(16, 10, new, new)
+    assert (one.probes, one.source) == (new, new)
+    assert one.before(0, 10).tolist() == [[24.0 + 25.0] * 4 + [0.0] * 2]
+    assert one.due(10) and one.turned(0, 10, same, 0.5)  # whatever it asks
+    assert [one.due(at) for at in (11, 12, 13, 14)] == [True, False, False, True]
+    assert not one.turned(0, 11, same, 0.5)
