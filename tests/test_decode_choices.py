@@ -19,8 +19,8 @@ from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
-from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.pipeline.choices import Choices
+from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS

@@ -78,9 +78,7 @@ def test_a_system_may_read_ahead_though_it_does_not_pay() -> None:
 
 def test_what_was_attended_to_most_is_read_first() -> None:
     ahead = ReadAhead(SYSTEMS["contiguous-kv"])
-    resident: Any = SimpleNamespace(
-        num_chunks=8, opening=np.array([5, 1, 7, 0]), recurrence=0.0
-    )
+    resident: Any = SimpleNamespace(num_chunks=8, opening=np.array([5, 1, 7, 0]), recurrence=0.0)
     chosen: Any = SimpleNamespace(
         ids=np.array([[1, 5, 6], [2, 5, -1]]),
         attention=np.array([[0.1, 0.2, 0.9], [0.4, 0.3, 0.0]], np.float32),
@@ -93,9 +91,7 @@ def test_what_was_attended_to_most_is_read_first() -> None:
 
 def test_guesses_take_nobodys_place_and_near_misses_that_of_earlier_ones() -> None:
     """Of four chunks one is on the device, one in host memory; who holds no window reads none."""
-    plan = Plan.of(
-        4, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1)
-    )
+    plan = Plan.of(4, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
     said: list[tuple[str, int, int, list[int]]] = []
 
     def only_ahead(which: int, group: int, chunks: np.ndarray) -> None:

@@ -18,7 +18,7 @@ from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.kv_rows import rows_bucket
-from ckv_jax.pipeline.recovery import Recoveries, Recovered, RecoveryNeeded
+from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.segments import most_buffered
 from ckv_jax.serving.sequence import Sequence
