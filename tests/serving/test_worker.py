@@ -207,7 +207,7 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
         def widths() -> set[int]:
             """Chunks that may be in a window of somebody who runs."""
             texts = [text for text in running._all() if text.chooser is not None]
-            return {len(held) for text in texts for held in text.chooser.window.kept.chunk}
+            return {width for text in texts for width in text.chooser.window.kept.open.tolist()}
 
         def leave() -> tuple[set[int], set[int]]:
             running._hold_slots, running._window = running._needs()[0], 2.0
