@@ -250,13 +250,38 @@ def test_a_stream_gives_every_result_once_and_takes_requests_as_it_goes(
     assert len(seen) == 30
     assert taken <= 30 + 2 * served.engine.config.max_batch
     stream.close()
-    assert served.engine.stream([]) is not None and list(served.engine.stream([])) == []
+    assert list(served.engine.stream([])) == []
+
+
+def test_a_closed_stream_gives_up_what_it_asked_for(
+    served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = noted(served.engine, monkeypatch)
+    stream = served.engine.stream(Request(prefix=prefix, suffix=[n]) for n in range(40))
+    first = next(stream)
+    stream.close()
+    rest = [sequence for sequence in queued if sequence.request is not first.request]
+    assert rest and all(isinstance(sequence.lapsed(), Cancelled) for sequence in rest)
+
+
+def noted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
+    """What is submitted from here on."""
+    queued: list[Sequence] = []
+    submit = engine._scheduler.submit
+
+    def noting(sequences: list[Sequence]) -> None:
+        queued.extend(sequences)
+        submit(sequences)
+
+    monkeypatch.setattr(engine._scheduler, "submit", noting)
+    return queued
 
 
 def test_a_handle_can_be_cancelled_and_waited_for(served: Served, prefix: Prefix) -> None:
-    handles = [served.engine.submit(Request(prefix=prefix, suffix=[i])) for i in range(20)]
-    handles[-1].cancel()
-    assert isinstance(handles[-1].result(60).error, (Cancelled, type(None)))
+    with held(served.engine):
+        handles = [served.engine.submit(Request(prefix=prefix, suffix=[i])) for i in range(20)]
+        handles[-1].cancel()
+    assert isinstance(handles[-1].result(60).error, Cancelled)
     assert all(handle.result(60).error is None for handle in handles[:-1])
 
 
@@ -274,18 +299,33 @@ def test_async_calls_answer_the_same(served: Served) -> None:
             assert scale_error(result.logits, served.alone(wish).logits) < TIGHT
 
 
-def test_cancelling_a_task_cancels_its_requests(served: Served, prefix: Prefix) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_cancelling_a_task_cancels_its_requests(
+    served: Served, prefix: Prefix, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """It has submitted them, and waits for what they answer."""
+    queued = noted(served.engine, monkeypatch)
+
     async def ask() -> None:
-        request = Request(prefix=prefix, suffix=[1])
-        task = asyncio.create_task(served.engine.areprefill([request] * 40))
-        await asyncio.sleep(0.01)
+        requests = [Request(prefix=prefix, suffix=[1])] * 3
+        if streams:
+            await anext(served.engine.astream(requests))
+        else:
+            await served.engine.areprefill(requests)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(ask())
+        while not queued:
+            await asyncio.sleep(0.001)
+        for _ in range(20):  # until it waits for outcomes
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(ask())
-    (result,) = served.engine.reprefill([Request(prefix=prefix, suffix=[1])])
-    assert result.error is None
+    with held(served.engine):
+        asyncio.run(asyncio.wait_for(give_up(), 60))
+    assert [type(sequence.result(60).error) for sequence in queued] == [Cancelled] * 3
 
 
 @contextmanager

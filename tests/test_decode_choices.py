@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,9 @@ from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.memory.device import DevicePool
+from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
@@ -164,11 +169,14 @@ def test_four_tokens_choose_other_chunks_than_one(
 
 
 def test_few_slots_narrow_windows_and_then_let_texts_stream(
-    engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
+    engine: Engine, prefixes: list[Prefix]
 ) -> None:
     """One choice of all rows and little more; then less than one of a row."""
     groups, pack = engine.layout.groups, engine.layout.pack_bytes
-    for slots in (2 * 3 * 4 * groups, 4 * groups):
+    sampling = SamplingParams(max_tokens=LENGTH)
+    expected = [engine.generate(request, sampling).results()[0] for request in asked(prefixes)]
+    for slots, streams in ((2 * 3 * 4 * groups, False), (4 * groups, True)):
+        streamed = False
         values = dataclasses.replace(
             engine.config,
             device_cache_bytes=0,
@@ -176,12 +184,15 @@ def test_few_slots_narrow_windows_and_then_let_texts_stream(
             prefetch_device_bytes=slots * pack,
         )
         with engine.variant(values) as tight:
-            texts = tight.generate(asked(prefixes), SamplingParams(max_tokens=LENGTH)).results()
+            with tight.generate(asked(prefixes), sampling) as stream:
+                for _ in stream:
+                    batches = list(tight._worker._running._batches)
+                    streamed |= any(batch.alone for batch in batches)
+                texts = stream.results()
             assert tight.stats().pinned_packs == 0
-        (alone, *_) = engine.generate(
-            asked(prefixes)[0], SamplingParams(max_tokens=LENGTH)
-        ).results()
-        assert texts[0].token_ids.tolist() == alone.token_ids.tolist()
+        assert streamed == streams
+        for text, alone in zip(texts, expected, strict=True):
+            assert text.token_ids.tolist() == alone.token_ids.tolist()
 
 
 def test_rows_that_come_and_go_change_nobody_elses_tokens(
@@ -385,3 +396,79 @@ def test_whoever_stands_on_half_a_window_chooses_whatever_it_asks(engine: Engine
     assert mine.turned(0, 9, -same, 0.5) and mine.turned(1, 9, same, 0.5)
     mine.forget(0)
     assert mine.turned(0, 9, same, 0.5)
+
+
+def test_a_text_that_moves_onto_what_it_said_remembers_it_and_chooses() -> None:
+    """Sixteen tokens of its buffers become two chunks of a prefix that had four."""
+    window: Any = SimpleNamespace(resident=SimpleNamespace(probe_chunks=6))
+    old: Any = "old"
+    new: Any = "new"
+    one = Chooser(
+        select=replace(FOUR, queries=3, every=3, drift=0.0), limit=4, first=7, probes=old,
+        window=window, source=old, widths=old, packs=np.ones(1),
+    )  # fmt: skip
+    same = np.ones((1, 2, 4), np.float32)
+    for at in range(20, 26):
+        one.remember(0, at, np.full((1, 4), at, np.float32))
+    assert sorted(one._recent[0]) == [23, 24, 25]  # no more than have a say
+    one.chose(0, same)
+    one.moved(16, 10, new, new)
+    assert (one.probes, one.source) == (new, new)
+    assert one.before(0, 10).tolist() == [[24.0 + 25.0] * 4 + [0.0] * 2]
+    assert one.due(10) and one.turned(0, 10, same, 0.5)  # whatever it asks
+    assert [one.due(at) for at in (11, 12, 13, 14)] == [True, False, False, True]
+    assert not one.turned(0, 11, same, 0.5)
+
+
+def test_host_and_device_know_the_same_of_windows(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = Choices.choose
+    seen: list[int] = []
+
+    def watched(self: Choices, period: int, *args: Any) -> bool:
+        chosen = choose(self, period, *args)
+        assert self._windows is not None
+        there = np.stack([np.asarray(part) for part in self._on_device[period]])
+        here = self._windows.state(self._plan.choices_of(period))
+        assert (there == here).all()
+        seen.append(period)
+        return chosen
+
+    monkeypatch.setattr(Choices, "choose", watched)
+    values = replace(engine.config, system=changed(engine, window=1.5, keep="lfu"))
+    with engine.variant(values) as other:
+        told(other, asked(prefixes))  # two prefixes, which choose in two calls
+    assert len(seen) > LENGTH
+
+
+def test_what_leaves_windows_is_in_host_memory_when_the_token_ends(
+    engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pool is in memory of the device's own."""
+    values = replace(
+        engine.config,
+        system=changed(engine, window=1.0),
+        device_cache_bytes=0,
+        prefetch_device_bytes=POOL_BYTES,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "in_host_memory", False)
+        other = engine.variant(values)
+    save, finish = DevicePool.save, Choices.finish
+    saved: list[int] = []
+    left: list[int] = []
+
+    def noted(pool: DevicePool, *args: Any) -> None:
+        saved.append(len(args))
+        save(pool, *args)
+
+    def watched(choices: Choices) -> None:
+        finish(choices)
+        left.append(len(other._worker.memory.pool._copies))
+
+    monkeypatch.setattr(DevicePool, "save", noted)
+    monkeypatch.setattr(Choices, "finish", watched)
+    with other:
+        told(other, asked(prefixes)[:1])
+    assert saved and left and not any(left)

@@ -100,9 +100,33 @@ def test_a_pack_that_two_prefixes_share_is_used_once(sharp: Sharp, tmp_path: Pat
         assert (often - uses).tolist() == [1, 0, 1, 1]
 
 
-def _of(ids: list[list[int]], attention: list[list[float]]) -> Selection:
+def test_what_nobody_chose_gets_its_attention_where_the_policy_asks_for_that(
+    sharp: Sharp, tmp_path: Path
+) -> None:
+    """Each prefix gives every chunk that it did not choose its score."""
+    with sharp.fresh(tmp_path, system={"policy": "frequency-attention"}, **COLD) as engine:
+        parent = engine.ingest(tokens(160))
+        child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
+        residents = engine._worker.residents
+        views = [residents.open(prefix) for prefix in (parent, child)]
+        groups = range(engine.layout.groups)
+        chosen = [
+            (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]], 0.125)),
+            (views[1], _of([[2, 12, -1]], [[0.5, 0.25, 0.0]], 0.0625)),
+        ]
+        pages = [views[1].pages(group, np.array([0, 1, 2, 12, 13])) for group in groups]
+        tiers = engine._worker.memory.tiers
+        before = [tiers.history(each) for each in pages]
+        residents.record_all(groups, chosen)
+        after = [tiers.history(each) for each in pages]
+    for (importance, uses), (more, often) in zip(before, after, strict=True):
+        assert (more - importance).tolist() == [0.5625, 0.1875, 0.75, 0.25, 0.0625]
+        assert (often - uses).tolist() == [1, 0, 1, 1, 0]
+
+
+def _of(ids: list[list[int]], attention: list[list[float]], score: float = 0.0) -> Selection:
     rows = np.array(ids, np.int32)
-    scores = np.zeros((1, 16), np.float32)
+    scores = np.full((1, 16), score, np.float32)
     part: Any = np.array(attention, np.float32)
     known: dict[str, Any] = {"ids": rows, "attention": part, "scores": scores}
     return Selection(**{name: known.get(name, np.ones(1)) for name in Selection._fields})

@@ -65,14 +65,21 @@ def test_no_width_changes_what_is_attended_to(engine: Engine, prefix: Prefix) ->
     plain, even = told(engine, prefix)
     packs = np.array([len(engine._worker.plan.groups(p)) for p in range(PERIODS)])
     most = 4 * 2 * int(packs.sum())  # a fifth of 16 chunks, twice
-    assert even <= most
+    assert most // 2 < even <= most
     for times in (((1.0,), (4.0,)), ((4.0,), (1.0,)), ((1.5,), (1.0,))):
         save_widths(Widths(times=times), engine.fingerprint, "ckv")
         with without_caches(engine) as other:
             assert other._worker.profile.widths.times == times
             mine, held = told(other, prefix)
         assert (mine == plain).all()
-        assert held <= most
+        assert most // 2 < held <= most
+
+
+def test_a_window_holds_as_much_as_it_may(engine: Engine) -> None:
+    """A fifth of 60 chunks and as much again: more than the bucket of a choice has."""
+    long = engine.ingest(tokens(960, 3))
+    with without_caches(engine, overfetch=1.0) as other:
+        assert told(other, long)[1] == 2 * 12 * engine.layout.groups
 
 
 def test_a_profile_is_made_of_what_was_chosen_and_kept(engine: Engine, prefix: Prefix) -> None:

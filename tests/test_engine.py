@@ -199,3 +199,10 @@ def test_another_layout_is_refused_with_the_fields_that_differ(tmp_path: Path) -
             (result,) = other.reprefill([Request(prefix=asked, suffix=[1])])
             with pytest.raises(ValueError, match=r"digest \(stored 'none', got 'int4'\)"):
                 result.raise_for_error()
+
+
+def test_what_fills_a_models_context_fits_it(tmp_path: Path) -> None:
+    with small_engine(tmp_path) as engine:
+        engine._placement.check_context(64, 1980, 4)
+        with pytest.raises(ContextOverflow, match="64 prefix and 1980 suffix tokens and 5 new"):
+            engine._placement.check_context(64, 1980, 5)

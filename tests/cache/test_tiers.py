@@ -277,6 +277,27 @@ def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
     assert tiers.scores(base, 3)[1].tolist() == [0, 0, 0]
 
 
+def test_what_is_let_go_leaves_both_tiers() -> None:
+    tiers = Tiers(1, 1, 1, ATTENTION)
+    tiers.register(4)
+    use(tiers, {0: 0.5})
+    use(tiers, {1: 0.25})
+    assert (tiers.device_pages, tiers.host_pages) == (1, 1)
+    assert tiers.let_go(ids(0, 1, 2)) == 2
+    assert (tiers.device_pages, tiers.host_pages, tiers.free_slots) == (0, 0, 2)
+    assert [slots.tolist() for slots in tiers.lookup(ids(0, 1))] == [[-1, -1]] * 2
+
+
+def test_what_is_pushed_out_and_finds_no_room_in_the_host_is_dropped() -> None:
+    tiers = Tiers(1, 0, 1, ATTENTION)
+    tiers.register(2)
+    use(tiers, {0: 0.5})
+    slot = tiers.take(1)
+    tiers.record(ids(1), np.array([0.75]))
+    assert tiers.admit(ids(1), slot).dropped.tolist() == [0]
+    assert tiers.stats.dropped == 1
+
+
 def test_taking_more_than_there_is_lends_nothing() -> None:
     tiers = Tiers(2, 0, 2, ATTENTION)
     with pytest.raises(PoolExhausted, match=r"5 device slots, 4 of 4"):

@@ -124,6 +124,17 @@ def test_slots_whose_read_has_ended_are_free_at_once() -> None:
         assert own.abandoned == 0 and own.free_slots == SLOTS
 
 
+def test_slots_that_were_filled_or_given_back_are_in_flight_no_longer() -> None:
+    landing, own = in_pool(0)
+    for turn in range(4):
+        room = taken(landing, 6)  # as many as may be in flight
+        if turn % 2:
+            landing.give_back(room, None)
+        else:
+            own.tiers.release(landing.place(room, np.arange(6), 0))
+        assert own.free_slots == SLOTS
+
+
 def test_speculation_leaves_slots_to_spare() -> None:
     landing, own = in_pool(0)
     assert landing.take(3, demand=False, spare=6) is None

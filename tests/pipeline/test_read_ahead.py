@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from ckv_jax.pipeline.guesses import Guesses
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.read_ahead import READ, Pace, ReadAhead
 from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Span
@@ -70,3 +74,45 @@ def test_a_system_may_read_ahead_though_it_does_not_pay() -> None:
         chosen = np.array([3, 5])
         guess = ahead.next_period(chosen, 1, lambda pays: None)
         assert guess().tolist() == (chosen.tolist() if always else [])
+
+
+def test_what_was_attended_to_most_is_read_first() -> None:
+    ahead = ReadAhead(SYSTEMS["contiguous-kv"])
+    resident: Any = SimpleNamespace(num_chunks=8, opening=np.array([5, 1, 7, 0]), recurrence=0.0)
+    chosen: Any = SimpleNamespace(
+        ids=np.array([[1, 5, 6], [2, 5, -1]]),
+        attention=np.array([[0.1, 0.2, 0.9], [0.4, 0.3, 0.0]], np.float32),
+    )
+    ahead.remember(resident, chosen)
+    assert resident.opening.tolist() == [6, 2, 5, 1]
+    assert resident.recurrence == 0.5
+    assert ahead.opening(resident, 2).tolist() == [6, 2]
+
+
+def test_guesses_take_nobodys_place_and_near_misses_that_of_earlier_ones() -> None:
+    """Of four chunks one is on the device, one in host memory; who holds no window reads none."""
+    plan = Plan.of(4, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
+    said: list[tuple[str, int, int, list[int]]] = []
+
+    def only_ahead(which: int, group: int, chunks: np.ndarray) -> None:
+        said.append(("only", which, group, chunks.tolist()))
+
+    def begun(which: int, group: int, chunks: np.ndarray, *, apart: bool) -> None:
+        said.append(("ahead", which, group, chunks.tolist()))
+        assert apart
+
+    packs: Any = SimpleNamespace(only_ahead=only_ahead, ahead=begun)
+    held: Any = SimpleNamespace(
+        held=True, lookup=lambda group, c: (np.where(c == 1, 0, -1), np.where(c == 2, 0, -1))
+    )
+    streams: Any = SimpleNamespace(held=False)
+    guesses = Guesses("both", 2.0, plan)
+    guesses.next_period(3, held, lambda: [np.array([1, 2, 4])] * len(plan.choices_of(1)))
+    guesses.nearly(3, held, 0, np.array([1, 5]))
+    guesses.nearly(7, streams, 0, np.array([5]))
+    guesses.start(0, lambda: packs)
+    groups = [[*plan.groups(choice)] for choice in (0, *plan.choices_of(1))]
+    near = [(kind, 3, group, [5]) for group in groups[0] for kind in ("only", "ahead")]
+    guessed = [("ahead", 3, group, [4]) for some in groups[1:] for group in some]
+    assert said == [*guessed, *near] and guessed
+    assert not Guesses("both", 1.0, plan).near

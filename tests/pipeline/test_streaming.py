@@ -23,11 +23,11 @@ from ckv_jax.trace import Trace
 def test_the_next_layer_is_read_while_one_computes_where_four_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, ahead: bool
 ) -> None:
-    begun: list[tuple[int, bool]] = []
+    begun: list[tuple[int, bool, bool]] = []
     submit = Prefetcher.submit
 
     def noted(prefetcher: Prefetcher, *jobs: ReadJob) -> None:
-        begun.extend((job.group, job.demanded) for job in jobs)
+        begun.extend((job.group, job.demanded, job.sure) for job in jobs)
         submit(prefetcher, *jobs)
 
     sampling = SamplingParams(max_tokens=4)
@@ -42,7 +42,8 @@ def test_the_next_layer_is_read_while_one_computes_where_four_fit(
             (text,) = small.generate(request, sampling).results()
     assert text.token_ids.tolist() == expected.token_ids.tolist()
     later = begun[-3 * layers :]  # tokens after the first, a read for each layer
-    assert later == [(group, not ahead or group == 0) for group in range(layers)] * 3
+    early = [ahead and group > 0 for group in range(layers)]
+    assert later == [(group, not early[group], early[group]) for group in range(layers)] * 3
 
 
 def test_a_text_whose_steps_do_not_fit_attends_to_what_it_has_said(tmp_path: Path) -> None:

@@ -123,6 +123,24 @@ def test_few_packs_of_a_group_are_one_read(tmp_path: Path) -> None:
     assert sum(args["packs"] for args in reads) >= 3 * groups
 
 
+def test_what_is_read_again_for_nothing_is_unused(tmp_path: Path) -> None:
+    """It was used once, kept, and has left memory since."""
+    with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
+        worker, chunks, trace = engine.worker, np.arange(2), Trace()
+        lease = worker.leases.open(engine.ingest(tokens(64)))
+        with worker.packs([lease.source], trace) as packs:
+            packs.demand(0, 0, chunks)
+            packs.collect(0, 0, chunks)
+            packs.keep()
+            worker.memory.trim()  # nobody pins them
+            packs.ahead(0, 0, chunks)
+            for job, _ in list(packs._begun.values()):
+                worker.prefetcher.wait(job)
+            packs.only_ahead(0, 0, chunks[:0])
+        lease.close()
+    assert trace.bytes["unused"] == 2 * engine.layout.stored_bytes
+
+
 def host_blocks(engine: Engine, count: int) -> HostBlocks:
     """The way in of a device with memory of its own, by so many blocks."""
     size = count * bucket(job_packs(engine.layout)) * engine.layout.stored_bytes

@@ -176,6 +176,7 @@ def test_a_disk_that_never_answers_is_given_up(reader) -> None:
         after = read(prefetcher, reader, 3)
         prefetcher.wait(after)
         assert after.ok.all() and not running.ok.any()
+        assert prefetcher.stats.errors == 2
 
 
 def test_reads_are_traced(prefetcher, reader) -> None:

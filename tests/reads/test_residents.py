@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from engine_support import SMALL, small_engine, tokens
 
-from ckv_jax import Request
+from ckv_jax import Engine, Prefix, Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys, TurnedKeys
+from ckv_jax.reads import residents
 from ckv_jax.reads.digest import Digest
 from ckv_jax.selection.select import Select
 from ckv_jax.stored_kv import read_kv
@@ -81,3 +82,34 @@ def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Pat
         assert digest.nbytes > before and held[0].digest is None  # the other one made way
         assert residents.rough(held[1], digest, [layer])[0] is turned
     assert Digest(digest.probes, turns=False).rough([layer]) == [digest.probes[layer]]
+
+
+def ask(engine: Engine, prefix: Prefix) -> None:
+    request = Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)
+    engine.reprefill([request])[0].raise_for_error()
+
+
+def test_the_digest_not_asked_for_longest_goes_first(tmp_path: Path) -> None:
+    with small_engine(tmp_path, system="ckv") as engine:
+        texts, held = [engine.ingest(tokens(200, n)) for n in range(3)], engine.worker.residents
+        ask(engine, texts[0])
+        held._budget = 2 * held.digest_bytes  # of three
+        for which in (1, 0, 2):
+            ask(engine, texts[which])
+        there = [held.open(text).digest is not None for text in texts]
+    assert there == [True, False, True]
+
+
+def test_a_forgotten_prefix_leaves_memory_and_keeps_its_worth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "MOST_RESIDENTS", 1)
+    with small_engine(tmp_path, system="ckv") as engine:
+        first, second = (engine.ingest(tokens(200, n)) for n in range(2))
+        ask(engine, first)
+        ask(engine, second)
+        kept = engine.store.load_scores(first.spans[0].segment_id)
+        assert kept is not None and kept[1].sum() > 0
+        engine.demote(second).result()
+        tiers = engine.worker.memory.tiers
+        assert tiers.device_pages == tiers.host_pages == 0

@@ -199,6 +199,21 @@ def test_jobs_wait_for_room() -> None:
     assert desk.run() == "x:0 x:1 y:0 y:1".split()
 
 
+def test_who_has_no_room_beside_a_job_begins_after_it() -> None:
+    desk = Desk(room=3)
+
+    def steps() -> Generator[None, None, None]:
+        desk.ask("a1")
+        desk.notes.done.append("x:0")
+        yield
+        desk.notes.done.append("x:1")
+
+    job = desk.scheduler.add(Job(steps(), num_bytes=3))
+    desk.notes.gate.set()
+    job.future.result(SECONDS)
+    assert desk.run() == ["x:0", "x:1", "a1"]
+
+
 def test_a_job_that_is_not_ready_holds_nobody_up() -> None:
     desk = Desk()
     ready = threading.Event()
@@ -276,6 +291,27 @@ def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
     desk.notes.faults = {"a1": Once()}
     desk.ask("a1 a2 b1")
     assert desk.run() == ["a1 a2", "b1", "recover:0", "recover:1", "a1 a2"]
+
+
+def test_who_waits_for_lost_kv_that_cannot_be_computed_is_told() -> None:
+    desk = Desk()
+
+    class Lost(RecoveryNeeded):
+        def __init__(self) -> None:
+            Exception.__init__(self)
+
+    def broken() -> Generator[None, None, None]:
+        yield
+        raise RuntimeError("no memory")
+
+    desk.notes.recovery = lambda needed: Job(broken())  # type: ignore[method-assign]
+    desk.notes.faults = {"a1": Lost()}
+    desk.ask("a1 b1")
+    desk.notes.gate.set()
+    with pytest.raises(RuntimeError, match="no memory"):
+        desk.error("a1")
+    assert desk.error("b1") is None
+    desk.scheduler.close()
 
 
 def test_a_fault_of_ours_is_raised_where_the_result_is_asked_for() -> None:

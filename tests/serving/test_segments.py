@@ -91,7 +91,10 @@ def test_at_a_budget_of_one_segments_change_no_token(engine: Engine, document: P
     requests = [asked(document, 1.0), asked(document, 1.0, 41), asked(document, 0.2)]
     with engine.variant(without_segments(engine)) as other:
         whole = other.generate(requests, sampling, keep_kv=True).results()
-    parts = engine.generate(requests, sampling, keep_kv=True).results()
+    stream = engine.generate(requests, sampling, keep_kv=True)
+    parts = stream.results()
+    more = SEGMENTS * SEGMENT // 16 - 1  # chunks; the document's last one is whole now
+    assert [text.grown for text in stream._sequences] == [more, more, 0]
     for mine, theirs in zip(parts[:2], whole[:2], strict=True):
         assert (mine.trace.segments, theirs.trace.segments) == (SEGMENTS, 0)
         assert mine.token_ids.tolist() == theirs.token_ids.tolist()
@@ -148,7 +151,7 @@ def test_a_long_text_needs_no_more_than_a_short_one(engine: Engine, document: Pr
         [text] = stream.results()
     assert text.trace.segments >= (count - 128) // SEGMENT
     capacities, held, made = zip(*seen, strict=True)
-    assert max(capacities) <= rows_bucket(7 + most_buffered(SEGMENT, 16))
+    assert max(capacities) == rows_bucket(most_buffered(SEGMENT, 16))
     most = 2 * 2 * engine.layout.groups  # a fifth of 10 chunks, twice
     assert max(held) <= most
     assert made[len(made) // 2] == made[-1]
@@ -331,3 +334,15 @@ def test_where_nothing_can_be_stored_the_text_stays_in_memory(
     assert text.token_ids.tolist() == plain.token_ids.tolist()
     assert text.trace.segments == 0
     assert "a text keeps what it generated in memory: no room" in caplog.text
+
+
+def test_buffers_of_a_long_question_shrink_once_it_is_stored(
+    engine: Engine, document: Prefix
+) -> None:
+    request = Request(prefix=document, suffix=tokens(300, 40).tolist(), budget=0.2)
+    rows: list[int] = []
+    with engine.generate(request, SamplingParams(max_tokens=160)) as stream:
+        for _ in stream:
+            rows += [batch.decoder.capacity for batch in list(engine._worker._running._batches)]
+    assert max(rows) == 512 and rows[-1] == rows_bucket(most_buffered(SEGMENT, 16))
+    settled(engine, document)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
+from bench.truth import FINGERPRINT
+from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
-from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.pipeline.decode import Decoder
+from ckv_jax.pipeline.kv_rows import rows_bucket
+from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
 from ckv_jax.serving.job import Job
+from ckv_jax.serving.segments import most_buffered
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.slot_room import SlotRoom
 from ckv_jax.serving.streams import TokenStream
+from ckv_jax.storage.prefix import Prefix
 
 
 def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:
@@ -30,9 +39,25 @@ def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Pat
         more = worker.recovery(RecoveryNeeded(lost, 40))
         assert more is not job and worker.recovery(RecoveryNeeded(lost, 40)) is more
         jobs.add(more).future.result(60)
+        assert lost._prefill is None  # its device memory is given back
         assert worker.recovery(RecoveryNeeded(lost, 10)) is not more
         for lease in leases:
             jobs.call(lease.close)
+
+
+def test_what_was_computed_again_stays_of_the_four_prefixes_asked_for_last() -> None:
+    nobody: Any = None
+    recoveries = Recoveries(nobody)
+
+    def of(n: int) -> Recovered:
+        prefix = replace(Prefix.empty(FINGERPRINT, LAYOUT, ""), id=f"{n:032x}")
+        return recoveries.of(prefix, nobody)
+
+    first, second, *_ = [of(n) for n in range(4)]
+    assert of(0) is first
+    of(4)
+    assert of(0) is first
+    assert of(1) is not second
 
 
 def test_a_block_of_a_prefill_takes_the_keys_and_values_of_its_tokens(tmp_path: Path) -> None:
@@ -147,3 +172,85 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
         assert len(narrowed) == narrows
     assert Room(6).fits(batch, 0) and Room(4, excess=2).fits(batch, 0)
     assert not Room(4, excess=1).fits(batch, 0) and not Room(6).fits(batch, 1)
+
+
+def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix, room, groups = engine.ingest(tokens(320)), engine.worker._room, engine.layout.groups
+        segment = engine.config.segment_tokens
+        most = most_buffered(segment, engine.layout.chunk_tokens)
+
+        def one(budget: float, new: int) -> Sequence:
+            sampling = SamplingParams(max_tokens=new) if new else None
+            made = Sequence(Request(prefix=prefix, suffix=[1, 2, 3]), sampling=sampling)
+            made.place(prefix, np.arange(3, dtype=np.int32), budget)
+            return made
+
+        for budget, new, packs, rows in (
+            (0.1, 0, 2, 3),  # a step's, of one group
+            (0.1, 200, 2 * groups, 203),
+            (0.1, 10_000, 2 * groups, 3 + most),  # the rest becomes segments
+            (1.0, 10_000, 20 * groups, 10_003),
+        ):
+            size = packs * engine.layout.pack_bytes + rows_bucket(rows) * room.token_bytes
+            assert room._num_bytes([one(budget, new)]) == size
+        grown = one(0.1, 5)
+        grown.grown = 3
+        assert room._chunks([grown]) == 2 + 3
+
+
+def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix, running = engine.ingest(tokens(320)), engine.worker._running
+        requests = [Request(prefix=prefix, suffix=[n], budget=0.1) for n in range(2)]
+
+        def widths() -> set[int]:
+            """Chunks that may be in a window of somebody who runs."""
+            texts = [text for text in running._all() if text.chooser is not None]
+            return {width for text in texts for width in text.chooser.window.kept.open.tolist()}
+
+        def leave() -> tuple[set[int], set[int]]:
+            running._hold_slots, running._window = running._needs()[0], 2.0
+            running._widen()
+            before = widths()
+            running._all()[0].sequence.cancel()
+            running.step()
+            assert len(running._all()) == 1
+            return before, widths()
+
+        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
+            begun(stream, 2)
+            assert engine._scheduler.call(leave) == ({2}, {4})
+            stream.cancel()
+            stream.results()
+
+
+def test_long_texts_have_a_batch_of_their_own(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        requests = [Request(prefix=[], suffix=tokens(n).tolist()) for n in (20, 1100)]
+        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
+            begun(stream, 2)
+            batches = engine.worker._running._batches
+            found = engine._scheduler.call(
+                lambda: sorted((batch.long, len(batch.going)) for batch in batches)
+            )
+            stream.cancel()
+            stream.results()
+    assert found == [(False, 1), (True, 1)]
+
+
+def test_a_fault_of_ours_between_tokens_is_raised_and_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "step", broken)
+            with pytest.raises(RuntimeError, match="broken"):
+                engine.generate(request, SamplingParams(max_tokens=8)).results()
+        engine._scheduler.call(lambda: None)
+        assert engine.stats().running == engine.stats().pinned_packs == 0
+        assert not engine.worker.residents._in_use

@@ -165,6 +165,17 @@ def test_bodies_that_are_no_manifest(pristine: Path, body: bytes) -> None:
         assert store.prefixes() == []
 
 
+def test_manifests_that_a_new_index_cannot_use_are_counted(pristine: Path) -> None:
+    damaged = sorted((pristine / "segments").glob("*/*/manifest.json"))
+    for path in damaged:
+        path.write_bytes(disk.wrapped(b"null"))
+    for path in pristine.glob("catalog.sqlite*"):
+        path.unlink()
+    with ChunkStore.open(pristine, config=CONFIG) as store:
+        assert store.prefixes() == []
+        assert store.stats()["bad_manifests"] >= len(damaged) > 0
+
+
 @pytest.mark.parametrize("kind", ["fifo", "folder", "symlink", "endless", "huge"])
 def test_manifests_that_are_no_plain_files(pristine: Path, tmp_path: Path, kind: str) -> None:
     for i, path in enumerate((pristine / "segments").glob("*/*/manifest.json")):

@@ -19,7 +19,9 @@ from ckv_jax.folders import cache_folder
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile
 from ckv_jax.storage import ChunkStore, Layout, fingerprint, hash_files
-from ckv_jax.storage.segment import manifest
+from ckv_jax.storage.place.local import LocalFiles
+from ckv_jax.storage.segment import manifest, manifest_cache
+from ckv_jax.storage.segment.manifest_cache import ManifestCache
 
 
 def settle(path: Path) -> None:
@@ -210,3 +212,27 @@ def test_an_index_of_earlier_code_is_taken_over(folder: Path) -> None:
         assert {e.score for e in entries} == {2.0, None}
         assert store.usage() == sum(e.bytes for e in entries)
         assert read_all(store, prefix).refused == 0
+
+
+def test_manifests_in_memory_are_bounded_and_the_latest_stay(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [ingest(store, some_tokens(64, n)).spans[0].segment_id for n in range(3)]
+    reads, read = [], LocalFiles.manifest
+
+    def noted(files: LocalFiles, segment_id: str) -> bytes:
+        reads.append(ids.index(segment_id))
+        return read(files, segment_id)
+
+    monkeypatch.setattr(manifest_cache, "_MAX_BYTES", 5 * len(store.files.manifest(ids[0])) // 2)
+    monkeypatch.setattr(LocalFiles, "manifest", noted)
+    cache = ManifestCache(store.files)
+    for which in (0, 1, 0, 2, 0, 1):
+        cache.load(ids[which])
+    assert reads == [0, 1, 2, 1]
+    for _ in range(5):  # what is forgotten leaves its room to others
+        cache.forget(ids[0])
+        cache.load(ids[0])
+    reads.clear()
+    cache.load(ids[1])
+    assert not reads

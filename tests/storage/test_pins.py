@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from bench.truth import SMALL, ingest, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, StoreConfig, StoreFull, pin_prefix, prune_store
+from ckv_jax.storage import (
+    ChunkStore,
+    StoreConfig,
+    StoreFull,
+    inspect_store,
+    pin_prefix,
+    prune_store,
+)
+from ckv_jax.storage.segment.open_segments import OpenSegments
+from ckv_jax.storage.segment.segment import Segment
 
 TOKENS = some_tokens(192)
 
@@ -26,12 +35,14 @@ def test_a_pinned_parent_stays_when_its_child_goes(folder: Path, policy: str) ->
         kept = parent.spans[0].segment_id
         assert prune_store(store, 0).removed == 3
         assert store.files.segment_ids() == {kept}
+        assert [segment.pinned for segment in inspect_store(store).segments] == [True]
         assert read_all(store, parent).right == SMALL.groups * parent.num_chunks
         assert read_all(store, other).right == 0
         assert read_all(store, child).right == SMALL.groups * parent.num_chunks
         again = ingest(store, TOKENS)  # goes on from what was kept
         assert again.spans[0] == parent.spans[0] and len(again.spans) == 2
         pin_prefix(store, parent.id, pinned=False)
+        assert not any(segment.pinned for segment in inspect_store(store).segments)
         assert prune_store(store, 0).removed == 2
         assert store.files.segment_ids() == set()
 
@@ -75,3 +86,22 @@ def test_room_is_made_above_a_pin_and_no_further(folder: Path) -> None:
         with pytest.raises(StoreFull, match="pinned"):
             ingest(store, some_tokens(160, 2))
         assert read_all(store, parent).right == SMALL.groups * 4
+
+
+def test_of_two_that_open_a_segment_at_once_one_is_held(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread opens it between our look and our opening."""
+    (span,) = ingest(store, TOKENS[:64]).spans
+    make, others = OpenSegments._make, []
+
+    def late(segments: OpenSegments, segment_id: str, checksum: str) -> Segment:
+        monkeypatch.setattr(OpenSegments, "_make", make)
+        others.append(segments.acquire(span))
+        return make(segments, segment_id, checksum)
+
+    monkeypatch.setattr(OpenSegments, "_make", late)
+    mine = store._segments.acquire(span)
+    assert [mine] == others and mine.users == 2
+    store._segments.release([mine, mine])
+    assert prune_store(store, 0).removed == 1  # nobody holds it

@@ -186,6 +186,7 @@ def test_a_new_folder_opened_by_many_at_once_becomes_a_store_for_all(tmp_path: P
 
             for opened in [pool.submit(make) for _ in range(openers)]:
                 opened.result()
+            assert (tmp_path / str(turn) / marker.FILE).read_bytes() == marker.DATA
 
 
 def test_who_looks_while_another_makes_a_store_waits_for_its_marker_to_be_whole(

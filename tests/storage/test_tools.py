@@ -292,6 +292,15 @@ def test_verify_finds_and_repairs(folder: Path) -> None:
         assert verify_store(store).ok and json.dumps(verify_store(store).to_dict())
 
 
+def test_verify_sweeps_what_a_dead_writer_left_where_it_repairs(
+    store: ChunkStore, folder: Path
+) -> None:
+    left = folder / "tmp" / ("ab" * 16)
+    left.mkdir()
+    assert verify_store(store).swept == 0 and left.exists()
+    assert verify_store(store, repair=True).swept == 1 and not left.exists()
+
+
 def test_verify_tells_an_index_that_is_behind(folder: Path) -> None:
     with ChunkStore.open(folder) as store:
         prefix = ingest(store, some_tokens(64))

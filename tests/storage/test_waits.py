@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from bench.fault_kinds.tally import LAYOUT
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, ReadTimeout, StoreConfig, StoreError, StoreUnavailable, Wish
 from ckv_jax.storage.place.patience import Patience, progress
-from ckv_jax.storage.segment.deadline import Gate
+from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.packing import aligned
 
 QUICK = StoreConfig(wait_s=0.4, write_s=0.6, deadline_s=0.5)
@@ -383,3 +384,16 @@ def test_a_system_without_threads_costs_a_miss(
             with pytest.raises(StoreUnavailable, match="can't start new thread"):
                 store.prefixes()
         assert store.longest_prefix(tokens, **ASKED) == prefix
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(KeyError(), 1), (ReadTimeout("reading", 1.0, lambda: True), 0)]
+)
+def test_a_call_that_fails_waits_for_what_it_began(error: Exception, waits: int) -> None:
+    """Unless time is up: who gets that knows that the disk may still write."""
+    waited: list[float] = []
+    read = SimpleNamespace(result=lambda timeout: waited.append(timeout))
+    with pytest.raises(type(error)), Deadline(5.0, Gate()) as deadline:
+        deadline.follow(read)
+        raise error
+    assert len(waited) == waits
