@@ -112,6 +112,7 @@ DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
                 keep="lookahead",
                 widths="profiled",
                 sequential=False,
+                question=32,  # its paper fills windows by 16 to 64 of them
                 grouping="alike",
             ),
         )
