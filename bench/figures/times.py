@@ -20,7 +20,7 @@ CAPTION = (
     "them), the thin lines reach to the 95th percentile. The two ticks are what "
     "bounds a request: its bare jitted calls with everything on the device (black), and the bytes "
     "that must be read at fio's bandwidth (grey). No cache holds anything from one request to the "
-    "next."
+    "next, but that the digest of `ckv` is in memory."
 )
 
 
