@@ -306,15 +306,8 @@ def test_cancelling_a_task_cancels_its_requests(
     """It has submitted them, and waits for what they answer."""
     queued = noted(served.engine, monkeypatch)
 
-    async def ask() -> None:
-        requests = [Request(prefix=prefix, suffix=[1])] * 3
-        if streams:
-            await anext(served.engine.astream(requests))
-        else:
-            await served.engine.areprefill(requests)
-
     async def give_up() -> None:
-        task = asyncio.create_task(ask())
+        task = asyncio.create_task(ask_three(served.engine, prefix, streams))
         while not queued:
             await asyncio.sleep(0.001)
         for _ in range(20):  # until it waits for outcomes
@@ -326,6 +319,15 @@ def test_cancelling_a_task_cancels_its_requests(
     with held(served.engine):
         asyncio.run(asyncio.wait_for(give_up(), 60))
     assert [type(sequence.result(60).error) for sequence in queued] == [Cancelled] * 3
+
+
+async def ask_three(engine: Engine, prefix: Prefix, streams: bool) -> None:
+    """Three requests, waited for together or as they are answered."""
+    requests = [Request(prefix=prefix, suffix=[1])] * 3
+    if streams:
+        await anext(engine.astream(requests))
+    else:
+        await engine.areprefill(requests)
 
 
 @contextmanager
@@ -360,15 +362,8 @@ def test_a_task_cancelled_as_it_submits_cancels_its_requests(
         submit(sequences)
         queued.extend(sequences)
 
-    async def ask() -> None:
-        requests = [Request(prefix=prefix, suffix=[1])] * 3
-        if streams:
-            await anext(served.engine.astream(requests))
-        else:
-            await served.engine.areprefill(requests)
-
     async def give_up() -> None:
-        task = asyncio.create_task(ask())
+        task = asyncio.create_task(ask_three(served.engine, prefix, streams))
         await asyncio.to_thread(asked.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

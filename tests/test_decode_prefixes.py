@@ -15,6 +15,7 @@ from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.pipeline.choice_calls import ChoiceCalls
+from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.prefix import Prefix
 
@@ -85,17 +86,12 @@ def test_a_pack_that_two_prefixes_share_is_used_once(sharp: Sharp, tmp_path: Pat
         child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
         residents = engine._worker.residents
         views = [residents.open(prefix) for prefix in (parent, child)]
-        groups = range(engine.layout.groups)
         chosen = [
             (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]])),
             (views[1], _of([[2, 12, -1]], [[0.5, 0.125, 0.0]])),
         ]
-        pages = [views[1].pages(group, np.array([0, 1, 2, 12])) for group in groups]
-        tiers = engine._worker.memory.tiers
-        before = [tiers.history(each) for each in pages]
-        residents.record_all(groups, chosen)
-        after = [tiers.history(each) for each in pages]
-    for (importance, uses), (more, often) in zip(before, after, strict=True):
+        found = _histories(engine, views[1], [0, 1, 2, 12], chosen)
+    for (importance, uses), (more, often) in found:
         assert (more - importance).tolist() == [0.5, 0.0, 0.75, 0.125]
         assert (often - uses).tolist() == [1, 0, 1, 1]
 
@@ -109,19 +105,27 @@ def test_what_nobody_chose_gets_its_attention_where_the_policy_asks_for_that(
         child = engine.ingest(np.concatenate([tokens(160), tokens(64, 1)]))
         residents = engine._worker.residents
         views = [residents.open(prefix) for prefix in (parent, child)]
-        groups = range(engine.layout.groups)
         chosen = [
             (views[0], _of([[0, 2, -1]], [[0.5, 0.25, 0.0]], 0.125)),
             (views[1], _of([[2, 12, -1]], [[0.5, 0.25, 0.0]], 0.0625)),
         ]
-        pages = [views[1].pages(group, np.array([0, 1, 2, 12, 13])) for group in groups]
-        tiers = engine._worker.memory.tiers
-        before = [tiers.history(each) for each in pages]
-        residents.record_all(groups, chosen)
-        after = [tiers.history(each) for each in pages]
-    for (importance, uses), (more, often) in zip(before, after, strict=True):
+        found = _histories(engine, views[1], [0, 1, 2, 12, 13], chosen)
+    for (importance, uses), (more, often) in found:
         assert (more - importance).tolist() == [0.5625, 0.1875, 0.75, 0.25, 0.0625]
         assert (often - uses).tolist() == [1, 0, 1, 1, 0]
+
+
+def _histories(
+    engine: Engine, view: Resident, chunks: list[int], chosen: list[tuple[Resident, Selection]]
+) -> list[tuple[Any, Any]]:
+    """What the caches know of some chunks' packs, layer group by layer group, before and after
+    choices are recorded."""
+    groups = range(engine.layout.groups)
+    pages = [view.pages(group, np.array(chunks)) for group in groups]
+    tiers = engine._worker.memory.tiers
+    before = [tiers.history(each) for each in pages]
+    engine._worker.residents.record_all(groups, chosen)
+    return list(zip(before, [tiers.history(each) for each in pages], strict=True))
 
 
 def _of(ids: list[list[int]], attention: list[list[float]], score: float = 0.0) -> Selection:
