@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from command_line import Here
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """`ckv serve` runs in this process: its log must not go to a stream that is closed after."""
+    loggers = [logging.getLogger(name) for name in ("ckv_jax", "uvicorn")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def start(here: Here, *args: object) -> str:

@@ -14,6 +14,7 @@ from engine_support import TIGHT, scale_error, tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import EngineConfig
+from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.serving.lease import Leases
 from ckv_jax.serving.leftovers import Leftovers, remove_line
@@ -337,12 +338,17 @@ def test_where_nothing_can_be_stored_the_text_stays_in_memory(
 
 
 def test_buffers_of_a_long_question_shrink_once_it_is_stored(
-    engine: Engine, document: Prefix
+    engine: Engine, document: Prefix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = Request(prefix=document, suffix=tokens(300, 40).tolist(), budget=0.2)
     rows: list[int] = []
-    with engine.generate(request, SamplingParams(max_tokens=160)) as stream:
-        for _ in stream:
-            rows += [batch.decoder.capacity for batch in list(engine._worker._running._batches)]
-    assert max(rows) == 512 and rows[-1] == rows_bucket(most_buffered(SEGMENT, 16))
+    step = Decoder.step
+
+    def noted(decoder: Decoder, *args: Any, **named: Any) -> Any:
+        rows.append(decoder.capacity)
+        return step(decoder, *args, **named)
+
+    monkeypatch.setattr(Decoder, "step", noted)
+    engine.generate(request, SamplingParams(max_tokens=160)).results()
+    assert rows[0] == 512 and rows[-1] == rows_bucket(most_buffered(SEGMENT, 16))
     settled(engine, document)
