@@ -121,6 +121,11 @@ class DevicePool:
             host.write(slots, np.asarray(packs)[: len(slots)].view(host.packs.dtype))
         self._copies.clear()
 
+    def close(self) -> None:
+        """Gives the memory back; the pool is of no use any more."""
+        self._copies.clear()
+        self._pages.delete()
+
     def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
         fresh: Array
         if self._pinned is not None:  # pageable copies reach a tenth of the bus

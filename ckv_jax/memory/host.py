@@ -67,6 +67,10 @@ class HostPool:
         """Size of the pool in bytes."""
         return self._packs.nbytes
 
+    def close(self) -> None:
+        """Gives the memory back; the pool is empty from now on."""
+        self._packs = self._packs[:0].copy()  # a view would keep all of it
+
     def read(self, slots: npt.NDArray[np.int32], out: npt.NDArray[Any]) -> None:
         """Copy the packs of `slots` `[n]` into `out` `[n, *slot_shape]`, C-contiguous.
 

@@ -67,6 +67,10 @@ class Landing(Protocol):
         """Room whose packs nobody wants, once its read has ended or `settled` says so."""
         ...
 
+    def close(self) -> None:
+        """Gives all room back for good."""
+        ...
+
 
 def landing_for(
     memory: Memory, layout: Layout, *, host_bytes: int, codec: Codec | None = None
@@ -159,6 +163,10 @@ class InPool:
     def warm(self) -> None:
         """Nothing to be done; see `Landing`."""
 
+    def close(self) -> None:
+        """See `Landing`."""
+        self._packs = self._packs[:0].copy()  # a view would keep the pool's memory
+
     def _reclaim(self) -> None:
         ended = [entry for entry in self._unsettled if entry[0]()]
         for entry in ended:
@@ -228,6 +236,11 @@ class HostBlocks:
         for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
             for decode in set(self._decode):
                 decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
+
+    def close(self) -> None:
+        """See `Landing`."""
+        self._free.clear()
+        self._busy.clear()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""

@@ -69,6 +69,11 @@ class MappedPool:
     def flush(self, host: HostPool) -> None:
         """Nothing is ever on its way; see `DevicePool.flush`."""
 
+    def close(self) -> None:
+        """Gives the memory back once no read or call has it; the pool is empty from now on."""
+        self.packs = self.packs[:0].copy()  # a view would keep all of it
+        self._pages = _same_memory(self.packs.view(self._pages.dtype))
+
 
 def _same_memory(packs: np.ndarray) -> Array:
     """The packs as a device array that is committed to no device, as those of a model are: JAX

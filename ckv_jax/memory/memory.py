@@ -137,6 +137,12 @@ class Memory:
         """Waits for those copies."""
         self.pool.flush(self.host)
 
+    def close(self) -> None:
+        """Gives the pools' memory back; nothing computes any more. What belongs to an engine refers
+        to it and to each other, so Python would find out only when it looks for cycles."""
+        self.host.close()
+        self.pool.close()
+
     def abandon(self, slots: np.ndarray, settled: Callable[[], bool]) -> None:
         """Lends `slots` on to a read that was given up but may still write, until it has ended."""
         self._abandoned.append((settled, slots))

@@ -93,6 +93,10 @@ class Residents:
         """Device bytes of all resident digests."""
         return sum(resident.digest_bytes for resident in list(self._known.values()))
 
+    def close(self) -> None:
+        """Forgets all prefixes and their digests."""
+        self._known.clear()
+
     def drop(self, prefix: Prefix) -> None:
         """Forgets a prefix that is served from other segments from now on."""
         if self._known.pop(prefix.id, None) is not None:

@@ -348,9 +348,14 @@ class Worker:
     # -- life -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stops the threads, then persists cache scores. The engine thread has ended."""
+        """Stops the threads, persists cache scores, gives memory back. The engine thread has
+        ended."""
         if self.reorderer is not None:
             self.reorderer.close()
         self.prefetcher.close()
         self.decoding.close()
         self.leases.close()
+        self.residents.close()
+        self.landing.close()
+        self._probe_landing.close()
+        self.memory.close()

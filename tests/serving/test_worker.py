@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from engine_support import tokens
@@ -16,6 +19,8 @@ from engine_tiny import tiny_engine
 from bench.truth import FINGERPRINT
 from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
@@ -254,3 +259,32 @@ def test_a_fault_of_ours_between_tokens_is_raised_and_holds_nothing(
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
         assert not engine.worker.residents._in_use
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_closed_engine_gives_its_memory_back(
+    mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: what belongs to an engine is a cycle, which Python may leave for long."""
+    monkeypatch.setattr(Target, "in_host_memory", mapped)
+    with tiny_engine(tmp_path, host_cache_bytes=1 << 16) as engine:
+        request = Request(prefix=engine.ingest(tokens(100)), suffix=[1, 2], budget=0.5)
+        [answer] = engine.reprefill([request])
+        memory, pages = engine.worker.memory, engine.pages
+        held = [weakref.ref(memory.host.packs.base)]
+        if isinstance(memory.pool, MappedPool):
+            held.append(weakref.ref(memory.pool.packs.base))
+        assert engine.stats().digest_bytes > 0 and all(ref() is not None for ref in held)
+        gc.collect()
+        gc.disable()
+    try:
+        if mapped:
+            del pages  # of the same memory
+        else:
+            assert pages.is_deleted()
+        jax.device_put(np.zeros(1))  # JAX lets go of what it has aliased when it is next called
+        assert all(ref() is None for ref in held)
+    finally:
+        gc.enable()
+    assert engine.stats().digest_bytes == 0 and np.isfinite(answer.logits).all()
+    engine.close()
