@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from scipy.stats import bootstrap
 
+from bench.json_file import write_text
 from bench.workload import TEMPLATES
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.systems import SYSTEMS
@@ -37,6 +38,9 @@ SHAPES: dict[str, ModelConfig] = {
 """Published shapes, and one for tests of the benchmarks themselves."""
 
 Json = dict[str, Any]
+
+CODE = (".", ":!*.md", ":!docs", ":!bench/results")
+"""What of the repository is code, as git takes paths."""
 
 BESIDE = "CKV_BENCH_BESIDE"
 """Environment variable that is set where another benchmark runs on the same machine."""
@@ -227,7 +231,7 @@ def machine() -> Json:
         "python": platform.python_version(),
         "packages": packages,
         "load_average": os.getloadavg()[0],
-        "commit": commit(),
+        **STARTED_AS,
     }
 
 
@@ -257,8 +261,7 @@ def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> J
     """
     result = stamped(({} if setting is None else {"setting": setting.to_json()}) | body)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
         print(f"wrote {args.json}")
     return result
 
@@ -290,11 +293,28 @@ def _cpu_name() -> str:
 
 def commit() -> str:
     """The commit of this code, short; "unknown" where git does not say."""
+    return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
+
+
+def code_state() -> Json:
+    """`commit`, and `dirty`: whether code lies here that this commit has not, files included that
+    git does not know; None where git does not say."""
+    changed = _git("status", "--porcelain", "--", *CODE)
+    return {"commit": commit(), "dirty": None if changed is None else bool(changed)}
+
+
+def _git(*words: str) -> str | None:
+    """What git says; None where it fails."""
     try:
         run = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False,
+            ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+            timeout=10, check=False,
         )  # fmt: skip
-    except OSError:
-        return "unknown"
-    return run.stdout.strip() or "unknown"
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if run.returncode else run.stdout
+
+
+STARTED_AS = code_state()
+"""Asked as this is imported, while what lies on disk is what runs: a run may take hours, and
+somebody commits meanwhile."""

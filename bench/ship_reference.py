@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.common import existing_path, result_folder
+from bench.json_file import read_json
 from bench.reference_answers import by_engine, by_transformers, counts
 from bench.selection_study import interval
 from bench.tasks import tokenizer
@@ -130,7 +131,7 @@ def main() -> None:
     about = args.run / "run.json"
     if not about.is_file():
         parser.error(f"{args.run} is no folder of a training run: it has no run.json")
-    seed = json.loads(about.read_text(encoding="utf-8"))["seed"]
+    seed = read_json(about)["seed"]
     run = Run(args.run, seed)
     model = join(run.state["params"], CONFIG, dtype="bfloat16")
     shipped = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), split(model))

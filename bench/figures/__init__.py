@@ -6,7 +6,6 @@ all of those whose JSON lies in a folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from bench.figures import (
     times,
 )  # fmt: skip
 from bench.figures.style import RC
+from bench.json_file import read_json
 
 __all__ = ["FIGURES", "Figure", "draw_again", "save"]
 
@@ -157,10 +157,10 @@ def result_of(name: str, folder: Path) -> Json | None:
     path = folder / f"{drawn.source or name}.json"
     if not path.is_file():
         return None
-    found: Json = json.loads(path.read_text(encoding="utf-8"))
+    found: Json = read_json(path)
     for other in drawn.beside:
         if (folder / f"{other}.json").is_file():
-            found[other] = json.loads((folder / f"{other}.json").read_text(encoding="utf-8"))
+            found[other] = read_json(folder / f"{other}.json")
     return found
 
 
