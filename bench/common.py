@@ -160,6 +160,37 @@ def budget_share(text: str) -> float:
     return budget
 
 
+def whole(text: str) -> int:
+    """A number from the command line that may be 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
+    return number
+
+
+def positive(text: str) -> int:
+    """A number from the command line of which there has to be one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    return number
+
+
+def share(text: str) -> float:
+    """A share from the command line, 0 and 1 among them."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a share of 0 to 1")
+    return number
+
+
+def existing_folder(text: str) -> Path:
+    """A folder from the command line that must be there."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return Path(text)
+
+
 def existing_path(text: str) -> Path:
     """A file or folder from the command line that must be there."""
     if not Path(text).exists():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.common import Json, existing_path, table
 from bench.json_file import read_rows
