@@ -302,7 +302,12 @@ def main() -> None:
         )
     except CkvError as error:
         raise SystemExit(f"{folder}: {error}") from error
-    finish(args, None, {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS} | report)
+    about = {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS}
+    result = finish(args, None, about | report)
+    if args.plot:
+        save("accuracy", result, args.plot)
+        beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
+        save("accuracy_coverage", result, beside)
     Kept(args.json, {}).forget()
     if any("why_skipped" in row for row in report["rows"]):
         raise SystemExit(3)
@@ -371,10 +376,6 @@ def of_ledgers(
         report["study_questions"] = sum(len(page.answers) for page in studied)
         made = kept.part("study", lambda: {"rows": study(model, named, studied)})
         report["study"] = made["rows"]
-    if args.plot:
-        save("accuracy", report, args.plot)
-        beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
-        save("accuracy_coverage", report, beside)
     if args.traces:
         two = {name: systems.get(name, SYSTEMS[name]) for name in ("contiguous-kv", "ckv")}
         chosen = {name: rule_of(system, 0.05) for name, system in two.items()}

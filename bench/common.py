@@ -305,6 +305,8 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -134,7 +134,8 @@ FIGURES: dict[str, Figure] = {
 
 
 def save(name: str, result: Json, path: Path | None) -> None:
-    """Draws the figure `name` from `result` and writes it as PNG; nothing without a path."""
+    """Draws the figure `name` from `result`, and the results that it shows as well where they lie
+    beside the picture, and writes it as PNG; nothing without a path."""
     if path is None:
         return
     import matplotlib
@@ -145,7 +146,7 @@ def save(name: str, result: Json, path: Path | None) -> None:
     drawn = FIGURES[name]
     with matplotlib.rc_context(RC):
         canvas = Canvas(figsize=drawn.size, layout="constrained")
-        drawn.draw(canvas, result)
+        drawn.draw(canvas, _beside(drawn, path.parent) | result)
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path)
     print(f"wrote {path}")
@@ -157,11 +158,13 @@ def result_of(name: str, folder: Path) -> Json | None:
     path = folder / f"{drawn.source or name}.json"
     if not path.is_file():
         return None
-    found: Json = read_json(path)
-    for other in drawn.beside:
-        if (folder / f"{other}.json").is_file():
-            found[other] = read_json(folder / f"{other}.json")
-    return found
+    return read_json(path) | _beside(drawn, folder)
+
+
+def _beside(drawn: Figure, folder: Path) -> Json:
+    """The other results that a figure shows, of those that lie in `folder`."""
+    paths = {other: folder / f"{other}.json" for other in drawn.beside}
+    return {other: read_json(path) for other, path in paths.items() if path.is_file()}
 
 
 def draw_again(folder: Path) -> None:
