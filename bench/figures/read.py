@@ -18,8 +18,8 @@ from bench.figures.style import (
 AMPLIFICATION_CAPTION = (
     "Bytes of keys and values read for each byte that takes part in attention, means over requests "
     "that used any of what they read: needed (always 1), demanded with it because a block is "
-    "larger than a token, and read ahead but not used. The black line reaches to the 95th percentile of "
-    "all. A system none of whose requests used any has no bar."
+    "larger than a token, and read ahead but not used. The black line reaches to the 95th "
+    "percentile of all. A system none of whose requests used any has no bar."
 )
 LOADED_CAPTION = (
     "Tokens' worth of keys and values loaded per request: those that take part in attention, those "

@@ -5,7 +5,8 @@
 
 `speed`: a random checkpoint of a published shape; a text of `--text-tokens` goes on from each
 question where the KV for it is kept. `answers`: the shipped checkpoint, asked about generated
-documents whose answers are known. In both, every peer is asked every question in turn:
+documents whose answers are known. In both, every peer is asked every question, by turns, in each of
+which every way of answering has another question:
 
 - `ckv`, which reads a share of the stored KV from the SSD for each question, with no cache of KV
   between them (direct I/O where the file system has it);
