@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench import few_shot
-from bench.common import budget_share, existing_path, finish, result_file
+from bench.common import budget_share, existing_path, finish, positive, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
 from bench.heads import HEADED, headed_system
@@ -270,15 +270,19 @@ def main() -> None:
     parser.add_argument(
         "--dataset", type=Path, nargs="+", metavar="FILE", help="JSONL of labelled texts"
     )
-    parser.add_argument("--shots", type=int, default=100, help="examples in a prefix of a dataset")
-    parser.add_argument("--prefixes", type=int, default=4, help="of each dataset")
-    parser.add_argument("--questions", type=int, help="of each dataset, at most half of its lines")
+    parser.add_argument(
+        "--shots", type=positive, default=100, help="examples in a prefix of a dataset"
+    )
+    parser.add_argument("--prefixes", type=positive, default=4, help="of each dataset")
+    parser.add_argument(
+        "--questions", type=positive, help="of each dataset, at most half of its lines"
+    )
     parser.add_argument(
         "--period-share", type=budget_share, metavar="SHARE", help="a period, as a share of layers"
     )
-    parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
+    parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--suffix-tokens", type=positive, help="sentences before each question")
     parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(PRUNING))
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")

@@ -31,7 +31,7 @@ from scipy import stats
 
 from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
 from bench.common import Setting as LabSetting
-from bench.common import budget_share, existing_path, finish, result_file, table
+from bench.common import budget_share, existing_path, finish, positive, result_file, share, table
 from bench.figures import save
 from ckv_jax.cache import POLICIES, Tiers
 
@@ -205,10 +205,10 @@ def main() -> None:
     source.add_argument("--structured", action="store_true", help="ask the structured model")
     parser.add_argument("--quick", action="store_true", help="smaller prefixes with --structured")
     parser.add_argument("--plot", type=result_file, help="draw the differences here (PNG)")
-    parser.add_argument("--requests", type=int, default=900, help="of each draw")
-    parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--device", type=float, default=0.15, help="share of the packs")
-    parser.add_argument("--host", type=float, default=0.36, help="share of the packs")
+    parser.add_argument("--requests", type=positive, default=900, help="of each draw")
+    parser.add_argument("--draws", type=positive, default=5)
+    parser.add_argument("--device", type=share, default=0.15, help="share of the packs")
+    parser.add_argument("--host", type=share, default=0.36, help="share of the packs")
     parser.add_argument("--budgets", nargs="+", type=budget_share, default=[0.05, 0.25])
     args = parser.parse_args()
     try:

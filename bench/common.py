@@ -108,16 +108,18 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    p.add_argument("--prefix-tokens", type=int)
-    p.add_argument("--suffix-tokens", type=int)
-    p.add_argument("--prefixes", type=int, help="how many different prefixes are stored")
+    p.add_argument("--prefix-tokens", type=positive)
+    p.add_argument("--suffix-tokens", type=positive)
+    p.add_argument("--prefixes", type=positive, help="how many different prefixes are stored")
     p.add_argument("--budgets", type=budget_share, nargs="+", help="shares of the prefix in (0, 1]")
     p.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=", ".join(SYSTEMS)
     )
-    p.add_argument("--repeats", type=int, help="measured requests per system and budget")
-    p.add_argument("--seed", type=int)
-    p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
+    p.add_argument("--repeats", type=positive, help="measured requests per system and budget")
+    p.add_argument("--seed", type=whole)
+    p.add_argument(
+        "--folder", type=result_folder, help="folder for the store, on the disk to be measured"
+    )
     p.add_argument(
         "--checkpoint", type=existing_path, help="HF folder; default: structured weights"
     )
@@ -128,7 +130,7 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument(
         "--test", type=existing_path, help='JSONL of {"text", "label"} for the questions'
     )
-    p.add_argument("--shots", type=int, help="examples per prefix")
+    p.add_argument("--shots", type=positive, help="examples per prefix")
     p.add_argument("--clustering", type=float, help="mean tokens of a run that matters alike")
     p.add_argument("--stability", type=float, help="important tokens that questions share, 0 to 1")
     p.set_defaults(_quick=quick, _full=full)
@@ -181,6 +183,14 @@ def share(text: str) -> float:
     number = float(text)
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a share of 0 to 1")
+    return number
+
+
+def amount(text: str) -> float:
+    """A finite number from the command line that may be 0."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
     return number
 
 

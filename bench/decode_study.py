@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, budget_share, existing_path, finish, result_file, table
+from bench.common import Json, budget_share, existing_path, finish, positive, result_file, table
 from bench.decode_oracle import DecodeOracle, DecodeRule
 from bench.digests import bytes_per_token
 from bench.figures import save
@@ -152,8 +152,8 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=existing_path, help="default: the reference checkpoint"
     )
-    parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
+    parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     args = parser.parse_args()
     folder = args.checkpoint or reference_folder()
@@ -166,8 +166,7 @@ def main() -> None:
     found = {
         "checkpoint": folder.name, "tokens": args.tokens, "documents": count, "rows": rows,
     }  # fmt: skip
-    save("decode_study", found, args.plot)
-    finish(args, None, found)
+    save("decode_study", finish(args, None, found), args.plot)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import Json, Setting, budget_share, result_folder, stamped, table
+from bench.common import Json, Setting, budget_share, positive, result_folder, stamped, table
 from bench.disk import FILE_BYTES, Disk
 from bench.json_file import read_json, write_text
 from bench.kernels import kernel_rows
@@ -175,9 +175,9 @@ def main() -> None:
     p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
     p.add_argument("--systems", nargs="+", choices=SYSTEMS)
     p.add_argument("--budgets", type=budget_share, nargs="+")
-    p.add_argument("--prefix-tokens", type=int)
-    p.add_argument("--suffix-tokens", type=int)
-    p.add_argument("--repeats", type=int)
+    p.add_argument("--prefix-tokens", type=positive)
+    p.add_argument("--suffix-tokens", type=positive)
+    p.add_argument("--repeats", type=positive)
     p.add_argument("--only", nargs="+", help="run only these stages")
     args = p.parse_args()
     runs = stages(args)

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from bench.common import result_folder
+from bench.common import amount, result_folder, whole
 from bench.json_file import read_json, write_text
 from bench.tasks.batches import LedgerBatch, ahead, ledger_batch, repeats, shuffled, stretched
 from bench.tasks.dense import Params, answer_logits, text_logits
@@ -321,8 +321,8 @@ def _run_stage(run: Run, stage: Stage, seed: int, save_every_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=result_folder, required=True, help="the run's folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=float, default=300, help="seconds")
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--save-every", type=amount, default=300, help="seconds")
     args = parser.parse_args()
     run = Run(args.out, args.seed)
     train(run, args.seed, STAGES, args.save_every)

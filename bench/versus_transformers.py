@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import budget_share, finish, result_file
+from bench.common import budget_share, existing_folder, finish, positive, result_file, whole
 from bench.measure import Compilations
 from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.identity import random_fingerprint
@@ -227,13 +227,15 @@ def main() -> None:
     parser.add_argument("--model", choices=PUBLISHED, default="0.5B")
     parser.add_argument("--system", choices=SYSTEMS, default="ckv")
     parser.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
-    parser.add_argument("--prefix-tokens", type=int, default=5000)
-    parser.add_argument("--suffix-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--recomputes", type=int, default=3, help="of the repeats, for recompute")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prefix-tokens", type=positive, default=5000)
+    parser.add_argument("--suffix-tokens", type=positive, default=32)
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument(
-        "--work", type=Path, help="where checkpoint and store go (on the SSD to measure)"
+        "--recomputes", type=positive, default=3, help="of the repeats, for recompute"
+    )
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument(
+        "--work", type=existing_folder, help="where checkpoint and store go (on the SSD to measure)"
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.work, prefix="versus-") as work:

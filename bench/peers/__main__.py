@@ -32,7 +32,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import SHAPES, Json, budget_share, finish, result_file, table
+from bench.common import (
+    SHAPES,
+    Json,
+    budget_share,
+    existing_folder,
+    finish,
+    positive,
+    result_file,
+    table,
+    whole,
+)
 from bench.peers import PEERS
 from bench.peers.base import Case, Page, Peer
 from bench.peers.comparison import compare
@@ -141,20 +151,24 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--system", choices=SYSTEMS, default="ckv", help="ours")
     p.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
     p.add_argument("--model", choices=SHAPES, default="0.5B", help="shape of the speed case")
-    p.add_argument("--prefix-tokens", type=int, help="of the speed case")
-    p.add_argument("--suffix-tokens", type=int, default=32, help="of the speed case")
-    p.add_argument("--repeats", type=int, help="suffixes of the speed case")
-    p.add_argument("--recomputes", type=int, help="of the questions, for a recompute")
-    p.add_argument("--text-tokens", type=int, help="of the speed case; 0: first tokens alone")
-    p.add_argument("--documents", type=int, help="of the answers case; 0 leaves it out")
-    p.add_argument("--document-tokens", type=int)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--folder", type=Path, help="folder for stores, on the disk to be measured")
+    p.add_argument("--prefix-tokens", type=positive, help="of the speed case")
+    p.add_argument("--suffix-tokens", type=positive, default=32, help="of the speed case")
+    p.add_argument("--repeats", type=whole, help="suffixes of the speed case")
+    p.add_argument("--recomputes", type=whole, help="of the questions, for a recompute")
+    p.add_argument("--text-tokens", type=whole, help="of the speed case; 0: first tokens alone")
+    p.add_argument("--documents", type=whole, help="of the answers case; 0 leaves it out")
+    p.add_argument("--document-tokens", type=positive)
+    p.add_argument("--seed", type=whole, default=0)
+    p.add_argument(
+        "--folder", type=existing_folder, help="folder for stores, on the disk to be measured"
+    )
     args = p.parse_args(arguments)
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.text_tokens < 0 or args.text_tokens == 1:
+    if not args.repeats and not args.documents:
+        p.error("got --repeats 0 and --documents 0, which leave nothing to ask")
+    if args.text_tokens == 1:
         p.error(
             f"got --text-tokens {args.text_tokens}, expected 0, or 2 at least: the first is not "
             "counted"
