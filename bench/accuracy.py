@@ -344,7 +344,10 @@ def of_ledgers(
     """The result of a run over generated ledgers."""
     budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
     count = args.documents or (2 if args.quick else 6)
-    pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    try:
+        pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    except ValueError as error:
+        raise SystemExit(f"--tokens: {error}") from error
     if args.suffix_tokens:
         pages = [lengthened(page, args.suffix_tokens) for page in pages]
     report: dict[str, Any] = {

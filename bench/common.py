@@ -84,7 +84,7 @@ class Setting:
         missing = [name for name, value in named.items() if value is None]
         if missing and len(missing) < len(named):
             raise ValueError(f"got no {', '.join(missing)}, expected all of {', '.join(named)}")
-        if self.clustering < 1 or not 0 <= self.stability <= 1:
+        if not 1 <= self.clustering < float("inf") or not 0 <= self.stability <= 1:
             raise ValueError(
                 f"got clustering={self.clustering}, stability={self.stability}, "
                 "expected at least 1, and a share"

@@ -182,6 +182,10 @@ def main() -> None:
         help="of every system whose heads choose by means: so many chunks' attention is estimated",
     )  # fmt: skip
     args = parser.parse_args()
+    try:
+        demo_ledger(0, args.tokens, asked=LEARNED)
+    except ValueError as error:
+        parser.error(f"--tokens: {error}")
     setting = Setting(
         documents=args.documents or (1 if args.quick else 4),
         budgets=tuple(args.budgets or (BUDGETS[::3] if args.quick else BUDGETS)),

@@ -26,6 +26,7 @@ from bench.figures import save
 from bench.selection_study import interval
 from ckv_jax.data.ledger import FAMILIES
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import load_pretrained
 
@@ -159,8 +160,14 @@ def main() -> None:
     folder = args.checkpoint or reference_folder()
     budgets = args.budgets or (BUDGETS[:2] if args.quick else BUDGETS)
     count = args.documents or (1 if args.quick else 2)
-    pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
-    model = load_pretrained(folder, dtype="float32")
+    try:
+        pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    except ValueError as error:
+        raise SystemExit(f"--tokens: {error}") from error
+    try:
+        model = load_pretrained(folder, dtype="float32")
+    except CkvError as error:
+        raise SystemExit(f"{folder}: {error}") from error
     rows = study(model, rules(), budgets, pages)
     print(show(rows))
     found = {

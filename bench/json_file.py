@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a result. Raises `NotWhole`, which names the file, where it has none."""
     rows = read_json(path).get("rows")
-    if not isinstance(rows, list):
+    if not isinstance(rows, list) or not rows:
         raise NotWhole(f"{path} is no result: it has no rows")
     return rows
 

@@ -88,9 +88,12 @@ def speed_case(folder: Path, args: argparse.Namespace) -> Case:
 
 def answers_case(args: argparse.Namespace) -> Case:
     """The shipped checkpoint over generated documents of 50 questions."""
-    ledgers = [
-        demo_ledger(seed, args.document_tokens, asked=LEARNED) for seed in range(args.documents)
-    ]
+    try:
+        ledgers = [
+            demo_ledger(seed, args.document_tokens, asked=LEARNED) for seed in range(args.documents)
+        ]
+    except ValueError as error:
+        raise SystemExit(f"--document-tokens: {error}") from error
     pages = tuple(
         Page(
             tokens=ledger.tokens,

@@ -100,7 +100,7 @@ def _ask(
     """
     count = len(page.suffixes)
     apart = max(1, count // len(ways)) if ways else 1
-    first = {key: number * apart % count for number, key in enumerate(ways)}
+    first = {key: -number * apart % count for number, key in enumerate(ways)}
     for key, way in ways.items():
         taken[key].kept.append(way.kept)
         if way.most is None:
