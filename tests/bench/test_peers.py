@@ -167,22 +167,23 @@ def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_in_a_turn_every_way_has_another_question(tmp_path: Path) -> None:
-    asked: list[tuple[str, int]] = []
+    asked: list[tuple[str, tuple[int, ...]]] = []
 
     class Two(Fake):
         @contextlib.contextmanager
         def open(self, case: Case, work: Path) -> Iterator[Holder]:
             def way(name: str, most: int | None = None) -> Way:
                 def ask(suffix: np.ndarray) -> Answer:
-                    asked.append((name, int(suffix[0])))
+                    asked.append((name, tuple(suffix.tolist())))
                     return Answer(token=int(suffix[0]), ms=1.0)
 
                 return Way(ask=ask, most=most)
 
             yield lambda page: {"one": way("one"), "two": way("two"), "few": way("few", 1)}
 
-    every = [int(suffix[0]) for suffix in SUFFIXES]
-    rows = compare(case(tmp_path, np.array(every)), {"two": Two()}, tmp_path)
+    every = [tuple(suffix.tolist()) for suffix in SUFFIXES]
+    answers = np.array([suffix[0] for suffix in SUFFIXES])
+    rows = compare(case(tmp_path, answers), {"two": Two()}, tmp_path)
     assert [(row["right"], row["questions"]) for row in rows] == [(4, 4), (4, 4), (1, 1)]
     assert all(before[1] != after[1] for before, after in itertools.pairwise(asked))
     for name in ("one", "two"):  # the first is not counted; each then has them all
