@@ -9,7 +9,8 @@ KV (`bench.selection_study`) says which rule of choosing costs what. JSON: `{"ro
 
 With `--dataset` it is asked few-shot in place of ledgers (`bench.few_shot`): files of `{"text",
 "label"}` lines, each named after its task (sst2, subj, trec, rte). A file that is not there or is
-malformed has a row with the reason, the others are asked, and the exit status is 3.
+malformed has a row with the reason, the others are asked, and the exit status is 3; where none can
+be asked, nothing is written.
 
 `--period-share` sets every period to a share of the model's depth, so that models of different
 depth compare: the papers' 8 layers are 0.29 of the 28 of a 7B, and half of the shipped 16.
@@ -306,6 +307,9 @@ def main() -> None:
         )
     except CkvError as error:
         raise SystemExit(f"{folder}: {error}") from error
+    if all("why_skipped" in row for row in report["rows"]):
+        print("no file can be asked: nothing is written")
+        raise SystemExit(3)
     about = {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS}
     result = finish(args, None, about | report)
     if args.plot:
