@@ -14,7 +14,7 @@ import dataclasses
 from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
 from bench.figures import save
 from bench.lab import Lab
-from bench.turns import warm_run
+from bench.turns import DEVICE_SHARE, HOST_SHARE, warm_run
 from ckv_jax.config import SystemConfig
 from ckv_jax.systems import system_named
 
@@ -66,7 +66,8 @@ def main() -> None:
     header = ["system", "variant", "budget", "mean ms", "p95 ms", "speedup", "device", "host",
               "covered", "unused"]  # fmt: skip
     print(table(cells, header))
-    result = finish(args, setting, {"rows": rows})
+    caches = {"device": DEVICE_SHARE, "host": HOST_SHARE}
+    result = finish(args, setting, {"caches": caches, "rows": rows})
     save("ablation", result, args.plot)
 
 

@@ -9,7 +9,8 @@ KV (`bench.selection_study`) says which rule of choosing costs what. JSON: `{"ro
 
 With `--dataset` it is asked few-shot in place of ledgers (`bench.few_shot`): files of `{"text",
 "label"}` lines, each named after its task (sst2, subj, trec, rte). A file that is not there or is
-malformed has a row with the reason, the others are asked, and the exit status is 3.
+malformed has a row with the reason, the others are asked, and the exit status is 3; where none can
+be asked, nothing is written.
 
 `--period-share` sets every period to a share of the model's depth, so that models of different
 depth compare: the papers' 8 layers are 0.29 of the 28 of a 7B, and half of the shipped 16.
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from bench import few_shot
-from bench.common import budget_share, existing_path, finish, result_file
+from bench.common import budget_share, existing_path, finish, positive, result_file
 from bench.digests import KINDS, bytes_per_token
 from bench.figures import save
 from bench.heads import HEADED, headed_system
@@ -270,15 +271,19 @@ def main() -> None:
     parser.add_argument(
         "--dataset", type=Path, nargs="+", metavar="FILE", help="JSONL of labelled texts"
     )
-    parser.add_argument("--shots", type=int, default=100, help="examples in a prefix of a dataset")
-    parser.add_argument("--prefixes", type=int, default=4, help="of each dataset")
-    parser.add_argument("--questions", type=int, help="of each dataset, at most half of its lines")
+    parser.add_argument(
+        "--shots", type=positive, default=100, help="examples in a prefix of a dataset"
+    )
+    parser.add_argument("--prefixes", type=positive, default=4, help="of each dataset")
+    parser.add_argument(
+        "--questions", type=positive, help="of each dataset, at most half of its lines"
+    )
     parser.add_argument(
         "--period-share", type=budget_share, metavar="SHARE", help="a period, as a share of layers"
     )
-    parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--suffix-tokens", type=int, help="sentences before each question")
+    parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--suffix-tokens", type=positive, help="sentences before each question")
     parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(PRUNING))
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     parser.add_argument("--skip-study", action="store_true")
@@ -302,7 +307,15 @@ def main() -> None:
         )
     except CkvError as error:
         raise SystemExit(f"{folder}: {error}") from error
-    finish(args, None, {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS} | report)
+    if all("why_skipped" in row for row in report["rows"]):
+        print("no file can be asked: nothing is written")
+        raise SystemExit(3)
+    about = {"checkpoint": folder.name, "paper_points_lost": PAPER_LOSS}
+    result = finish(args, None, about | report)
+    if args.plot:
+        save("accuracy", result, args.plot)
+        beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
+        save("accuracy_coverage", result, beside)
     Kept(args.json, {}).forget()
     if any("why_skipped" in row for row in report["rows"]):
         raise SystemExit(3)
@@ -335,7 +348,10 @@ def of_ledgers(
     """The result of a run over generated ledgers."""
     budgets = args.budgets or (BUDGETS[:3] if args.quick else BUDGETS)
     count = args.documents or (2 if args.quick else 6)
-    pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    try:
+        pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    except ValueError as error:
+        raise SystemExit(f"--tokens: {error}") from error
     if args.suffix_tokens:
         pages = [lengthened(page, args.suffix_tokens) for page in pages]
     report: dict[str, Any] = {
@@ -371,10 +387,6 @@ def of_ledgers(
         report["study_questions"] = sum(len(page.answers) for page in studied)
         made = kept.part("study", lambda: {"rows": study(model, named, studied)})
         report["study"] = made["rows"]
-    if args.plot:
-        save("accuracy", report, args.plot)
-        beside = args.plot.with_name(f"{args.plot.stem}_coverage{args.plot.suffix}")
-        save("accuracy_coverage", report, beside)
     if args.traces:
         two = {name: systems.get(name, SYSTEMS[name]) for name in ("contiguous-kv", "ckv")}
         chosen = {name: rule_of(system, 0.05) for name, system in two.items()}

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.common import Json, Setting, finish, parser, setting_of, summary, table
+from bench.common import Json, Setting, finish, parser, positive, setting_of, summary, table
 from bench.figures import save
 from bench.lab import Lab
 from bench.structured import TOPICS
@@ -198,7 +198,7 @@ def show(rows: Sequence[Json]) -> str:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--batches", type=int, nargs="+", help="batch sizes (default: 1 to 32)")
+    p.add_argument("--batches", type=positive, nargs="+", help="batch sizes (default: 1 to 32)")
     args = p.parse_args()
     setting = setting_of(args)
     with Lab(setting) as lab:

@@ -24,13 +24,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from scipy import stats
 
 from bench.cache_traces import SEED, Selections, recorded, structured, synthetic
 from bench.common import Setting as LabSetting
-from bench.common import budget_share, existing_path, finish, result_file, table
+from bench.common import budget_share, existing_path, finish, positive, result_file, share, table
 from bench.figures import save
 from ckv_jax.cache import POLICIES, Tiers
 
@@ -53,17 +54,19 @@ class Setting:
     spread: float = 6.0
     """Prefixes are drawn with a standard deviation of their number divided by this."""
     draws: int = 5
-    """Workloads, each of so many requests."""
+    """Workloads, each of so many requests; from how they differ come the intervals."""
 
     def __post_init__(self) -> None:
         if (
             self.requests < 3
             or not 0 <= self.device + self.host <= 1
             or self.spread <= 0
-            or self.draws < 1
+            or min(self.device, self.host) < 0
+            or self.draws < 2
         ):
             raise ValueError(
-                f"got {self}, expected 3 or more requests, shares within 1, spread > 0, a draw"
+                f"got {self}, expected 3 or more requests, shares within 1, spread > 0, 2 draws or "
+                "more: one has no interval"
             )
 
 
@@ -168,11 +171,11 @@ def compare(selections: Selections, setting: Setting) -> list[dict[str, Any]]:
 
 def interval(values: np.ndarray) -> dict[str, float]:
     """Mean of paired differences and the half width of its 95% interval (Student's t)."""
-    mean = float(values.mean())
-    if len(values) < 2:
-        return {"mean": mean, "half_width": float("nan")}
     error = float(values.std(ddof=1)) / len(values) ** 0.5
-    return {"mean": mean, "half_width": float(stats.t.ppf(0.975, len(values) - 1)) * error}
+    return {
+        "mean": float(values.mean()),
+        "half_width": float(stats.t.ppf(0.975, len(values) - 1)) * error,
+    }
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -202,15 +205,24 @@ def main() -> None:
     source.add_argument("--structured", action="store_true", help="ask the structured model")
     parser.add_argument("--quick", action="store_true", help="smaller prefixes with --structured")
     parser.add_argument("--plot", type=result_file, help="draw the differences here (PNG)")
-    parser.add_argument("--requests", type=int, default=900, help="of each draw")
-    parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--device", type=float, default=0.15, help="share of the packs")
-    parser.add_argument("--host", type=float, default=0.36, help="share of the packs")
+    parser.add_argument("--requests", type=positive, default=900, help="of each draw")
+    parser.add_argument("--draws", type=positive, default=5)
+    parser.add_argument("--device", type=share, default=0.15, help="share of the packs")
+    parser.add_argument("--host", type=share, default=0.36, help="share of the packs")
     parser.add_argument("--budgets", nargs="+", type=budget_share, default=[0.05, 0.25])
     args = parser.parse_args()
-    setting = Setting(requests=args.requests, device=args.device, host=args.host, draws=args.draws)
+    try:
+        setting = Setting(
+            requests=args.requests, device=args.device, host=args.host, draws=args.draws
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    sources: Sequence[Selections]
     if args.traces:
-        sources = list(recorded(args.traces))
+        try:
+            sources = list(recorded(args.traces))
+        except (OSError, EOFError, TypeError, ValueError, BadZipFile) as error:
+            parser.error(f"{args.traces} is no file of recorded selections: {error}")
     elif args.structured:
         tokens = 1008 if args.quick else STRUCTURED.prefix_tokens
         lab = dataclasses.replace(STRUCTURED, prefix_tokens=tokens)

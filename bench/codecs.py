@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.accuracy import ask
-from bench.common import Json, Setting, finish, parser, setting_of, table
+from bench.common import Json, Setting, finish, parser, setting_of, table, whole
 from bench.lab import Lab
 from bench.selection_study import interval
 from bench.turns import take_turns
@@ -91,10 +91,12 @@ def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
     p.add_argument("--codecs", nargs="+", type=name_of, default=list(CODECS), help="tables too")
-    p.add_argument("--documents", type=int, default=8, help="ledgers; 0 leaves accuracy out")
+    p.add_argument("--documents", type=whole, default=8, help="ledgers; 0 leaves accuracy out")
     p.add_argument("--skip-ttft", action="store_true")
     args = p.parse_args()
     setting = setting_of(args)
+    if args.skip_ttft and not args.documents:
+        p.error("got --skip-ttft and --documents 0, which leave nothing to measure")
     body: Json = {}
     if not args.skip_ttft:
         with Lab(setting) as lab:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from scipy.stats import bootstrap
 
+from bench.json_file import write_text
 from bench.workload import TEMPLATES
 from ckv_jax.model.config import PUBLISHED, ModelConfig
 from ckv_jax.systems import SYSTEMS
@@ -37,6 +38,9 @@ SHAPES: dict[str, ModelConfig] = {
 """Published shapes, and one for tests of the benchmarks themselves."""
 
 Json = dict[str, Any]
+
+CODE = (".", ":!*.md", ":!docs", ":!bench/results")
+"""What of the repository is code, as git takes paths."""
 
 BESIDE = "CKV_BENCH_BESIDE"
 """Environment variable that is set where another benchmark runs on the same machine."""
@@ -80,7 +84,7 @@ class Setting:
         missing = [name for name, value in named.items() if value is None]
         if missing and len(missing) < len(named):
             raise ValueError(f"got no {', '.join(missing)}, expected all of {', '.join(named)}")
-        if self.clustering < 1 or not 0 <= self.stability <= 1:
+        if not 1 <= self.clustering < float("inf") or not 0 <= self.stability <= 1:
             raise ValueError(
                 f"got clustering={self.clustering}, stability={self.stability}, "
                 "expected at least 1, and a share"
@@ -104,16 +108,18 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
     p.add_argument("--model", choices=SHAPES, help=f"published shape (default {full.model})")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    p.add_argument("--prefix-tokens", type=int)
-    p.add_argument("--suffix-tokens", type=int)
-    p.add_argument("--prefixes", type=int, help="how many different prefixes are stored")
+    p.add_argument("--prefix-tokens", type=positive)
+    p.add_argument("--suffix-tokens", type=positive)
+    p.add_argument("--prefixes", type=positive, help="how many different prefixes are stored")
     p.add_argument("--budgets", type=budget_share, nargs="+", help="shares of the prefix in (0, 1]")
     p.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=", ".join(SYSTEMS)
     )
-    p.add_argument("--repeats", type=int, help="measured requests per system and budget")
-    p.add_argument("--seed", type=int)
-    p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
+    p.add_argument("--repeats", type=positive, help="measured requests per system and budget")
+    p.add_argument("--seed", type=whole)
+    p.add_argument(
+        "--folder", type=result_folder, help="folder for the store, on the disk to be measured"
+    )
     p.add_argument(
         "--checkpoint", type=existing_path, help="HF folder; default: structured weights"
     )
@@ -124,7 +130,7 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument(
         "--test", type=existing_path, help='JSONL of {"text", "label"} for the questions'
     )
-    p.add_argument("--shots", type=int, help="examples per prefix")
+    p.add_argument("--shots", type=positive, help="examples per prefix")
     p.add_argument("--clustering", type=float, help="mean tokens of a run that matters alike")
     p.add_argument("--stability", type=float, help="important tokens that questions share, 0 to 1")
     p.set_defaults(_quick=quick, _full=full)
@@ -154,6 +160,45 @@ def budget_share(text: str) -> float:
     if not 0 < budget <= 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a share of the prefix in (0, 1]")
     return budget
+
+
+def whole(text: str) -> int:
+    """A number from the command line that may be 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
+    return number
+
+
+def positive(text: str) -> int:
+    """A number from the command line of which there has to be one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    return number
+
+
+def share(text: str) -> float:
+    """A share from the command line, 0 and 1 among them."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a share of 0 to 1")
+    return number
+
+
+def amount(text: str) -> float:
+    """A finite number from the command line that may be 0."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 or more")
+    return number
+
+
+def existing_folder(text: str) -> Path:
+    """A folder from the command line that must be there."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return Path(text)
 
 
 def existing_path(text: str) -> Path:
@@ -227,7 +272,7 @@ def machine() -> Json:
         "python": platform.python_version(),
         "packages": packages,
         "load_average": os.getloadavg()[0],
-        "commit": commit(),
+        **STARTED_AS,
     }
 
 
@@ -257,8 +302,7 @@ def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> J
     """
     result = stamped(({} if setting is None else {"setting": setting.to_json()}) | body)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(result, indent=1) + "\n")
         print(f"wrote {args.json}")
     return result
 
@@ -271,6 +315,8 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -290,11 +336,28 @@ def _cpu_name() -> str:
 
 def commit() -> str:
     """The commit of this code, short; "unknown" where git does not say."""
+    return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
+
+
+def code_state() -> Json:
+    """`commit`, and `dirty`: whether code lies here that this commit has not, files included that
+    git does not know; None where git does not say."""
+    changed = _git("status", "--porcelain", "--", *CODE)
+    return {"commit": commit(), "dirty": None if changed is None else bool(changed)}
+
+
+def _git(*words: str) -> str | None:
+    """What git says; None where it fails."""
     try:
         run = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False,
+            ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+            timeout=10, check=False,
         )  # fmt: skip
-    except OSError:
-        return "unknown"
-    return run.stdout.strip() or "unknown"
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if run.returncode else run.stdout
+
+
+STARTED_AS = code_state()
+"""Asked as this is imported, while what lies on disk is what runs: a run may take hours, and
+somebody commits meanwhile."""

@@ -41,7 +41,19 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
-from bench.common import SHAPES, Json, budget_share, finish, result_file, table
+from bench.common import (
+    SHAPES,
+    Json,
+    amount,
+    budget_share,
+    existing_folder,
+    finish,
+    positive,
+    result_file,
+    share,
+    table,
+    whole,
+)
 from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
 from bench.decode_claims import claims, show
 from bench.disk import Disk
@@ -68,20 +80,24 @@ def main() -> None:
     p.add_argument("--quick", action="store_true", help="two short prefixes, few tokens")
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
-    p.add_argument("--folder", type=Path, help="folder for the stores, on the disk to be measured")
+    p.add_argument(
+        "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
+    )
     p.add_argument("--model", choices=SHAPES)
     p.add_argument("--systems", nargs="+", choices=SYSTEMS_SHOWN)
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))
-    p.add_argument("--sequences", nargs="+", type=int)
+    p.add_argument("--sequences", nargs="+", type=positive)
     p.add_argument("--budgets", nargs="+", type=budget_share)
     p.add_argument(
-        "--windows", nargs="+", type=float, help="times a choice, of systems that choose"
+        "--windows", nargs="+", type=amount, help="times a choice, of systems that choose"
     )
     p.add_argument("--ahead", choices=get_args(Ahead))
-    for option in ("--device-share", "--host-share", "--stay", "--overfetch", "--row-seconds"):
-        p.add_argument(option, type=float)
+    for option in ("--device-share", "--host-share", "--stay"):
+        p.add_argument(option, type=share)
+    for option in ("--overfetch", "--row-seconds"):
+        p.add_argument(option, type=amount)
     for option in ("--prefix-tokens", "--tokens", "--warm", "--seed"):
-        p.add_argument(option, type=int)
+        p.add_argument(option, type=whole if option in ("--warm", "--seed") else positive)
     setting = setting_of(args := p.parse_args())
     rows: list[Json] = []
     kept = Kept(args.json, setting.to_json() | {"disk": disk_of(args.folder)})

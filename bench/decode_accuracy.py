@@ -22,7 +22,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.common import Json, budget_share, finish, result_file, table
+from bench.common import Json, budget_share, finish, positive, result_file, share, table
 from bench.decode_cache import Setting, mean, sequences_of
 from bench.decode_cache import interval as resampled
 from bench.figures import save
@@ -172,16 +172,20 @@ def main() -> None:
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
     parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(NAMES))
     parser.add_argument("--budgets", nargs="+", type=budget_share)
-    parser.add_argument("--documents", type=int, help="ledgers of 4,096 tokens")
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
+    parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument(
-        "--drift", type=float, metavar="COSINE", help="of every system that chooses, with a window"
+        "--drift", type=share, metavar="COSINE", help="of every system that chooses, with a window"
     )
     parser.add_argument(
-        "--estimate", type=float, default=0.0, metavar="SHARE",
+        "--estimate", type=share, default=0.0, metavar="SHARE",
         help="of every system whose heads choose by means: so many chunks' attention is estimated",
     )  # fmt: skip
     args = parser.parse_args()
+    try:
+        demo_ledger(0, args.tokens, asked=LEARNED)
+    except ValueError as error:
+        parser.error(f"--tokens: {error}")
     setting = Setting(
         documents=args.documents or (1 if args.quick else 4),
         budgets=tuple(args.budgets or (BUDGETS[::3] if args.quick else BUDGETS)),
@@ -218,8 +222,7 @@ def main() -> None:
         "estimate": args.estimate,
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
-    save("decode_accuracy", found, args.plot)
-    finish(args, None, kept.said() | found)
+    save("decode_accuracy", finish(args, None, kept.said() | found), args.plot)
     kept.forget()
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from bench.common import Json, finish, result_file, table
+from bench.common import Json, finish, positive, result_file, table
 from bench.decode_traces import CHOOSING, CHUNK, STEADY, Choosing, Trace, Tracer
 from bench.figures import save
 from bench.tasks.suffixes import Told, lengthened, retold, told
@@ -288,11 +288,13 @@ def main() -> None:
     parser.add_argument("--json", type=result_file, required=True, help="write the report here")
     parser.add_argument("--plot", type=result_file, help="draw hits against windows here (PNG)")
     parser.add_argument("--quick", action="store_true", help="two documents, one budget")
-    parser.add_argument("--documents", type=int, help="ledgers, at least 2")
-    parser.add_argument("--sequences", type=int, help="of each kind and document")
+    parser.add_argument("--documents", type=positive, help="ledgers, at least 2")
+    parser.add_argument("--sequences", type=positive, help="of each kind and document")
     args = parser.parse_args()
     small = {"documents": 2, "sequences": 4, "budgets": BUDGETS[-1:]} if args.quick else {}
     said = {name: getattr(args, name) for name in ("documents", "sequences") if getattr(args, name)}
+    if args.documents == 1:
+        parser.error("got --documents 1, expected 2 at least: intervals are of how they differ")
     setting = Setting(**small | said)
     folder: Path = reference_folder()
     result = run(load_pretrained(folder, dtype="float32"), setting)

@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, budget_share, existing_path, finish, result_file, table
+from bench.common import Json, budget_share, existing_path, finish, positive, result_file, table
 from bench.decode_oracle import DecodeOracle, DecodeRule
 from bench.digests import bytes_per_token
 from bench.figures import save
 from bench.selection_study import interval
 from ckv_jax.data.ledger import FAMILIES
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
+from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.weights import load_pretrained
 
@@ -152,22 +153,27 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=existing_path, help="default: the reference checkpoint"
     )
-    parser.add_argument("--documents", type=int, help="ledgers of 50 questions")
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
+    parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     args = parser.parse_args()
     folder = args.checkpoint or reference_folder()
     budgets = args.budgets or (BUDGETS[:2] if args.quick else BUDGETS)
     count = args.documents or (1 if args.quick else 2)
-    pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
-    model = load_pretrained(folder, dtype="float32")
+    try:
+        pages = [demo_ledger(seed, args.tokens, asked=LEARNED) for seed in range(count)]
+    except ValueError as error:
+        raise SystemExit(f"--tokens: {error}") from error
+    try:
+        model = load_pretrained(folder, dtype="float32")
+    except CkvError as error:
+        raise SystemExit(f"{folder}: {error}") from error
     rows = study(model, rules(), budgets, pages)
     print(show(rows))
     found = {
         "checkpoint": folder.name, "tokens": args.tokens, "documents": count, "rows": rows,
     }  # fmt: skip
-    save("decode_study", found, args.plot)
-    finish(args, None, found)
+    save("decode_study", finish(args, None, found), args.plot)
 
 
 if __name__ == "__main__":

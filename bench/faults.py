@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.common import finish, result_file
+from bench.common import finish, positive, result_file
 from bench.fault_kinds import (
     corruption,
     disk,
@@ -167,10 +167,12 @@ def main() -> int:
     parser.add_argument("--json", type=result_file, metavar="OUT", help="where the counts go")
     parser.add_argument("--quick", action="store_true", help="a small part of the states")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="every N-th of the states enumerated"
+        "--every", type=positive, default=1, metavar="N", help="every N-th of the states enumerated"
     )
     parser.add_argument("--only", choices=(*ENUMERATED, *RANDOM), metavar="KIND", help="one kind")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
+    parser.add_argument(
+        "--jobs", type=positive, default=os.cpu_count() or 1, help="processes at once"
+    )
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # an index that is lost on purpose need not be reported
     start, since = time.monotonic(), time.monotonic()

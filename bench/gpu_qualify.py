@@ -25,8 +25,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import Json, Setting, budget_share, result_folder, stamped, table
+from bench.common import Json, Setting, budget_share, positive, result_folder, stamped, table
 from bench.disk import FILE_BYTES, Disk
+from bench.json_file import read_json, write_text
 from bench.kernels import kernel_rows
 from bench.lab import Lab
 from bench.prediction import beside
@@ -174,9 +175,9 @@ def main() -> None:
     p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
     p.add_argument("--systems", nargs="+", choices=SYSTEMS)
     p.add_argument("--budgets", type=budget_share, nargs="+")
-    p.add_argument("--prefix-tokens", type=int)
-    p.add_argument("--suffix-tokens", type=int)
-    p.add_argument("--repeats", type=int)
+    p.add_argument("--prefix-tokens", type=positive)
+    p.add_argument("--suffix-tokens", type=positive)
+    p.add_argument("--repeats", type=positive)
     p.add_argument("--only", nargs="+", help="run only these stages")
     args = p.parse_args()
     runs = stages(args)
@@ -190,7 +191,7 @@ def main() -> None:
     for name, run in runs.items():
         path = args.out / f"{name}.json"
         if path.is_file():
-            results[name] = json.loads(path.read_text(encoding="utf-8"))
+            results[name] = read_json(path)
             before = results[name].get("arguments")
             if before != said:
                 p.error(f"{path} is of {before}, got {said}: name another --out")
@@ -206,9 +207,7 @@ def main() -> None:
         }
         found = stamped(found)
         found["stage_s"] = round(time.perf_counter() - start, 1)
-        partial_path = path.with_suffix(".tmp")  # a kill must not leave half a result
-        partial_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        partial_path.replace(path)
+        write_text(path, json.dumps(found, indent=1) + "\n")  # a kill must not leave half of it
         results[name] = found
         late = ", over its 9 minutes" if found["stage_s"] > STAGE_LIMIT_S else ""
         print(f"{name}: {found['stage_s']} s{late}", flush=True)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from bench.common import OURS, Json, Setting, finish, parser, setting_of, table
 from bench.figures import save
 from bench.turns import cold_rows, rows_option
+from ckv_jax.systems import system_named
 
 QUICK = Setting(prefixes=1, repeats=4, systems=("impress", *OURS))
 FULL = Setting(prefixes=2, repeats=16, systems=("impress", *OURS), budgets=(0.05, 0.10, 0.25, 0.50))
@@ -23,9 +24,20 @@ PAPER = {"SST-2 7B": 0.0621, "SST-2 14B": 0.0664, "RTE 7B": 0.0600, "RTE 14B": 0
 
 
 def rows_of(measured: Sequence[Json]) -> list[Json]:
-    """Tokens by system and budget, and their share of IMPRESS's, of rows of `bench.measure`."""
+    """Tokens by system and budget, and their share of IMPRESS's, of rows of `bench.measure`.
+
+    Raises SystemExit where a row read nothing, or has none of IMPRESS at its budget beside it.
+    """
     rows = []
+    budgets = {row["budget"] for row in measured if row["system"] == "impress"}
+    if not measured:
+        raise SystemExit("there are no rows to compare")
     for row in measured:
+        name = f"{row['system']} at {row['budget']:.0%}"
+        if not row["ssd_kv_bytes"] or not row["read_amplification"]:
+            raise SystemExit(f"{name} read no keys and values from the SSD, got nothing to count")
+        if row["budget"] not in budgets:
+            raise SystemExit(f"{name} has no row of impress beside it, the measure of all")
         loaded = row["tokens_loaded"]
         with_probe = loaded * (1 + row["ssd_probe_bytes"] / row["ssd_kv_bytes"])
         unused = row["read_amplification_with_unused"] / row["read_amplification"]
@@ -54,6 +66,8 @@ def main() -> None:
     rows_option(p)
     args = p.parse_args()
     setting = setting_of(args)
+    if reading_nothing := [n for n in setting.systems if system_named(n).selector == "none"]:
+        p.error(f"got {', '.join(reading_nothing)}, which reads nothing: there is nothing to count")
     if "impress" not in setting.systems:
         setting = dataclasses.replace(setting, systems=("impress", *setting.systems))
     measured, about = cold_rows(setting, args)

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.common import Json, machine
+from bench.common import CODE, Json, machine
+from bench.json_file import read_json, write_text
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.model.config import ModelConfig
 
@@ -35,13 +36,13 @@ class Kept:
         self._path = None
         self.resumed = 0
         """Parts that an earlier run made."""
-        if result is not None and same_code(found["commit"]):
+        if result is not None and not found.get("dirty") and same_code(found["commit"]):
             self._path = result.with_suffix(".parts.json")
         self._head: Json = {"about": json.loads(json.dumps(about)), "commit": found["commit"]}
         self._head["machine"] = {name: found[name] for name in SAME}
         self._parts: dict[str, Json] = {}
         if self._path is not None and self._path.is_file():
-            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            kept = read_json(self._path)
             same = all(kept[name] == self._head[name] for name in ("about", "machine"))
             if same and same_code(kept["commit"]):
                 self._parts = kept["parts"]
@@ -56,10 +57,7 @@ class Kept:
         if name not in self._parts:
             self._parts[name] = make()
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                new = self._path.with_suffix(".new")
-                new.write_text(json.dumps(self._head | {"parts": self._parts}), encoding="utf-8")
-                new.replace(self._path)
+                write_text(self._path, json.dumps(self._head | {"parts": self._parts}))
         return self._parts[name]
 
     def said(self) -> Json:
@@ -76,9 +74,8 @@ class Kept:
 def same_code(commit: str) -> bool:
     """Whether what lies here differs from that commit in documents and results alone, files that
     git does not know (and is not told to ignore) included."""
-    where = [".", ":!*.md", ":!docs", ":!bench/results"]
-    changed = _git("diff", "--quiet", commit, "--", *where)
-    unknown = _git("ls-files", "--others", "--exclude-standard", "--", *where)
+    changed = _git("diff", "--quiet", commit, "--", *CODE)
+    unknown = _git("ls-files", "--others", "--exclude-standard", "--", *CODE)
     return changed == unknown == ""
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import SHAPES, Json, Setting, finish, result_file, table
+from bench.common import SHAPES, Json, Setting, budget_share, finish, positive, result_file, table
 from bench.kept import Kept
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
@@ -244,9 +244,9 @@ def main(argv: Sequence[str] | None = None) -> Json:
     p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5% and 25%")
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--models", nargs="+", choices=sorted(SHAPES))
-    p.add_argument("--prefix-tokens", type=int, nargs="+")
-    p.add_argument("--budgets", type=float, nargs="+")
-    p.add_argument("--repeats", type=int)
+    p.add_argument("--prefix-tokens", type=positive, nargs="+")
+    p.add_argument("--budgets", type=budget_share, nargs="+")
+    p.add_argument("--repeats", type=positive)
     args = p.parse_args(argv)
     models = args.models or (["7B"] if args.quick else ["7B", "14B", "32B"])
     prefixes = args.prefix_tokens or ([5008] if args.quick else [5008, 32768])

@@ -26,12 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import Json, finish, result_file
+from bench.common import Json, existing_folder, finish, positive, result_file, whole
 from bench.figures import save
 from bench.held import MORE, growth, held, show
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.systems import SYSTEMS
 
 BARS = {"rss_mb": MORE, "mappings": MORE, "pinned_packs": MORE, "programs": 0.0}
 EARLY = 0.10
@@ -162,10 +163,11 @@ def main() -> None:
     )
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
-    p.add_argument("--folder", type=Path, help="folder for the store")
-    p.add_argument("--system", default=Steps().system)
+    p.add_argument("--folder", type=existing_folder, help="folder for the store")
+    p.add_argument("--system", choices=SYSTEMS, default=Steps().system)
     for option in ("--steps", "--every", "--sequences", "--seed"):
-        p.add_argument(option, type=int, default=getattr(Steps(), option[2:]))
+        kind = whole if option == "--seed" else positive
+        p.add_argument(option, type=kind, default=getattr(Steps(), option[2:]))
     args = p.parse_args()
     if not 0 < args.every <= EARLY * args.steps:
         p.error(f"got --every {args.every}, expected 1 to {EARLY * args.steps:.0f}: a tenth of all")

@@ -23,10 +23,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, finish, result_file
+from bench.common import Json, budget_share, existing_folder, finish, positive, result_file, whole
 from bench.held import MORE, growth, held, show
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.systems import SYSTEMS
 
 BARS = {"rss_mb": MORE, "mappings": MORE, "pinned_packs": 0.0, "programs": 0.0}
 MODEL = dataclasses.replace(SMALL, num_layers=8, hidden_size=128, intermediate_size=256)
@@ -86,12 +87,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--json", type=result_file, help="write the result to this file")
-    p.add_argument("--folder", type=Path, help="folder for the store")
-    p.add_argument("--system", default=Texts().system)
-    p.add_argument("--budget", type=float, default=Texts().budget)
+    p.add_argument("--folder", type=existing_folder, help="folder for the store")
+    p.add_argument("--system", choices=SYSTEMS, default=Texts().system)
+    p.add_argument("--budget", type=budget_share, default=Texts().budget)
     for option in ("--tokens", "--every", "--sequences", "--prefix-tokens", "--seed"):
         default = getattr(Texts(), option[2:].replace("-", "_"))
-        p.add_argument(option, type=int, default=default)
+        p.add_argument(option, type=whole if option == "--seed" else positive, default=default)
     args = p.parse_args()
     if args.tokens < args.every or args.every < 1:
         p.error(f"got --tokens {args.tokens} with --every {args.every}, expected one row at least")

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import Json, finish, result_file, table
+from bench.common import Json, existing_folder, finish, positive, result_file, table, whole
 from bench.random_engine import SMALL, random_engine, random_tokens
 
 MORE = 0.10
@@ -130,9 +130,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--json", type=result_file, help="write the result to this file")
-    p.add_argument("--folder", type=Path, help="folder for the stores")
-    p.add_argument("--tokens", type=int, nargs="+", default=Lengths().tokens)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--folder", type=existing_folder, help="folder for the stores")
+    p.add_argument("--tokens", type=positive, nargs="+", default=Lengths().tokens)
+    p.add_argument("--seed", type=whole, default=0)
     p.add_argument("--ingest", nargs=2, metavar=("TOKENS", "STORE"), help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.ingest:

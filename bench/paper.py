@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench import costs
-from bench.common import Json, finish, result_file, table
+from bench.common import Json, finish, result_file, share, table
 from bench.paper_traffic import Case, Seen, replay, token_bytes
 from bench.prediction import parameters, seconds_of
 from bench.published import CLAIMS, FIGURES, Figure
@@ -362,10 +362,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--json", type=result_file, help="write the result to this file")
-    p.add_argument("--stable", type=float, default=STABLE, help="share of tokens, 0 to 1")
+    p.add_argument("--stable", type=share, default=STABLE, help="share of tokens, 0 to 1")
     args = p.parse_args(argv)
-    if not 0 <= args.stable <= 1:
-        p.error(f"got --stable {args.stable}, expected a share of 0 to 1")
     setting = Setting(stable=args.stable, quantiles=QUANTILES)
     io_s = fitted(setting)
     rows = rows_of(setting, io_s)

@@ -7,8 +7,10 @@ fact lies where two texts meet, on the shipped checkpoint, which knows facts by 
 other; `aliases`, a name in one text and what it stands for in an earlier one, anywhere in either,
 on a model written by hand (`bench.bound`). `full` is the dense prefill, stored as one text; `plain`
 computes nothing again; `first` is EPIC's choice, `attended` ProphetKV's, `both` ours, each at equal
-shares. Time: prefixes of random KV on the shape of Qwen2.5-7B, thin, nothing in memory but digests
-and programs, recompute and parts by turns.
+shares. All are asked the same questions: `against` has how many more one answers rightly than
+another, with the interval of a paired difference. Time: prefixes of random KV on the shape of
+Qwen2.5-7B, thin, nothing in memory but digests and programs, recompute and parts by turns, nine
+questions each, none of which any other of them was asked: medians with their intervals.
 """
 
 from __future__ import annotations
@@ -23,9 +25,19 @@ from pathlib import Path
 import numpy as np
 
 from bench.bound import bound_model
-from bench.common import SHAPES, Json, budget_share, finish, median_interval, result_file, table
+from bench.common import (
+    SHAPES,
+    Json,
+    budget_share,
+    finish,
+    median_interval,
+    positive,
+    result_file,
+    table,
+    whole,
+)
 from bench.random_engine import random_engine, random_prefix, random_tokens
-from bench.selection_study import half_widths, interval
+from bench.selection_study import half_widths, interval, paired_interval
 from bench.tasks.texts import Texts, alias_texts, ledger_texts, seam_texts
 from ckv_jax import Blend, Engine, EngineConfig, Request
 from ckv_jax.data.reference import reference_folder
@@ -33,6 +45,15 @@ from ckv_jax.identity import random_fingerprint
 from ckv_jax.storage.store import ChunkStore
 
 WAYS = ("first", "attended", "both")
+TEXTS = (2, 3, 4)
+"""How many are put together where answers are counted."""
+TIMED_TEXTS, SUFFIX_TOKENS = 4, 32
+"""How many are put together where time is taken, and what is asked over them."""
+QUESTIONS = 9
+"""Of every time, those that compile not counted: the interval of a median of fewer is their
+range."""
+ACCURACY_TOKENS = 1024
+SHARES, ACCURACY_BUDGETS = (0.1, 0.3), (1.0, 0.25)
 
 
 def ways(shares: Sequence[float], budgets: Sequence[float]) -> list[tuple[str, float, Blend]]:
@@ -71,7 +92,15 @@ def accuracy(
             for result, answer in zip(engine.reprefill(requests), page.answers, strict=True):
                 right[index].append(result.token_id == answer)
                 again[index].append(result.trace.recomputed_tokens / whole.num_tokens)
-    for index, (way, budget, blend) in enumerate([("full", 1.0, Blend(recompute=1)), *asked], -1):
+    every = [("full", 1.0, Blend(recompute=1)), *asked]
+    for index, (way, budget, blend) in enumerate(every, -1):
+        others = {
+            other: right[number]
+            for number, (other, its, its_blend) in enumerate(every, -1)
+            if number != index
+            and (other == "full" or its == budget)
+            and (other in ("full", "plain") or its_blend.recompute == blend.recompute)
+        }
         yield {
             "task": name,
             "way": way,
@@ -82,24 +111,24 @@ def accuracy(
             "ci95": interval(sum(right[index]), len(right[index])),
             "questions": len(right[index]),
             "half_width": half_widths(len(right[index])),
+            "against": {name: paired_interval(right[index], of) for name, of in others.items()},
         }
 
 
-def all_accuracy(documents: int, tokens: int, shares: Sequence[float]) -> list[Json]:
+def all_accuracy(documents: int, tokens: int) -> list[Json]:
     """The rows of all tasks."""
     rows: list[Json] = []
-    counts = (2, 3, 4)
     with (
         tempfile.TemporaryDirectory() as store,
         Engine.from_pretrained(reference_folder(), store=store) as engine,
     ):
-        asked = ways(shares, (1.0, 0.25))
+        asked = ways(SHARES, ACCURACY_BUDGETS)
         within = accuracy(
-            engine, "within", partial(ledger_texts, questions=8), counts, 2 * tokens,
+            engine, "within", partial(ledger_texts, questions=8), TEXTS, 2 * tokens,
             max(3, documents // 4), asked,
         )  # fmt: skip
         rows += _said(within)
-        seams = accuracy(engine, "seams", seam_texts, counts, tokens, documents, asked)
+        seams = accuracy(engine, "seams", seam_texts, TEXTS, tokens, documents, asked)
         rows += _said(seams)
     model = bound_model()
     with tempfile.TemporaryDirectory() as store:
@@ -108,7 +137,7 @@ def all_accuracy(documents: int, tokens: int, shares: Sequence[float]) -> list[J
         with Engine(model, None, opened, random_fingerprint(model), config) as engine:
             made = partial(alias_texts, questions=6)
             aliases = accuracy(
-                engine, "aliases", made, counts, 2 * tokens, max(3, documents // 2), asked
+                engine, "aliases", made, TEXTS, 2 * tokens, max(3, documents // 2), asked
             )
             rows += _said(aliases)
     return rows
@@ -120,17 +149,23 @@ def _said(rows: Iterator[Json]) -> list[Json]:
         print(
             f"{row['task']}: {row['way']} at budget {row['budget']:g}, "
             f"{row['recomputed_share']:.1%} recomputed: {row['accuracy']:.3f} right "
-            f"of {row['questions']}",
+            f"of {row['questions']}"
+            + "".join(
+                f", {100 * found['difference']:+.1f} points of {name} "
+                f"({100 * found['ci95'][0]:+.1f} to {100 * found['ci95'][1]:+.1f})"
+                for name, found in row["against"].items()
+            ),
             flush=True,
         )
     return found
 
 
 def ttft(
-    model: str, tokens: int, texts: int, repeats: int, recomputes: int, shares: Sequence[float],
+    model: str, tokens: int, texts: int, questions: int, shares: Sequence[float],
     budgets: Sequence[float],
 ) -> list[Json]:  # fmt: skip
-    """Rows of times: the dense prefill, and each budget and share, by turns."""
+    """Rows of times: the dense prefill, and each budget and share, by turns, each of which has a
+    question of its own: what one has read and chosen helps no other."""
     cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
     settings = [(budget, share) for budget in budgets for share in (0.0, *shares)]
     times: dict[tuple[float, float] | None, list[float]] = {key: [] for key in (None, *settings)}
@@ -143,13 +178,13 @@ def ttft(
             random_prefix(engine, random_tokens(engine, tokens // texts, seed=i), seed=i)
             for i in range(texts)
         ]
-        for turn in range(repeats + 1):  # the first compiles
-            suffix = random_tokens(engine, 32, seed=100 + turn).tolist()
-            for key in times:
+        for turn in range(questions + 1):  # the first compiles
+            for number, key in enumerate(times):
+                asked_before = turn * len(times) + number
+                suffix = random_tokens(engine, SUFFIX_TOKENS, seed=100 + asked_before).tolist()
                 if key is None:
-                    if turn <= recomputes:
-                        trace = engine.recompute(Request(parts=parts, suffix=suffix)).trace
-                        times[None].append(trace.ttft_ms)
+                    trace = engine.recompute(Request(parts=parts, suffix=suffix)).trace
+                    times[None].append(trace.ttft_ms)
                     continue
                 blend = Blend(recompute=key[1])
                 asked = Request(parts=parts, suffix=suffix, budget=key[0], blend=blend)
@@ -165,14 +200,18 @@ def ttft(
             print(f"turn {turn} done", flush=True)
     dense = statistics.median(times[None][1:])
     rows: list[Json] = [
-        {"way": "full", "median_ms": dense, "interval": median_interval(times[None][1:])}
-    ]
+        {
+            "way": "full", "median_ms": dense, "interval": median_interval(times[None][1:]),
+            "questions": questions,
+        }
+    ]  # fmt: skip
     for key in settings:
         median = statistics.median(times[key][1:])
         rows.append(
             {
                 "way": "both" if key[1] else "plain", "budget": key[0], "recompute": key[1],
                 "median_ms": median, "interval": median_interval(times[key][1:]),
+                "questions": questions,
                 "recomputed_share": told[key]["recomputed_tokens"] / tokens,
                 "speedup": dense / median, **told[key],
             }
@@ -180,27 +219,50 @@ def ttft(
     return rows
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer texts, under five minutes")
     parser.add_argument("--json", type=result_file, help="write everything here")
     parser.add_argument("--model", choices=SHAPES, default="kv7b-thin", help="shape that is timed")
-    parser.add_argument("--tokens", type=int, default=8000, help="of all texts that are timed")
+    parser.add_argument("--tokens", type=positive, help="of all texts that are timed")
     parser.add_argument("--budgets", type=budget_share, nargs="+", default=(0.25, 1.0))
-    parser.add_argument("--documents", type=int, help="sets of texts; 0 leaves accuracy out")
+    parser.add_argument("--documents", type=whole, help="sets of texts; 0 leaves accuracy out")
     parser.add_argument("--skip-ttft", action="store_true")
-    args = parser.parse_args()
-    shares = (0.1, 0.3)
-    documents = args.documents if args.documents is not None else (9 if args.quick else 24)
-    body: Json = {"texts": [2, 3, 4], "documents": documents}
-    if documents:
-        body["accuracy"] = all_accuracy(documents, 1024, shares)
+    args = parser.parse_args(arguments)
+    if args.documents is None:
+        args.documents = 9 if args.quick else 24
+    args.tokens = args.tokens or (4000 if args.quick else 8000)
+    if args.tokens < TIMED_TEXTS:
+        parser.error(f"got --tokens {args.tokens}, expected one for each of {TIMED_TEXTS} texts")
+    if args.skip_ttft and not args.documents:
+        parser.error("got --skip-ttft and --documents 0, which leave nothing to measure")
+    return args
+
+
+def main() -> None:
+    """The command."""
+    args = parsed()
+    body: Json = {"setting": {}}
+    if args.documents:
+        body["accuracy"] = all_accuracy(args.documents, ACCURACY_TOKENS)
+        body["setting"]["accuracy"] = {
+            "documents": args.documents, "texts": TEXTS, "shares": SHARES,
+            "budgets": ACCURACY_BUDGETS,
+            "tokens": {
+                "within": 2 * ACCURACY_TOKENS, "seams": ACCURACY_TOKENS,
+                "aliases": 2 * ACCURACY_TOKENS,
+            },
+            "questions": {row["task"]: row["questions"] for row in body["accuracy"]},
+        }  # fmt: skip
     if not args.skip_ttft:
-        repeats, recomputes = (2, 1) if args.quick else (3, 2)
-        body["ttft"] = ttft(
-            args.model, args.tokens, 4, repeats, recomputes, shares, args.budgets
-        )  # fmt: skip
+        body["setting"]["ttft"] = {
+            "model": args.model, "tokens": args.tokens, "texts": TIMED_TEXTS, "shares": SHARES,
+            "budgets": args.budgets, "suffix_tokens": SUFFIX_TOKENS, "questions": QUESTIONS,
+        }  # fmt: skip
+        body["ttft"] = ttft(args.model, args.tokens, TIMED_TEXTS, QUESTIONS, SHARES, args.budgets)
         header = ("way", "budget", "recomputed", "median ms", "x of full")
         cells = [
             [r["way"], r.get("budget", ""), r.get("recomputed_share", 1.0), r["median_ms"],

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from pathlib import Path
 
 from bench.aot.chips import CHIPS
 from bench.aot.shapes import MODELS, PREFIX
-from bench.common import Json, budget_share, existing_path, finish, result_file, table
+from bench.common import Json, budget_share, existing_path, finish, positive, result_file, table
+from bench.json_file import read_rows
 from bench.prediction import (
     ASSUMED_REACH,
     Host,
@@ -130,15 +130,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--target", nargs="+", choices=CHIPS, default=list(CHIPS))
     p.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     p.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(COLD))
-    p.add_argument("--prefix-tokens", nargs="+", type=int, default=list(PREFIXES))
+    p.add_argument("--prefix-tokens", nargs="+", type=positive, default=list(PREFIXES))
     p.add_argument("--budgets", nargs="+", type=budget_share, default=list(BUDGETS))
     p.add_argument("--json", type=result_file, help="write the result to this file")
     args = p.parse_args(argv)
-    compiled = json.loads(args.aot.read_text(encoding="utf-8"))["rows"]
-    seen = [
-        row | {"tokens_in_prefix": PREFIX}
-        for row in json.loads(args.profiles.read_text(encoding="utf-8"))["rows"]
-    ]
+    compiled = read_rows(args.aot)
+    seen = [row | {"tokens_in_prefix": PREFIX} for row in read_rows(args.profiles)]
     asked = Asked(
         targets=tuple(args.target),
         models=tuple(args.model),

@@ -4,8 +4,10 @@
 
 A request's read amplification is what it demanded of the SSD over the keys and values of important
 tokens in it. Where whole chunks take part in attention it is 1 by construction; `with_unused` also
-counts what was read ahead and not used. Cold, and with caches (`warm`), where the few tokens that
-are missing still cost whole chunks: the paper's extreme values.
+counts what was read ahead and not used. A request that used nothing of what it read has no ratio:
+`requests_in_vain` counts them, and `of_all_bytes`, all that was read over all that was needed, has
+their bytes as well. Cold, and with caches (`warm`), where the few tokens that are missing still
+cost whole chunks: the paper's extreme values.
 """
 
 from __future__ import annotations
@@ -33,20 +35,24 @@ EDGES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def row_of(part: Taken) -> Json:
-    """The distribution over requests that read anything."""
-    reading = [sample for sample in part.samples if sample.needed_bytes]
-    values = [sample.read_amplification for sample in reading] or [1.0]
-    unused = [sample.pack_bytes / sample.needed_bytes for sample in reading] or [1.0]
+    """The distribution over requests that used any of what they read; None where none did."""
+    read = [sample for sample in part.samples if sample.pack_bytes]
+    used = [sample for sample in read if sample.needed_bytes]
+    values = [sample.read_amplification for sample in used]
+    unused = [sample.pack_bytes / sample.needed_bytes for sample in used]
     counts, _ = np.histogram(np.maximum(values, 1.0), bins=(*EDGES, np.inf))
+    needed = sum(sample.needed_bytes for sample in read)
     return {
         "system": part.system.name,
         "budget": part.budget,
         "variant": part.variant,
-        "read_amplification": summary(values) | {"max": max(values)},
-        "with_unused": summary(unused) | {"max": max(unused)},
-        "histogram": {"edges": list(EDGES), "share": (counts / len(values)).tolist()},
+        "read_amplification": summary(values) | {"max": max(values)} if used else None,
+        "with_unused": summary(unused) | {"max": max(unused)} if used else None,
+        "of_all_bytes": sum(sample.pack_bytes for sample in read) / needed if needed else None,
+        "histogram": {"edges": list(EDGES), "share": (counts / max(1, len(used))).tolist()},
         "requests": len(part.samples),
-        "requests_that_read": len(reading),
+        "requests_that_read": len(read),
+        "requests_in_vain": len(read) - len(used),
     }
 
 
@@ -64,12 +70,13 @@ def main() -> None:
             rows.append(row_of(part))
     cells = []
     for row in rows:
-        found = row["read_amplification"]
-        numbers = [found[name] for name in ("mean", "p50", "p95", "max")]
+        found, whole = row["read_amplification"] or {}, row["with_unused"] or {}
+        numbers = [found.get(name) for name in ("mean", "p50", "p95", "max")]
         cells.append(
-            [row["system"], row["variant"], row["budget"], *numbers, row["with_unused"]["mean"]]
-        )
-    header = ["system", "variant", "budget", "mean", "p50", "p95", "max", "with unused"]
+            [row["system"], row["variant"], row["budget"], *numbers, whole.get("mean"),
+             row["requests_in_vain"]]
+        )  # fmt: skip
+    header = ["system", "variant", "budget", "mean", "p50", "p95", "max", "with unused", "in vain"]
     print(table(cells, header))
     result = finish(args, setting, {"rows": rows})
     save("read_amplification", result, args.plot)

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from bench.common import BESIDE, Json, commit, result_folder
 from bench.figures import FIGURES, Figure, draw_again, result_of
+from bench.json_file import NotWhole, read_json, write_text
 from bench.kept import same_code
 from bench.lab import KEPT
 
@@ -161,7 +162,7 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
         "output": done.stdout[-20_000:],
         "error": done.stderr[-4_000:] if done.returncode else "",
     }
-    (folder / f"{script.stem}.run.json").write_text(json.dumps(record), encoding="utf-8")
+    write_text(folder / f"{script.stem}.run.json", json.dumps(record))
     said = f"{record['seconds']} s, exit status {done.returncode}"
     print(f"  {script.stem}: {said}", flush=True)
 
@@ -212,23 +213,28 @@ def kept(*, compiles: bool) -> dict[str, str]:
 def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     """Whether the folder has this script's result, of this code and made with these arguments."""
     path = folder / f"{script.stem}.json"
-    ran = _record(folder / f"{script.stem}.run.json")
+    ran = _last_run(script, folder)
     if ran is None or ran["status"] or not path.is_file():
         return False
     made_of = folder / f"{script.after}.json"
     if script.after and made_of.is_file() and made_of.stat().st_mtime > path.stat().st_mtime:
         return False
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = read_json(path)
+    except NotWhole as broken:
+        print(f"{broken}; it is made anew", flush=True)
+        return False
     asked = " ".join(["python", *script.command(folder, quick=quick)])
     said = found.get("machine") or {}
-    return ran["command"] == asked and same_code(str(said.get("commit", "unknown")))
+    committed = not said.get("dirty") and same_code(str(said.get("commit", "unknown")))
+    return ran["command"] == asked and committed
 
 
 def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
     """About how long these take, by their last runs with these arguments where there were any."""
     seconds = {True: 0.0, False: 0.0}
     for script in scripts:
-        ran = _record(folder / f"{script.stem}.run.json")
+        ran = _last_run(script, folder)
         asked = " ".join(["python", *script.command(folder, quick=quick)])
         before = ran is not None and not ran["status"] and ran["command"] == asked
         guess = 60 * (min(script.minutes, 3) if quick and script.quick else script.minutes)
@@ -307,8 +313,15 @@ def _output(ran: Json) -> str:
 
 
 def _record(path: Path) -> Json | None:
-    found: Json | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return found
+    return read_json(path) if path.is_file() else None
+
+
+def _last_run(script: Script, folder: Path) -> Json | None:
+    """What the last run of a script left of itself; None where that is nothing, or not whole."""
+    try:
+        return _record(folder / f"{script.stem}.run.json")
+    except NotWhole:
+        return None
 
 
 def _code(text: str) -> str:
@@ -385,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records = {one.stem: _record(args.out / f"{one.stem}.run.json") for one in left}
         failed = [name for name, ran in records.items() if ran is not None and ran["status"]]
     path = args.out / "report.html"
-    path.write_text(page(args.out), encoding="utf-8")
+    write_text(path, page(args.out))
     print(f"wrote {path}")
     if failed:
         sys.exit(f"failed, as the page says: {', '.join(failed)}")

@@ -18,6 +18,7 @@ __all__ = [
     "coverage",
     "half_widths",
     "interval",
+    "paired_interval",
     "quick_rules",
     "rules",
     "study",
@@ -99,6 +100,32 @@ def interval(right: int, asked: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share."""
     low, high = binomtest(right, asked).proportion_ci(method="wilson")
     return float(low), float(high)
+
+
+def paired_interval(right: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
+    """How much larger one share of right answers is than another over the same questions, and the
+    95% interval of that: Wilson's of both shares, put together by how far their answers agree.
+
+    Newcombe, "Improved confidence intervals for the difference between binomial proportions based
+    on paired data", Statistics in Medicine 17 (1998), method 10. Unlike a bootstrap's it is not
+    empty where no answer differs.
+    """
+    mine, theirs = np.asarray(right, bool), np.asarray(others, bool)
+    asked, count, other = len(mine), int(mine.sum()), int(theirs.sum())
+    both = int((mine & theirs).sum())
+    agree = float(both * asked - count * other)  # right alike x wrong alike - the other two
+    spread = (count * (asked - count) * other * (asked - other)) ** 0.5
+    if agree > 0:
+        agree = max(0.0, agree - asked / 2)  # his correction for continuity
+    phi = agree / spread if spread else 0.0
+    p, q = count / asked, other / asked
+    (p_low, p_high), (q_low, q_high) = interval(count, asked), interval(other, asked)
+
+    def reach(own: float, its: float) -> float:
+        return float(max(0.0, own**2 - 2 * phi * own * its + its**2) ** 0.5)
+
+    low, high = reach(p - p_low, q_high - q), reach(p_high - p, q - q_low)
+    return {"difference": p - q, "ci95": [p - q - low, p - q + high]}
 
 
 def half_widths(asked: int) -> dict[str, float]:

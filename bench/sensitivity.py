@@ -19,7 +19,17 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from bench.common import OURS, Json, Setting, budget_share, finish, parser, setting_of, table
+from bench.common import (
+    OURS,
+    Json,
+    Setting,
+    budget_share,
+    finish,
+    parser,
+    positive,
+    setting_of,
+    table,
+)
 from bench.figures import save
 from bench.lab import Lab
 from bench.long_kv import stored
@@ -150,9 +160,14 @@ def _forget_programs() -> None:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--lengths", type=int, nargs="*", help="prefix lengths; none leaves them out")
     p.add_argument(
-        "--fixed-lengths", type=int, nargs="*", help="those of 16 chosen chunks; none: left out"
+        "--lengths", type=positive, nargs="*", help="prefix lengths; none leaves them out"
+    )
+    p.add_argument(
+        "--fixed-lengths",
+        type=positive,
+        nargs="*",
+        help="those of 16 chosen chunks; none: left out",
     )
     p.add_argument(
         "--shares", type=budget_share, nargs="*", default=[], help="chosen of the same lengths"

@@ -34,7 +34,16 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import Json, budget_share, finish, result_file, table
+from bench.common import (
+    Json,
+    budget_share,
+    existing_folder,
+    finish,
+    positive,
+    result_file,
+    table,
+    whole,
+)
 from bench.measure import Compilations
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Generation, Request, SamplingParams
@@ -269,11 +278,13 @@ def main() -> None:
     )
     p.add_argument("--quick", action="store_true", help="fewer calls")
     p.add_argument("--json", type=result_file, help="write the result to this file")
-    p.add_argument("--folder", type=Path, help="folder for the stores, on the disk to be measured")
+    p.add_argument(
+        "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
+    )
     p.add_argument("--model", choices=PUBLISHED, help="published shape (default 0.5B)")
     p.add_argument("--budget", type=budget_share)
     for name in ("prefix-tokens", "new-tokens", "sequences", "repeats", "ingest-tokens", "seed"):
-        p.add_argument(f"--{name}", type=int)
+        p.add_argument(f"--{name}", type=whole if name == "seed" else positive)
     args = p.parse_args()
     base = QUICK if args.quick else FULL
     said = {name: getattr(args, name, None) for name in Serving.__slots__}

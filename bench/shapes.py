@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Json, finish, result_file, table
+from bench.common import Json, existing_folder, finish, positive, result_file, table, whole
 from bench.figures import save
 from bench.random_engine import SMALL, random_engine, random_prefix, random_tokens
 from ckv_jax import Engine, Request, SamplingParams
@@ -200,10 +200,10 @@ def main() -> None:
     )
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--plot", type=result_file, help="draw the figure into this PNG")
-    p.add_argument("--folder", type=Path, help="folder for the stores")
-    p.add_argument("--requests", type=int, default=2000)
-    p.add_argument("--every", type=int, default=20, help="requests between two notes")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--folder", type=existing_folder, help="folder for the stores")
+    p.add_argument("--requests", type=positive, default=2000)
+    p.add_argument("--every", type=positive, default=20, help="requests between two notes")
+    p.add_argument("--seed", type=whole, default=0)
     p.add_argument("--first-answers", type=Path, metavar="STORE", help=argparse.SUPPRESS)
     p.add_argument("--ready", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import existing_path, result_folder
+from bench.common import existing_path, positive, result_folder
+from bench.json_file import read_json
 from bench.reference_answers import by_engine, by_transformers, counts
 from bench.selection_study import interval
 from bench.tasks import tokenizer
@@ -123,14 +124,14 @@ def main() -> None:
         "--run", type=existing_path, required=True, help="the folder of a training run"
     )
     parser.add_argument("--out", type=result_folder, required=True, help="the checkpoint's folder")
-    parser.add_argument("--documents", type=int, default=4, help="test ledgers at each length")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--documents", type=positive, default=4, help="test ledgers at each length")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--compute", default="", help="a sentence on hardware and time")
     args = parser.parse_args()
     about = args.run / "run.json"
     if not about.is_file():
         parser.error(f"{args.run} is no folder of a training run: it has no run.json")
-    seed = json.loads(about.read_text(encoding="utf-8"))["seed"]
+    seed = read_json(about)["seed"]
     run = Run(args.run, seed)
     model = join(run.state["params"], CONFIG, dtype="bfloat16")
     shipped = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), split(model))

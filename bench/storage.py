@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import finish, result_file
+from bench.common import existing_folder, finish, result_file
 from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
 from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
@@ -246,7 +246,9 @@ def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser(prog="python -m bench.storage", description=__doc__)
     parser.add_argument("--json", type=result_file, metavar="OUT", help="where the figures go")
-    parser.add_argument("--folder", type=Path, help="on the file system to measure; default: here")
+    parser.add_argument(
+        "--folder", type=existing_folder, help="on the file system to measure; default: here"
+    )
     options = parser.parse_args()
     if shutil.which("fio") is None:
         sys.exit("fio is not installed (Debian and Ubuntu: apt-get install fio)")

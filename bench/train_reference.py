@@ -22,7 +22,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from bench.common import result_folder
+from bench.common import amount, result_folder, whole
+from bench.json_file import read_json, write_text
 from bench.tasks.batches import LedgerBatch, ahead, ledger_batch, repeats, shuffled, stretched
 from bench.tasks.dense import Params, answer_logits, text_logits
 from bench.tasks.initial import initial
@@ -268,9 +269,8 @@ def _same_run(folder: Path, about: dict[str, Any]) -> None:
     """Notes in the folder what is run there; ends the program if that is something else."""
     path = folder / "run.json"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(about) + "\n", encoding="utf-8")
-    elif (before := json.loads(path.read_text(encoding="utf-8"))) != about:
+        write_text(path, json.dumps(about) + "\n")
+    elif (before := read_json(path)) != about:
         raise SystemExit(f"{folder} holds a run of {before}, got {about}: name another folder")
 
 
@@ -321,8 +321,8 @@ def _run_stage(run: Run, stage: Stage, seed: int, save_every_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=result_folder, required=True, help="the run's folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=float, default=300, help="seconds")
+    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--save-every", type=amount, default=300, help="seconds")
     args = parser.parse_args()
     run = Run(args.out, args.seed)
     train(run, args.seed, STAGES, args.save_every)

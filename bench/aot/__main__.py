@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,7 +30,8 @@ from bench.aot.kernels import KERNELS
 from bench.aot.processes import compiled_rows
 from bench.aot.programs import PROGRAMS, SPLIT
 from bench.aot.shapes import MODELS, PREFIX, SUFFIX
-from bench.common import Json, existing_path, finish, result_file, table
+from bench.common import Json, amount, existing_path, finish, positive, result_file, table
+from bench.json_file import read_rows
 from ckv_jax.model.shardings import check_divides
 
 COLUMNS = (
@@ -135,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=", ".join(every),
     )  # fmt: skip
     p.add_argument("--without", nargs="+", default=[], choices=every, metavar="PROGRAM")
-    p.add_argument("--jobs", type=int, default=1, help="devices and models compiled at a time")
+    p.add_argument("--jobs", type=positive, default=1, help="devices and models compiled at a time")
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
-    p.add_argument("--row-s", type=float, default=600.0, help="seconds for one program at most")
+    p.add_argument("--row-s", type=amount, default=600.0, help="seconds for one program at most")
     p.add_argument(
         "--like", nargs="+", default=[], type=existing_path, metavar="FILE",
         help="files of earlier runs: a program that is word for word one of theirs is not compiled "
@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows = kept(args.json) if args.resume else []
     done = {tuple(row[name] for name in KEY) for row in rows}
-    like = [row for path in args.like for row in rows_in(path)]
-    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+    like = [row for path in args.like for row in read_rows(path)]
+    with ThreadPoolExecutor(args.jobs) as pool:
         parts = {}
         for target, model in itertools.product(asked.targets, asked.models):
             own = [name for name in asked.programs if ":" not in target or name in SPLIT]
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def before() -> list[Json]:
     """Rows of before pages held whole token rows."""
-    return rows_in(BEFORE)
+    return read_rows(BEFORE)
 
 
 def said_of_kernels(rows: Sequence[Json], old: Sequence[Json]) -> list[str]:
@@ -219,19 +219,13 @@ def said_of_kernels(rows: Sequence[Json], old: Sequence[Json]) -> list[str]:
     return lines
 
 
-def rows_in(path: Path) -> list[Json]:
-    """The rows of a file of this command."""
-    rows: list[Json] = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return rows
-
-
 def kept(path: Path | None) -> list[Json]:
     """Rows of a run that was cut short, without those that no compiler was asked for."""
     if path is None:
         raise SystemExit("--resume needs --json FILE, the file to go on from")
     if not path.is_file():
         return []
-    rows = rows_in(path)
+    rows = read_rows(path)
     return [row for row in rows if row["status"] != "skipped" and row["program"] != "all"]
 
 

@@ -171,10 +171,6 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 """By the name that the command line takes; bandwidths and FLOPs are the published peaks."""
 
 
-MOST_DEVICES = 8
-"""That a model is split over here: a slice of eight is the largest that `Chip` names."""
-
-
 def parted(target: str) -> tuple[Chip, int]:
     """The chip of a target, and how many of them a model is split over: `v5e`, or `v5e:4`.
 

@@ -8,11 +8,10 @@ a kernel's bytes over what it must read.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench.common import Json, existing_path, table
+from bench.json_file import read_rows
 
 KEY = ("target", "model", "program")
 COLUMNS = (*KEY, "status", "bundles", "x steps", "temp MB", "copies", "spills", "bytes/must", "ms")
@@ -67,13 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("before", type=existing_path)
     p.add_argument("after", type=existing_path)
     args = p.parse_args(argv)
-    lines = compared(*(_rows(path) for path in (args.before, args.after)))
+    lines = compared(*(read_rows(path) for path in (args.before, args.after)))
     print(table(lines, COLUMNS) if lines else "nothing differs")
-
-
-def _rows(path: Path) -> list[Json]:
-    rows: list[Json] = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return rows
 
 
 if __name__ == "__main__":

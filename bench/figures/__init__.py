@@ -6,7 +6,6 @@ all of those whose JSON lies in a folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from bench.figures import (
     times,
 )  # fmt: skip
 from bench.figures.style import RC
+from bench.json_file import read_json
 
 __all__ = ["FIGURES", "Figure", "draw_again", "save"]
 
@@ -134,7 +134,8 @@ FIGURES: dict[str, Figure] = {
 
 
 def save(name: str, result: Json, path: Path | None) -> None:
-    """Draws the figure `name` from `result` and writes it as PNG; nothing without a path."""
+    """Draws the figure `name` from `result`, and the results that it shows as well where they lie
+    beside the picture, and writes it as PNG; nothing without a path."""
     if path is None:
         return
     import matplotlib
@@ -145,7 +146,7 @@ def save(name: str, result: Json, path: Path | None) -> None:
     drawn = FIGURES[name]
     with matplotlib.rc_context(RC):
         canvas = Canvas(figsize=drawn.size, layout="constrained")
-        drawn.draw(canvas, result)
+        drawn.draw(canvas, _beside(drawn, path.parent) | result)
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path)
     print(f"wrote {path}")
@@ -157,11 +158,13 @@ def result_of(name: str, folder: Path) -> Json | None:
     path = folder / f"{drawn.source or name}.json"
     if not path.is_file():
         return None
-    found: Json = json.loads(path.read_text(encoding="utf-8"))
-    for other in drawn.beside:
-        if (folder / f"{other}.json").is_file():
-            found[other] = json.loads((folder / f"{other}.json").read_text(encoding="utf-8"))
-    return found
+    return read_json(path) | _beside(drawn, folder)
+
+
+def _beside(drawn: Figure, folder: Path) -> Json:
+    """The other results that a figure shows, of those that lie in `folder`."""
+    paths = {other: folder / f"{other}.json" for other in drawn.beside}
+    return {other: read_json(path) for other, path in paths.items() if path.is_file()}
 
 
 def draw_again(folder: Path) -> None:

@@ -79,7 +79,21 @@ def draw_ablation(figure: Any, result: dict[str, Any]) -> None:
             color=COLORS[kind[0]],
         )
         axis.set_xlabel("ms more than the whole system")
-    figure.suptitle(f"Caches of 15 and 36%. {machine_line(result['machine'])}", fontsize=10)
+    setting, caches = result["setting"], result.get("caches")
+    sizes = f" of {percent(caches['device'])} and {percent(caches['host'])}" if caches else ""
+    figure.suptitle(
+        f"{model_name(setting['model'])}, {setting['prefixes']} prefixes of "
+        f"{setting['prefix_tokens']:,} tokens,\n{_asked(result['rows'])} with warm caches{sizes}. "
+        f"{machine_line(result['machine'])}",
+        fontsize=10,
+    )
+
+
+def _asked(rows: list[dict[str, Any]]) -> str:
+    """How many requests a mean is of."""
+    counts = {row["ttft_ms"]["n"] for row in rows}
+    told = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"{told} requests each"
 
 
 def _words(variant: str) -> str:
@@ -92,16 +106,25 @@ def _words(variant: str) -> str:
 
 
 def conclude_ablation(result: dict[str, Any]) -> str:
-    """Which parts can be told from nothing."""
-    told = [
-        f"{one['system']} {one['variant']} {one['ms']:+.1f} ± {one['half']:.1f} ms"
-        for one in differences(result)
-        if abs(one["ms"]) > one["half"]
+    """Which parts can be told from nothing, those worth having apart from those that cost time."""
+    found = differences(result)
+    told = {
+        "slower without": [one for one in found if one["ms"] > one["half"]],
+        "faster without": [one for one in found if -one["ms"] > one["half"]],
+    }
+    parts = [
+        f"{how} in {len(ones)} ("
+        + ", ".join(
+            f"{one['system']} {one['variant']} {one['ms']:+.1f} ± {one['half']:.1f} ms"
+            for one in ones
+        )
+        + ")"
+        for how, ones in told.items()
+        if ones
     ]
-    total = len(differences(result))
-    if not told:
-        return f"None of the {total} differences can be told from nothing."
-    return f"{len(told)} of {total} differences can be told from nothing: {', '.join(told)}."
+    if not parts:
+        return f"None of the {len(found)} differences can be told from nothing."
+    return f"Of {len(found)} differences, requests are {' and '.join(parts)}."
 
 
 FIXED_CHUNKS = "prefix_tokens_fixed_chunks"
@@ -139,7 +162,8 @@ def draw_sensitivity(figure: Any, result: dict[str, Any]) -> None:
     setting = result["setting"]
     figure.suptitle(
         f"{model_name(setting['model'])}, {setting['prefix_tokens']:,}-token prefix where it "
-        f"does not change, cold; whiskers: 95% intervals. {machine_line(result['machine'])}",
+        f"does not change, cold, {_asked(rows)};\nwhiskers: 95% intervals. "
+        f"{machine_line(result['machine'])}",
         fontsize=10,
     )
 

@@ -17,8 +17,9 @@ from bench.figures.style import (
 
 AMPLIFICATION_CAPTION = (
     "Bytes of keys and values read for each byte that takes part in attention, means over requests "
-    "that read anything: needed (always 1), demanded with it because a block is larger than a "
-    "token, and read ahead but not used. The black line reaches to the 95th percentile of all."
+    "that used any of what they read: needed (always 1), demanded with it because a block is "
+    "larger than a token, and read ahead but not used. The black line reaches to the 95th "
+    "percentile of all. A system none of whose requests used any has no bar."
 )
 LOADED_CAPTION = (
     "Tokens' worth of keys and values loaded per request: those that take part in attention, those "
@@ -28,7 +29,8 @@ LOADED_CAPTION = (
 
 def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
     """A bar for each system, cold and warm."""
-    rows = sorted(result["rows"], key=lambda row: (row["variant"], -row["with_unused"]["mean"]))
+    reading = [row for row in result["rows"] if row["with_unused"] is not None]
+    rows = sorted(reading, key=lambda row: (row["variant"], -row["with_unused"]["mean"]))
     axis = figure.subplots()
     widths = [
         [
@@ -61,12 +63,19 @@ def draw_amplification(figure: Any, result: dict[str, Any]) -> None:
 
 
 def conclude_amplification(result: dict[str, Any]) -> str:
-    """The whole, mean, of every row."""
-    parts = [
-        f"{row['system']} {row['variant']} {row['with_unused']['mean']:.2f}"
-        for row in result["rows"]
-    ]
-    return f"Bytes read per byte needed, read ahead and not used included: {', '.join(parts)}."
+    """The whole, mean, of every row, and what the means leave out."""
+    parts, vain = [], []
+    for row in result["rows"]:
+        name = f"{row['system']} {row['variant']} at {percent(row['budget'])}"
+        found = row["with_unused"]
+        parts.append(f"{name} nothing used" if found is None else f"{name} {found['mean']:.2f}")
+        if row.get("requests_in_vain"):
+            vain.append(f"{name} {row['requests_in_vain']} of {row['requests']}")
+    left_out = f" Read only what they did not use, and are not in it: {', '.join(vain)}."
+    return (
+        f"Bytes read per byte needed, read ahead and not used included: {', '.join(parts)}."
+        f"{left_out if vain else ''}"
+    )
 
 
 def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
@@ -102,14 +111,20 @@ def draw_loaded(figure: Any, result: dict[str, Any]) -> None:
 
 
 def conclude_loaded(result: dict[str, Any]) -> str:
-    """Critical tokens as a share of IMPRESS's, beside the paper's."""
-    parts = [
-        f"{row['system']} at {percent(row['budget'])}: {row['share_of_impress']['critical']:.1%}"
-        for row in result["rows"]
-        if row["system"] != "impress"
-    ]
+    """What the bars show, as shares of IMPRESS's; keys and values demanded alone, which is what the
+    paper's table has, beside its figures."""
+    told, within = [], []
     paper = sorted(result["paper"].values())
+    for row in sorted(result["rows"], key=lambda row: float(row["budget"])):
+        if row["system"] == "impress":
+            continue
+        name, found = f"{row['system']} at {percent(row['budget'])}", row["share_of_impress"]
+        told.append(f"{name} {found['with_unused']:.1%} ({found['critical']:.1%})")
+        if paper[0] <= found["critical"] <= paper[-1]:
+            within.append(name)
     return (
-        f"Demanded tokens as a share of IMPRESS's: {'; '.join(parts)}. The paper's Table 2: "
-        f"{paper[0]:.1%} to {paper[-1]:.1%}, its budget not given."
+        "All that a request loads, as a share of what one of IMPRESS's does (in brackets demanded "
+        f"keys and values alone): {'; '.join(told)}. The paper's Table 2 has {paper[0]:.1%} to "
+        f"{paper[-1]:.1%} of the latter, its budget not given; within that: "
+        f"{', '.join(within) or 'none'}."
     )

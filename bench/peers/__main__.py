@@ -5,7 +5,8 @@
 
 `speed`: a random checkpoint of a published shape; a text of `--text-tokens` goes on from each
 question where the KV for it is kept. `answers`: the shipped checkpoint, asked about generated
-documents whose answers are known. In both, every peer is asked every question in turn:
+documents whose answers are known. In both, every peer is asked every question, by turns, in each of
+which every way of answering has another question:
 
 - `ckv`, which reads a share of the stored KV from the SSD for each question, with no cache of KV
   between them (direct I/O where the file system has it);
@@ -31,7 +32,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import SHAPES, Json, budget_share, finish, result_file, table
+from bench.common import (
+    SHAPES,
+    Json,
+    budget_share,
+    existing_folder,
+    finish,
+    positive,
+    result_file,
+    table,
+    whole,
+)
 from bench.peers import PEERS
 from bench.peers.base import Case, Page, Peer
 from bench.peers.comparison import compare
@@ -77,9 +88,12 @@ def speed_case(folder: Path, args: argparse.Namespace) -> Case:
 
 def answers_case(args: argparse.Namespace) -> Case:
     """The shipped checkpoint over generated documents of 50 questions."""
-    ledgers = [
-        demo_ledger(seed, args.document_tokens, asked=LEARNED) for seed in range(args.documents)
-    ]
+    try:
+        ledgers = [
+            demo_ledger(seed, args.document_tokens, asked=LEARNED) for seed in range(args.documents)
+        ]
+    except ValueError as error:
+        raise SystemExit(f"--document-tokens: {error}") from error
     pages = tuple(
         Page(
             tokens=ledger.tokens,
@@ -140,20 +154,24 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--system", choices=SYSTEMS, default="ckv", help="ours")
     p.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
     p.add_argument("--model", choices=SHAPES, default="0.5B", help="shape of the speed case")
-    p.add_argument("--prefix-tokens", type=int, help="of the speed case")
-    p.add_argument("--suffix-tokens", type=int, default=32, help="of the speed case")
-    p.add_argument("--repeats", type=int, help="suffixes of the speed case")
-    p.add_argument("--recomputes", type=int, help="of the questions, for a recompute")
-    p.add_argument("--text-tokens", type=int, help="of the speed case; 0: first tokens alone")
-    p.add_argument("--documents", type=int, help="of the answers case; 0 leaves it out")
-    p.add_argument("--document-tokens", type=int)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--folder", type=Path, help="folder for stores, on the disk to be measured")
+    p.add_argument("--prefix-tokens", type=positive, help="of the speed case")
+    p.add_argument("--suffix-tokens", type=positive, default=32, help="of the speed case")
+    p.add_argument("--repeats", type=whole, help="suffixes of the speed case")
+    p.add_argument("--recomputes", type=whole, help="of the questions, for a recompute")
+    p.add_argument("--text-tokens", type=whole, help="of the speed case; 0: first tokens alone")
+    p.add_argument("--documents", type=whole, help="of the answers case; 0 leaves it out")
+    p.add_argument("--document-tokens", type=positive)
+    p.add_argument("--seed", type=whole, default=0)
+    p.add_argument(
+        "--folder", type=existing_folder, help="folder for stores, on the disk to be measured"
+    )
     args = p.parse_args(arguments)
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.text_tokens < 0 or args.text_tokens == 1:
+    if not args.repeats and not args.documents:
+        p.error("got --repeats 0 and --documents 0, which leave nothing to ask")
+    if args.text_tokens == 1:
         p.error(
             f"got --text-tokens {args.text_tokens}, expected 0, or 2 at least: the first is not "
             "counted"

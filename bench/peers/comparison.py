@@ -93,16 +93,23 @@ def _held(
 def _ask(
     page: Page, ways: Mapping[tuple[str, str], Way], taken: Mapping[tuple[str, str], _Taken]
 ) -> None:
-    """Every question to every way in turn, after one that is not counted."""
+    """Every question to every way, after one that is not counted: the ways take turns, and in a
+    turn each is asked another question, so that none profits from what the one before it did.
+
+    A way's last question is the one that it is also asked first, uncounted.
+    """
+    count = len(page.suffixes)
+    apart = max(1, count // len(ways)) if ways else 1
+    first = {key: -number * apart % count for number, key in enumerate(ways)}
     for key, way in ways.items():
         taken[key].kept.append(way.kept)
         if way.most is None:
-            _answered(page, 0, way, _Taken(), taken[key])
-    for number in range(len(page.suffixes)):
+            _answered(page, (first[key] - 1) % count, way, _Taken(), taken[key])
+    for turn in range(count):
         for key, way in ways.items():
             one = taken[key]
-            if one.failed is None and (way.most is None or number < way.most):
-                _answered(page, number, way, one, one)
+            if one.failed is None and (way.most is None or turn < way.most):
+                _answered(page, (first[key] + turn) % count, way, one, one)
 
 
 def _answered(page: Page, number: int, way: Way, to: _Taken, failed: _Taken) -> None:

@@ -28,7 +28,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.common import Json, finish, result_file, table
+from bench.common import Json, amount, existing_folder, finish, positive, result_file, table, whole
 from bench.random_engine import random_engine, random_prefix, random_tokens
 from bench.server.asking import Clients, by_engine, serving
 from bench.server.bars import bars
@@ -106,12 +106,16 @@ def main() -> None:
     )
     p.add_argument("--quick", action="store_true", help="a small model, fewer seconds")
     p.add_argument("--json", type=result_file, help="write the result to this file")
-    p.add_argument("--folder", type=Path, help="folder for the store, on the disk to be measured")
+    p.add_argument(
+        "--folder", type=existing_folder, help="folder for the store, on the disk to be measured"
+    )
     p.add_argument("--model", choices=PUBLISHED, help="published shape in place of a small one")
     for name in ("documents", "document-tokens", "new-tokens", "clients", "turns", "alone", "seed"):
-        p.add_argument(f"--{name}", type=int)
-    p.add_argument("--seconds", type=float)
+        p.add_argument(f"--{name}", type=whole if name == "seed" else positive)
+    p.add_argument("--seconds", type=amount)
     args = p.parse_args()
+    if args.seconds == 0:
+        p.error("got --seconds 0, in which nothing is measured")
     base = QUICK if args.quick else FULL
     said = {name: getattr(args, name, None) for name in Load.__slots__}
     said["model"] = PUBLISHED[args.model] if args.model else None

@@ -89,6 +89,25 @@ def test_recorded_selections_without_attention_are_refused(tmp_path: Path) -> No
         list(recorded(tmp_path / "bare.npz"))
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--draws", "1"], "one has no interval"),
+        (["--host", "0.9"], "shares within 1"),
+        (["--traces", __file__], "no file of recorded selections"),
+    ],
+)
+def test_what_gives_no_interval_or_selections_is_refused(
+    given: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(tmp_path / "out.json"), *given])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2 and says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lead_within_its_interval_says_nothing() -> None:
     even = interval(np.array([-0.01, 0.01, 0.0]))
     clear = interval(np.array([0.02, 0.021, 0.019]))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.common import Setting, finish, median_interval, parser, setting_of
+from bench import common
+from bench.common import Setting, code_state, finish, median_interval, parser, setting_of
+from bench.json_file import NotWhole, read_json, read_rows, write_text
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,9 @@ from bench.common import Setting, finish, median_interval, parser, setting_of
         (["--model", "8B"], "kv7b-thin"),
         (["--checkpoint", "/nowhere"], "there is no /nowhere"),
         (["--task", "magic"], "sst2"),
+        (["--prefixes", "0"], "got 0, expected 1 or more"),
+        (["--repeats", "some"], "some"),
+        (["--seed", "-1"], "got -1, expected 0 or more"),
         (["--json", "/"], "/ is a folder"),
         (["--json", f"{__file__}/x.json"], "test_common.py is a file"),
     ],
@@ -66,6 +73,75 @@ def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
     assert json.loads(out.read_text()) == found
     assert list(found) == ["command", "machine", "rows"]
     assert {"cpu", "cores", "packages", "commit", "python"} <= found["machine"].keys()
+
+
+def test_a_result_is_of_the_code_that_lay_there_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, capture_output=True, check=True)
+
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "bench" / "common.py"))
+    assert code_state() == {"commit": "unknown", "dirty": None}
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    code = tmp_path / "bench" / "common.py"
+    code.write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "code")
+    first = code_state()
+    assert first["commit"] not in ("", "unknown") and first["dirty"] is False
+    (tmp_path / "bench" / "results" / "x.json").write_text("{}")
+    (tmp_path / "README.md").write_text("words")
+    assert code_state() == first
+    (tmp_path / "new.py").write_text("2")
+    assert code_state() == first | {"dirty": True}
+    git("add", ".")
+    git("commit", "-qm", "while something runs")
+    assert code_state()["commit"] != first["commit"]
+    started = dict(common.STARTED_AS)
+    assert {name: common.machine()[name] for name in ("commit", "dirty")} == started
+
+
+@pytest.mark.parametrize("text", ["", '{"rows": [', "[1]", "\0"])
+def test_a_result_that_is_not_whole_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "half.json"
+    path.write_text(text)
+    for read in (read_json, read_rows):
+        with pytest.raises(NotWhole, match=re.escape(str(path))):
+            read(path)
+    path.write_text("{}")
+    with pytest.raises(NotWhole, match="no rows"):
+        read_rows(path)
+
+
+def test_a_write_that_is_cut_short_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "x.json"
+    write_text(path, "before")
+    whole = Path.write_text
+
+    def cut(self: Path, text: str, **how: Any) -> int:
+        whole(self, text[:3], **how)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="no space"):
+        write_text(path, "after that")
+    assert path.read_text() == "before"
+    monkeypatch.undo()
+    write_text(path, "after that")
+    assert [one.name for one in path.parent.iterdir()] == ["x.json"]
+    assert path.read_text() == "after that"
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "nothing"
+    link.symlink_to("/dev/null")
+    write_text(link, "{}")
+    assert link.is_symlink() and Path("/dev/null").is_char_device()
 
 
 def test_every_bench_writes_its_result_by_the_one_way() -> None:

@@ -119,6 +119,24 @@ def test_files_that_cannot_be_asked_are_told_and_the_rest_runs(
     assert f"skipped: {reasons['trec2.jsonl']}" in capsys.readouterr().out
 
 
+def test_where_no_file_can_be_asked_nothing_is_written(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, empty = tmp_path / "a.json", tmp_path / "sst2.jsonl"
+    out.write_text("a result")
+    empty.write_text("")
+    command = ["accuracy", "--model", str(checkpoint), "--json", str(out), "--systems", "ckv"]
+    monkeypatch.setattr(sys, "argv", [*command, "--dataset", str(empty), str(tmp_path / "rte.x")])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 3 and out.read_text() == "a result"
+    said = capsys.readouterr().out
+    assert "got 0 lines" in said and "No such file" in said and "nothing is written" in said
+
+
 def test_a_model_that_is_none_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

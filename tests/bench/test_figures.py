@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from bench.figures import FIGURES, breakdown, result_of, save
 from bench.figures.pieces import differences
 from bench.figures.style import COLORS, RC, half_width, machine_line
+from bench.json_file import read_json
 from ckv_jax.trace import STAGES
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -97,6 +99,67 @@ def test_differences_are_against_the_whole_of_the_same_system_and_budget() -> No
     [found] = differences({"rows": rows})
     assert found["ms"] == pytest.approx(3.0) and found["whole_ms"] == 50.0
     assert found["half"] == pytest.approx(1.96 * 2**0.5)
+
+
+def test_what_is_said_of_tokens_loaded_is_what_the_bars_have() -> None:
+    def row(system: str, all_of_it: float, demanded: float) -> dict[str, object]:
+        shares = {"critical": demanded, "with_probe": demanded, "with_unused": all_of_it}
+        return {"system": system, "budget": 0.05, "share_of_impress": shares}
+
+    rows = [row("ckv", 0.2, 0.06), row("contiguous-kv", 0.3, 0.09), row("impress", 1.0, 1.0)]
+    said = FIGURES["io_reduction"].conclude({"rows": rows, "paper": {"a": 0.05, "b": 0.07}})
+    assert "ckv at 5% 20.0% (6.0%); contiguous-kv at 5% 30.0% (9.0%)." in said
+    assert said.endswith("within that: ckv at 5%.")
+
+
+def test_parts_that_cost_time_are_told_from_those_worth_having() -> None:
+    def row(variant: str, mean: float) -> dict[str, object]:
+        times = {"mean": mean, "p50": mean, "p95": mean, "n": 9}
+        return {"system": "ckv", "variant": variant, "budget": 0.25, "ttft_ms": times}
+
+    rows = [row("full", 50.0), row("w/o P", 45.0), row("w/o AC", 53.0)]
+    said = FIGURES["ablation"].conclude({"rows": rows})
+    assert "slower without in 1 (ckv w/o AC +3.0" in said
+    assert "faster without in 1 (ckv w/o P -5.0" in said
+
+
+def test_what_there_is_no_data_for_is_not_drawn(tmp_path: Path) -> None:
+    found = result_of("read_amplification", RESULTS)
+    assert found is not None
+    rows = [row | {"requests_in_vain": 3} for row in found["rows"][:2]]
+    rows[0] |= {"with_unused": None, "read_amplification": None}
+    canvas = Figure()
+    FIGURES["read_amplification"].draw(canvas, found | {"rows": rows})
+    assert len(canvas.axes[0].get_yticklabels()) == 1
+    said = FIGURES["read_amplification"].conclude(found | {"rows": rows})
+    assert "nothing used" in said and "are not in it" in said and "3 of 24" in said
+
+    alike = result_of("similarity", RESULTS)
+    assert alike is not None
+    small = dict(alike["rows"][0])
+    for covered in ({"2": 0.5, "4": None, "8": None}, dict.fromkeys(("2", "4", "8"))):
+        part = alike | {"rows": [small | {"coverage": covered}]}
+        canvas = Figure()
+        FIGURES["similarity"].draw(canvas, part)
+        drawn = [list(line.get_xdata()) for line in canvas.axes[1].lines]
+        assert drawn == ([[2]] if covered["2"] else [])
+        assert "no two of them" in FIGURES["similarity"].conclude(part)
+    other = alike | {"setting": alike["setting"] | {"checkpoint": "some"}}
+    assert "no finding" in FIGURES["similarity"].conclude(alike)
+    assert "no finding" not in FIGURES["similarity"].conclude(other)
+
+
+def test_a_run_draws_what_is_drawn_again(tmp_path: Path) -> None:
+    for name in ("accuracy", "ttft"):
+        shutil.copy(RESULTS / f"{name}.json", tmp_path)
+    own = read_json(tmp_path / "accuracy.json")  # as the run has it, without what lies beside
+    save("accuracy", own, tmp_path / "accuracy.png")
+    first = (tmp_path / "accuracy.png").read_bytes()
+    save("accuracy", result_of("accuracy", tmp_path), tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == first
+    (tmp_path / "ttft.json").unlink()
+    save("accuracy", own, tmp_path / "alone.png")
+    assert (tmp_path / "alone.png").read_bytes() != first
 
 
 def test_a_result_without_a_machine_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import struct
 import sys
@@ -163,6 +164,30 @@ def test_one_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     assert (good["token_ms"]["mean"], good["token_ms"]["n"]) == (0.25, 6)
     assert (good["kept"], good["parts_ms"], good["tokens"]) == (0.25, {"part": 0.5}, len(TOKENS))
     assert all("ttft_ms" not in row for row in rows if row["why_skipped"])
+
+
+def test_in_a_turn_every_way_has_another_question(tmp_path: Path) -> None:
+    asked: list[tuple[str, tuple[int, ...]]] = []
+
+    class Two(Fake):
+        @contextlib.contextmanager
+        def open(self, case: Case, work: Path) -> Iterator[Holder]:
+            def way(name: str, most: int | None = None) -> Way:
+                def ask(suffix: np.ndarray) -> Answer:
+                    asked.append((name, tuple(suffix.tolist())))
+                    return Answer(token=int(suffix[0]), ms=1.0)
+
+                return Way(ask=ask, most=most)
+
+            yield lambda page: {"one": way("one"), "two": way("two"), "few": way("few", 1)}
+
+    every = [tuple(suffix.tolist()) for suffix in SUFFIXES]
+    answers = np.array([suffix[0] for suffix in SUFFIXES])
+    rows = compare(case(tmp_path, answers), {"two": Two()}, tmp_path)
+    assert [(row["right"], row["questions"]) for row in rows] == [(4, 4), (4, 4), (1, 1)]
+    assert all(before[1] != after[1] for before, after in itertools.pairwise(asked))
+    for name in ("one", "two"):  # the first is not counted; each then has them all
+        assert sorted([q for n, q in asked if n == name][1:]) == sorted(every)
 
 
 def test_without_any_peer_installed_ours_is_measured_and_the_rest_is_told(

@@ -108,6 +108,33 @@ def test_what_has_a_result_of_this_code_is_left_out(
     assert ran[-1] == same.stem  # asked for without --resume
 
 
+def test_what_is_cut_short_or_of_no_commit_is_made_anew_and_never_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, half, dirty, unran = SCRIPTS[2:6]
+    monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
+    for script in (whole, half, dirty, unran):
+        finished(tmp_path, script, commit="abc1234")
+    (tmp_path / f"{half.stem}.json").write_text('{"machine": {')
+    machine = {"commit": "abc1234", "dirty": True}
+    (tmp_path / f"{dirty.stem}.json").write_text(json.dumps({"machine": machine}))
+    (tmp_path / f"{unran.stem}.run.json").write_text('{"command"')
+    ran: list[str] = []
+
+    def run(script: Script, folder: Path, **_: object) -> None:
+        ran.append(script.stem)
+        finished(folder, script, commit="abc1234")
+
+    monkeypatch.setattr("bench.report.run", run)
+    names = [script.stem for script in (whole, half, dirty, unran)]
+    main(["--out", str(tmp_path), "--resume", "--only", *names])
+    assert ran == names[1:]
+    assert f"{half.stem}.json cannot be read" in capsys.readouterr().out
+    (tmp_path / f"{half.stem}.json").write_text('{"machine": {')
+    with pytest.raises(SystemExit, match=f"{half.stem}.json cannot be read"):
+        main(["--out", str(tmp_path), "--redraw"])
+
+
 def test_what_is_made_of_a_newer_result_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
