@@ -5,7 +5,9 @@
 A request's read amplification is what it demanded of the SSD over the keys and values of important
 tokens in it. Where whole chunks take part in attention it is 1 by construction; `with_unused` also
 counts what was read ahead and not used. Cold, and with caches (`warm`), where the few tokens that
-are missing still cost whole chunks: the paper's extreme values.
+are missing still cost whole chunks: the paper's extreme values. Of requests whose reads were all
+for nothing there is no ratio: `requests_that_read_nothing_needed` counts them, and their bytes are
+in `with_unused_of_all`, all bytes read over all bytes needed.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ EDGES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def row_of(part: Taken) -> Json:
-    """The distribution over requests that read anything."""
+    """The distribution over requests that read anything they needed, and how many did not."""
     reading = [sample for sample in part.samples if sample.needed_bytes]
+    read = sum(sample.pack_bytes for sample in part.samples)
+    needed = sum(sample.needed_bytes for sample in part.samples)
     values = [sample.read_amplification for sample in reading] or [1.0]
     unused = [sample.pack_bytes / sample.needed_bytes for sample in reading] or [1.0]
     counts, _ = np.histogram(np.maximum(values, 1.0), bins=(*EDGES, np.inf))
@@ -42,11 +46,15 @@ def row_of(part: Taken) -> Json:
         "system": part.system.name,
         "budget": part.budget,
         "variant": part.variant,
-        "read_amplification": summary(values) | {"max": max(values)},
-        "with_unused": summary(unused) | {"max": max(unused)},
+        "read_amplification": summary(values),
+        "with_unused": summary(unused),
+        "with_unused_of_all": read / needed if needed else None,
         "histogram": {"edges": list(EDGES), "share": (counts / len(values)).tolist()},
         "requests": len(part.samples),
-        "requests_that_read": len(reading),
+        "requests_that_read": sum(sample.pack_bytes > 0 for sample in part.samples),
+        "requests_that_read_nothing_needed": sum(
+            sample.pack_bytes > 0 and not sample.needed_bytes for sample in part.samples
+        ),
     }
 
 
