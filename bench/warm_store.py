@@ -34,12 +34,12 @@ def store_prefixes(lab: Lab, indices: Iterable[int], systems: Sequence[SystemCon
     indices = sorted(set(indices))
     layouts = list({layout.hex: layout for layout in map(lab.layout, systems)}.values())
     _check_room(lab, len(indices), layouts, any(system.reorder_every for system in systems))
-    before = shutil.disk_usage(lab.folder).used
     for number, index in enumerate(indices):
         _store(lab, index, layouts)
         if number % 8 == 7:
             print(f"stored {number + 1} of {len(indices)} prefixes", flush=True)
-    return shutil.disk_usage(lab.folder).used - before
+    files = [file.stat() for file in (lab.folder / "store").rglob("*") if file.is_file()]
+    return sum({stat.st_ino: 512 * stat.st_blocks for stat in files}.values())
 
 
 def _store(lab: Lab, index: int, layouts: Sequence[Layout]) -> None:

@@ -87,7 +87,7 @@ def test_rows_that_were_measured_are_taken_without_measuring(
     kind = found | {"machine": machine(), "rows": [{"tokens": 3}]}  # of bench.memory
     for other in (json.dumps(kind), '{"command": "x"}', "[1]", "{", '{"rows": 3}'):
         path.write_text(other)
-        with pytest.raises(SystemExit, match="no result of bench.ttft"):
+        with pytest.raises(SystemExit, match=r"no result of bench\.ttft"):
             taken()
 
 

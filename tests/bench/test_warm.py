@@ -28,6 +28,8 @@ SETTING = Setting(
     model="tiny", prefix_tokens=520, prefixes=4, repeats=4, budgets=(0.2,), systems=NAMES
 )
 
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
@@ -37,7 +39,8 @@ def lab() -> Iterator[Lab]:
 
 def test_layouts_with_the_same_packs_share_their_files_and_hold_the_same_kv(lab: Lab) -> None:
     with Lab(SETTING, like=lab) as mine:
-        store_prefixes(mine, [2], [SYSTEMS[name] for name in NAMES])
+        stored = store_prefixes(mine, [2], [SYSTEMS[name] for name in NAMES])
+        assert 2 * mine.kv_bytes < stored < 3.5 * mine.kv_bytes  # each kind of pack once
         packs = list((mine.folder / "store").glob("segments/*/*/packs/c.*"))
         assert packs and all(file.stat().st_nlink == 2 for file in packs)
         kv = []
@@ -56,11 +59,12 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: SimpleNamespace(free=int(0.9e9), used=0, total=0)
     )
-    with pytest.raises(SystemExit, match="got 1 GB free where .*, expected"):
+    with pytest.raises(SystemExit, match=r"got 1 GB free where .*, expected"):
         store_prefixes(lab, [3], [SYSTEMS["as-lru"]])
     assert not list((lab.folder / "store").glob("segments/*/*"))
 
 
+@needs_fio
 def test_every_system_answers_the_same_requests_in_every_round(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -76,7 +80,7 @@ def test_every_system_answers_the_same_requests_in_every_round(
 
     monkeypatch.setattr(warm, "measured", noted)
     how = Rounds(rounds=2, fill=6, device_share=0.2, host_share=0.4)
-    with Lab(SETTING, like=lab) as mine, Disk(tmp_path) as disk:
+    with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         rows = warm_rows(mine, disk, warm_systems((*NAMES, "recompute")), how, Kept(None, {}))
         total = SETTING.prefixes * mine.kv_bytes
     by_turn = [asked[at : at + 10] for at in range(0, len(asked), 10)]
@@ -89,7 +93,6 @@ def test_every_system_answers_the_same_requests_in_every_round(
         assert row["prefix_tokens"] == 520 and row["data_set_bytes"] == total
         memory = row["memory"]
         assert memory == sizes[row["system"]]
-        assert sum(list(memory.values())[:2]) > 0
         device = ("prefetch_device_bytes", "digest_bytes", "device_cache_bytes")
         assert sum(memory[name] for name in device) == int(0.2 * total)
         assert memory["prefetch_host_bytes"] + memory["host_cache_bytes"] == int(0.4 * total)
@@ -99,11 +102,12 @@ def test_every_system_answers_the_same_requests_in_every_round(
     assert [row["system"] for row in rows] == list(NAMES)
 
 
+@needs_fio
 def test_a_round_that_is_kept_is_not_answered_again(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kept, how = Kept(None, {}), Rounds(rounds=1, fill=2)
-    with Lab(SETTING, like=lab) as mine, Disk(tmp_path) as disk:
+    with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         first = warm_rows(mine, disk, warm_systems(["as-lru"]), how, kept)
 
         def refused(*_: Any) -> None:
