@@ -21,7 +21,7 @@ from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
-REORDERED = 0.5
+REORDERED = 0.7
 """The share of the prefixes that IMPRESS may come to hold in a second order as well."""
 SPARE = 1 << 30
 
