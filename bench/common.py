@@ -234,20 +234,30 @@ def _check_writable(folder: Path, text: str) -> None:
 
 
 def summary(values: Sequence[float]) -> Json:
-    """Mean, median and 95th percentile."""
+    """Mean, median, 95th percentile, range, and the samples' standard deviation (0 of one)."""
     array = np.asarray(values, np.float64)
     return {
         "mean": float(array.mean()),
         "p50": float(np.percentile(array, 50)),
         "p95": float(np.percentile(array, 95)),
+        "min": float(array.min()),
+        "max": float(array.max()),
+        "std": float(array.std(ddof=1)) if len(array) > 1 else 0.0,
         "n": len(array),
     }
 
 
-def median_interval(values: Sequence[float]) -> list[float]:
-    """The 95% interval of the median: percentiles of 2,000 bootstrap samples, always the same."""
-    if len(values) < 2:
-        return [float(values[0])] * 2
+INTERVAL_FROM = 6
+"""The fewest values whose range holds the median with a probability of 95%: 1 - 2 / 2**n."""
+
+
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """The 95% interval of the median: percentiles of 2,000 bootstrap samples, always the same.
+
+    None for fewer values than `INTERVAL_FROM`, which have none: their range is all there is.
+    """
+    if len(values) < INTERVAL_FROM:
+        return None
     found = bootstrap(
         (np.asarray(values, np.float64),), np.median, n_resamples=2_000, method="percentile",
         rng=np.random.default_rng(0),

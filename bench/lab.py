@@ -20,6 +20,7 @@ from bench.structured import Structure, alike_for, structured_model
 from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
+from ckv_jax.errors import CkvError
 from ckv_jax.fitting import layout_of
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.model.config import ModelConfig
@@ -56,16 +57,23 @@ class Lab:
     def __init__(self, setting: Setting, *, like: Lab | None = None) -> None:
         """`like`: another lab whose model, and what is compiled for it, serve here as well."""
         self.setting = setting
-        self._stack = ExitStack()
+        self.prefill_s: list[float] = []
+        """Of those prefixes that had to be computed."""
+        self._prefixes: dict[tuple[int, str], Prefix] = {}
+        with ExitStack() as stack:  # closed again if the rest fails
+            self._open(setting, like, stack)
+            self._stack = stack.pop_all()
+
+    def _open(self, setting: Setting, like: Lab | None, stack: ExitStack) -> None:
         if setting.folder is not None:
             setting.folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="ckv-bench-", dir=setting.folder))
-        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.store = ChunkStore.open(self.folder / "store", config=StoreConfig(direct_io=True))
-        self._stack.callback(self.store.close)
+        stack.callback(self.store.close)
         kept = Path(os.environ.get(KEPT) or self.folder / "computed")
         self._kept = ChunkStore.open(kept, config=StoreConfig(max_bytes=KEPT_BYTES))
-        self._stack.callback(self._kept.close)
+        stack.callback(self._kept.close)
         if like is None:
             model, fingerprint, self.work = _model_and_work(setting)
             config = EngineConfig(
@@ -75,11 +83,8 @@ class Lab:
         else:
             self.work = _synthetic(setting)
             self.base = like.base.variant(like.base.config, store=self.store)
-        self._stack.callback(self.base.close)
+        stack.callback(self.base.close)
         self.config: ModelConfig = self.base.model_config
-        self._prefixes: dict[tuple[int, str], Prefix] = {}
-        self.prefill_s: list[float] = []
-        """Of those prefixes that had to be computed."""
 
     def __enter__(self) -> Self:
         return self
@@ -161,7 +166,7 @@ class Lab:
 
     def forget_scores(self) -> None:
         """What engines have learned of packs and kept, so that the next one starts as the first."""
-        forget_scores(self.store, self._prefixes.values())
+        forget_scores(self.store, self.store.prefixes())  # reordered ones as well
 
     def prefix(self, index: int, engine: Engine) -> Prefix:
         """Prefix `index` in the layout of `engine`, stored if it is not yet."""
@@ -216,7 +221,10 @@ def forget_scores(store: ChunkStore, prefixes: Iterable[Prefix]) -> None:
 
 
 def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthetic | FewShot]:
-    """Structured weights and random tokens, or a checkpoint and a task."""
+    """Structured weights and random tokens, or a checkpoint and a task.
+
+    Raises SystemExit where checkpoint or examples are not what they should be.
+    """
     if setting.checkpoint is None:
         config, work = SHAPES[setting.model], _synthetic(setting)
         # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
@@ -228,10 +236,19 @@ def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthet
             config, dtype=setting.dtype, seed=setting.seed, structure=structure
         )
         return model, fingerprint, work
+    try:
+        return _checkpoint_and_task(setting, setting.checkpoint)
+    except (ValueError, OSError, CkvError) as error:
+        raise SystemExit(f"{setting.checkpoint} with --task {setting.task}: {error}") from error
+
+
+def _checkpoint_and_task(
+    setting: Setting, folder: Path
+) -> tuple[Transformer, Fingerprint, FewShot]:
+    """Examples are read first: what is wrong with them is told before weights are loaded."""
     assert setting.task is not None and setting.train is not None and setting.test is not None
-    model = load_pretrained(setting.checkpoint, dtype=setting.dtype)
     tasks = FewShot(
-        load_tokenizer(setting.checkpoint).encode,
+        load_tokenizer(folder).encode,
         task=setting.task,
         train=setting.train,
         test=setting.test,
@@ -239,7 +256,8 @@ def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthet
         prefixes=setting.prefixes,
         seed=setting.seed,
     )
-    return model, model_fingerprint(setting.checkpoint, model.config, dtype=setting.dtype), tasks
+    model = load_pretrained(folder, dtype=setting.dtype)
+    return model, model_fingerprint(folder, model.config, dtype=setting.dtype), tasks
 
 
 def _synthetic(setting: Setting) -> Synthetic:

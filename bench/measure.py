@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,8 +107,11 @@ class Sample:
 
     @property
     def read_amplification(self) -> float:
-        """Demanded pack bytes over the bytes of tokens that were needed of them; 1.0 if none."""
-        return self.demanded_bytes / self.needed_bytes if self.needed_bytes else 1.0
+        """Demanded pack bytes over the bytes of tokens that were needed of them; 1.0 if nothing
+        was demanded, infinite if nothing of what was demanded was needed."""
+        if not self.needed_bytes:
+            return math.inf if self.demanded_bytes else 1.0
+        return self.demanded_bytes / self.needed_bytes
 
     def io_floor_ms(self, disk: Disk, layout: Layout) -> float:
         """The bytes that had to be read at the disk's own bandwidth."""
@@ -125,6 +129,13 @@ def measured(lab: Lab, engine: Engine, index: int, question: int, budget: float)
     return Sample.of(elapsed, result, engine.layout, chunked=engine.system.chunked)
 
 
+def hit_rate(samples: Sequence[Sample]) -> Json:
+    """Shares of all pack bytes that were demanded which the device's and the host's pool had."""
+    found = {tier: sum(getattr(s, f"{tier}_bytes") for s in samples) for tier in ("device", "host")}
+    packs = sum(found.values()) + sum(sample.demanded_bytes for sample in samples)
+    return {tier: held / packs if packs else 0.0 for tier, held in found.items()}
+
+
 def row_of(
     system: str, budget: float, variant: str, samples: Sequence[Sample], layout: Layout
 ) -> Json:
@@ -139,7 +150,6 @@ def row_of(
         return statistics.fmean(getattr(sample, name) for sample in samples)
 
     times = [sample.ttft_ms for sample in samples]
-    packs = total("demanded_bytes") + total("device_bytes") + total("host_bytes")
     needed = total("needed_bytes")
     return {
         "system": system,
@@ -150,10 +160,7 @@ def row_of(
             name: statistics.fmean(sample.breakdown_ms[name] for sample in samples)
             for name in samples[0].breakdown_ms
         },
-        "hit_rate": {
-            "device": total("device_bytes") / packs if packs else 0.0,
-            "host": total("host_bytes") / packs if packs else 0.0,
-        },
+        "hit_rate": hit_rate(samples),
         "coverage": mean("coverage"),
         "guesses": mean("guesses"),
         "unused": total("unused_bytes") / max(1, total("pack_bytes")),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from bench.common import Json, Setting, existing_path, machine
+from bench.json_file import read_json, read_rows
 from bench.kept import SAME, same_code
 from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
@@ -21,8 +22,8 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import system_named
 
-RECOMPUTE_REPEATS = 2
-"""A recompute is the same work every time, and slow."""
+RECOMPUTE_REPEATS = 5
+"""A recompute is the same work every time, and slow: the fewest that show how it varies."""
 
 DEVICE_SHARE, HOST_SHARE = 0.15, 0.36
 """Memory of warm runs, as shares of the data set: 10 GB and 24 GB of the paper's 67 GB."""
@@ -30,6 +31,9 @@ DEVICE_BUFFERS, HOST_BUFFERS = 0.02, 0.4 / 24
 """Of that memory, the least that is for packs on their way: the paper's 0.2 and 0.4 GB (§4.5)."""
 BUFFERED_LAYERS = 3
 """But at least what rivals have under way: a layer's keys and values, and those of two more."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,8 @@ class Taken:
 
 
 def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> list[Taken]:
-    """Cold requests: every system (by name and variant) answers every question in turn.
+    """Cold requests: every system (by name and variant) answers every question in turn, another one
+    first each time, and what one has left to do in the background is over before the next is asked.
 
     Systems that prune nothing are measured once and appear at every budget.
     """
@@ -77,11 +82,12 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
                 for index in range(setting.prefixes):
                     lab.ask(engine, index, 11_001, budget)
             for turn in range(setting.repeats):
-                for key, engine in serving.items():
+                for key, engine in rotated(list(serving.items()), turn):
                     if engine.system.selector == "none" and turn >= RECOMPUTE_REPEATS:
                         continue
                     sample = measured(lab, engine, turn % setting.prefixes, turn, budget)
                     samples.setdefault((*key, budget), []).append(sample)
+                    engine.settle()  # IMPRESS's rewriting is not the next one's load
     finally:
         for engine in engines.values():
             engine.close()
@@ -96,6 +102,12 @@ def take_turns(lab: Lab, systems: Mapping[tuple[str, str], SystemConfig]) -> lis
         for key, system in systems.items()
         for budget in setting.budgets
     ]
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The same items in the same order, from number `by` on, around the end."""
+    by %= max(1, len(items))
+    return [*items[by:], *items[:by]]
 
 
 def rows_option(p: argparse.ArgumentParser) -> None:
@@ -121,13 +133,13 @@ def cold_rows(setting: Setting, args: argparse.Namespace) -> tuple[list[Json], J
         return rows, {"setting": setting.to_json()}
     if said := [name for name in Setting.__slots__ if getattr(args, name, None) is not None]:
         raise SystemExit(f"--rows has a setting of its own, got {', '.join(said)} as well")
-    found = json.loads(measured.read_text(encoding="utf-8"))
+    found = _result_of_ttft(measured)
     if ("--quick" in found["command"].split()) != args.quick:
         raise SystemExit(f"{measured} is of {found['command']!r}, expected --quick of both or none")
     here, there = machine(), found["machine"]
     if other := [name for name in SAME if here[name] != there[name]]:
         raise SystemExit(f"{measured} is of another machine: {', '.join(other)} differ")
-    if not same_code(there["commit"]):
+    if there.get("dirty") or not same_code(there["commit"]):
         raise SystemExit(f"{measured} is of other code, commit {there['commit']}")
     rows = [
         row
@@ -138,6 +150,15 @@ def cold_rows(setting: Setting, args: argparse.Namespace) -> tuple[list[Json], J
         raise SystemExit(f"{measured} has no cold rows of {', '.join(sorted(missing))}")
     about = {"setting": found["setting"], "measured_by": found["command"]}
     return rows, about | {"machine": there}
+
+
+def _result_of_ttft(path: Path) -> Json:
+    found = read_json(path)
+    wanted = {"variant", "system", "budget"}
+    whole = {"command", "machine", "rows", "setting"} <= found.keys()
+    if not whole or not all(wanted <= row.keys() for row in read_rows(path)):
+        raise SystemExit(f"{path} is no result of bench.ttft, whose rows --rows takes")
+    return found
 
 
 def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float]:
@@ -152,14 +173,20 @@ def warm_requests(lab: Lab, requests: int) -> list[int]:
     return [int(index) for index in drawn]
 
 
-def equal_memory(lab: Lab, system: SystemConfig) -> dict[str, int]:
+def equal_memory(
+    lab: Lab,
+    system: SystemConfig,
+    *,
+    device_share: float = DEVICE_SHARE,
+    host_share: float = HOST_SHARE,
+) -> dict[str, int]:
     """Sizes of an engine by their names in `EngineConfig`, the same in sum for every system.
 
     Packs on their way and the digests of all prefixes are paid from the share that caches have
     the rest of: buffers on both tiers, digests on the device, as many as fit beside the buffers.
     """
     prefixes = lab.setting.prefixes
-    device, host = (int(share * lab.kv_bytes * prefixes) for share in (DEVICE_SHARE, HOST_SHARE))
+    device, host = (int(share * lab.kv_bytes * prefixes) for share in (device_share, host_share))
     layout = lab.layout(system)
     size = layout.chunk_tokens
     padded = probe_bucket(layout.num_chunks(lab.work.prefix_tokens)) * size

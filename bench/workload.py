@@ -87,7 +87,10 @@ class FewShot:
         prefixes: int,
         seed: int = 42,
     ) -> None:
-        texts = few_shot(task, read_examples(train), shots=shots, prefixes=prefixes, seed=seed)
+        examples = read_examples(train)
+        if not examples:
+            raise ValueError(f"got no examples in {train}, expected at least one")
+        texts = few_shot(task, examples, shots=shots, prefixes=prefixes, seed=seed)
         self._prefixes = [encode(text) for text in texts]
         self._questions = [encode(question(task, example)) for example in read_examples(test)]
         if not self._questions:
@@ -137,6 +140,8 @@ def few_shot(
     """Shared prefixes of `shots` examples each, drawn normally from every label (§5.1)."""
     if task not in TEMPLATES:
         raise ValueError(f"got task={task!r}, expected one of {', '.join(TEMPLATES)}")
+    if not train:
+        raise ValueError("got no examples to make prefixes of, expected at least one")
     labels = sorted({example.label for example in train})
     by_label = {label: [e for e in train if e.label == label] for label in labels}
     rng = np.random.default_rng(seed)

@@ -7,8 +7,11 @@ each axis, a budget in each title that has one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from scipy.stats import t
 
 COLORS = {
     "ckv": "#D55E00", "contiguous-kv": "#0072B2", "impress": "#009E73", "as-h2o-lfu": "#CC79A7",
@@ -45,11 +48,14 @@ def percent(share: float) -> str:
 
 
 def half_width(found: Mapping[str, float]) -> float:
-    """Half of the 95% interval of a mean of times, of which P50, P95 and their number are known.
+    """Half of the 95% interval of a mean of times, from their standard deviation and Student's t.
 
-    As if they were normal: their standard deviation is then (P95 - P50) / 1.645. A few slow ones
-    make it too wide rather than too narrow.
+    NaN, which draws nothing, for a single one. Results from before `std` was kept: as if times were
+    normal, with a standard deviation of (P95 - P50) / 1.645.
     """
+    if "std" in found:
+        n = int(found["n"])
+        return float(t.ppf(0.975, n - 1)) * found["std"] / n**0.5 if n > 1 else math.nan
     return 1.96 * max(0.0, found["p95"] - found["p50"]) / 1.645 / float(found["n"]) ** 0.5
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench import common
-from bench.common import Setting, code_state, finish, median_interval, parser, setting_of
+from bench.common import Setting, code_state, finish, median_interval, parser, setting_of, summary
 from bench.json_file import NotWhole, read_json, read_rows, write_text
 
 
@@ -63,8 +63,18 @@ def test_the_interval_of_a_median_is_that_of_its_order_statistics() -> None:
     # the 40th and the 62nd of 101: binomial, n 101, p 0.5, 95%
     assert (low, high) == (pytest.approx(41, abs=2), pytest.approx(61, abs=2))
     assert median_interval(values) == [low, high]
-    assert median_interval([7.0]) == [7.0, 7.0]
-    assert median_interval([7.0] * 5) == [7.0, 7.0]
+    assert median_interval([7.0] * 6) == [7.0, 7.0]
+    assert median_interval([7.0]) is None
+    assert (
+        median_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
+    )  # their range holds it in 94% of cases
+
+
+def test_a_summary_tells_range_and_spread() -> None:
+    found = summary([1.0, 2.0, 3.0, 6.0])
+    assert (found["min"], found["max"], found["n"]) == (1.0, 6.0, 4)
+    assert found["std"] == pytest.approx((14 / 3) ** 0.5)
+    assert summary([5.0])["std"] == 0.0
 
 
 def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:

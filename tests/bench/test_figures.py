@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 from pathlib import Path
 
@@ -88,6 +89,13 @@ def test_every_stage_of_a_trace_has_a_colour_of_its_own() -> None:
 def test_an_interval_comes_from_the_median_and_the_95th_percentile() -> None:
     assert half_width({"p50": 100.0, "p95": 116.45, "n": 4}) == pytest.approx(1.96 * 10 / 2)
     assert half_width({"p50": 100.0, "p95": 99.0, "n": 4}) == 0.0
+
+
+def test_an_interval_comes_from_the_standard_deviation_where_it_is_known() -> None:
+    times = {"p50": 100.0, "p95": 500.0, "std": 10.0}  # one slow request says nothing by itself
+    assert half_width(times | {"n": 4}) == pytest.approx(3.182 * 10 / 2, abs=1e-2)
+    assert half_width(times | {"n": 100}) == pytest.approx(1.984 * 10 / 10, abs=1e-3)
+    assert math.isnan(half_width(times | {"n": 1}))
 
 
 def test_differences_are_against_the_whole_of_the_same_system_and_budget() -> None:

@@ -11,9 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.common import Setting, machine, parser
+from bench import turns
+from bench.common import Setting, machine, parser, setting_of
 from bench.lab import KEPT, Lab
-from bench.turns import DEVICE_SHARE, HOST_SHARE, cold_rows, equal_memory, rows_option, warm_run
+from bench.measure import Sample, measured
+from bench.turns import (
+    DEVICE_SHARE,
+    HOST_SHARE,
+    cold_rows,
+    equal_memory,
+    rotated,
+    rows_option,
+    warm_run,
+)
+from ckv_jax import Engine
+from ckv_jax.data.reference import reference_folder
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import SYSTEMS
 
@@ -72,6 +84,57 @@ def test_rows_that_were_measured_are_taken_without_measuring(
     path.write_text(json.dumps(found | {"machine": machine() | {"cores": 0}}))
     with pytest.raises(SystemExit, match="another machine: cores differ"):
         taken()
+    kind = found | {"machine": machine(), "rows": [{"tokens": 3}]}  # of bench.memory
+    for other in (json.dumps(kind), '{"command": "x"}', "[1]", "{", '{"rows": 3}'):
+        path.write_text(other)
+        with pytest.raises(SystemExit, match="no result"):
+            taken()
+
+
+@pytest.mark.parametrize("wrong", ["json", "examples", "folder", "task"])
+def test_what_is_wrong_with_a_checkpoint_or_its_task_is_told_and_nothing_stays(
+    tmp_path: Path, wrong: str
+) -> None:
+    lines = '{"text": "a", "label": "b"}\n'
+    train, test, store = tmp_path / "train.jsonl", tmp_path / "test.jsonl", tmp_path / "store"
+    train.write_text({"json": lines + "{", "examples": ""}.get(wrong, lines))
+    test.write_text(lines)
+    (tmp_path / "empty").mkdir()
+    folder = tmp_path / "empty" if wrong == "folder" else reference_folder()
+    words = ["--checkpoint", folder, "--train", train, "--test", test, "--folder", store]
+    words += [] if wrong == "task" else ["--task", "sst2"]
+    p = parser("", quick=Setting(), full=Setting(prefixes=1, shots=1))
+    said = {"json": r"train\.jsonl:2", "examples": "no examples in", "folder": "empty"}
+    with pytest.raises(SystemExit, match=said.get(wrong, "no task")) as raised:
+        Lab(setting_of(p.parse_args(list(map(str, words)))))
+    assert raised.value.code not in (None, 0)
+    assert not store.exists() or not list(store.iterdir())
+
+
+def test_systems_take_the_first_turn_in_turn(shared: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [rotated("abc", by) for by in range(4)] == [[*"abc"], [*"bca"], [*"cab"], [*"abc"]]
+    seen: list[str] = []
+    settled: list[tuple[str, int]] = []
+    settle = Engine.settle
+
+    def noted(lab: Lab, engine: Engine, *rest: Any) -> Sample:
+        sample = measured(lab, engine, *rest)
+        seen.append(engine.system.name)
+        return sample
+
+    def noting(engine: Engine) -> None:
+        settled.append((engine.system.name, len(seen)))
+        settle(engine)
+
+    monkeypatch.setattr(turns, "measured", noted)
+    monkeypatch.setattr(Engine, "settle", noting)
+    names = ("as-lru", "impress", "contiguous-kv")
+    setting = Setting(model="tiny", prefix_tokens=256, prefixes=1, budgets=(0.2,), repeats=3)
+    with Lab(setting, like=shared) as lab:
+        parts = turns.take_turns(lab, {(name, "default"): SYSTEMS[name] for name in names})
+    assert seen == [*names, *names[1:], names[0], names[2], *names[:2]]
+    assert all((name, after) in settled for after, name in enumerate(seen, 1))  # before the next
+    assert [len(part.samples) for part in parts] == [3, 3, 3]
 
 
 def test_a_policy_learns_nothing_from_the_one_before(shared: Lab) -> None:

@@ -86,6 +86,12 @@ def test_a_task_from_files_has_the_interface_of_synthetic_tokens(tmp_path: Path)
     assert work.prefix_tokens == max(len(work.prefix(i)) for i in range(3))
     np.testing.assert_array_equal(work.suffix(0), work.suffix(3))
     assert bytes(work.suffix(1).astype(np.uint8)).decode() == "Question: text 1\nType:"
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match=r"no examples in .*empty\.jsonl"):
+        FewShot(encode, task="trec", train=empty, test=test, shots=4, prefixes=3)
+    with pytest.raises(ValueError, match="no examples to make prefixes of"):
+        few_shot("trec", [], shots=1, prefixes=1)
     test.write_text("")
     with pytest.raises(ValueError, match="no examples"):
         FewShot(encode, task="trec", train=train, test=test, shots=4, prefixes=3)

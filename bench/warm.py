@@ -1,0 +1,232 @@
+"""Time to first token with warm caches, as the papers measure it (ContiguousKV Figures 10, 11).
+
+    python -m bench.warm --json OUT
+    python -m bench.warm --shares 0.04 0.10 --budgets 0.25 --json OUT
+
+Memory is the paper's: 10 GB of its 67 GB of KV on the device and 24 GB on the host, 15% and 36% of
+the data set. `--shares 0.04 0.10` is what the same memory is of Qwen2.5-14B's 226 GB (Table 1; of
+32B's 301 GB it is 3% and 8%), on which Figure 12 stands, at a budget of 25%. Digests and buffers
+are paid from it, so all systems have the same in sum (`memory` in each row says how it is used).
+
+Caches of several systems do not fit into memory together, so systems take turns by rounds: in each
+round every system, another one first, starts with empty caches, fills them with the same requests,
+which are not counted, and answers the same measured ones. Samples of all rounds count together;
+`ttft_ms_by_round` has them apart. `hit_rate_of_fill`, of its last quarter, and
+`hit_rate_by_half` of what is measured say whether caches had levelled off. No system knows scores
+of an earlier round; but a prefix that IMPRESS has reordered stays so, as after longer service.
+Reordering is over before the next request is asked.
+
+Requests are drawn normally over the prefixes, whose KV is written straight to disk, without a
+prefill (`bench.long_kv`): of the data set only those prefixes are written that some request asks,
+in all layouts. `--ablate` adds our systems without reading ahead (`w/o P`), with LFU caches
+(`w/o AC`), and with neither. Floors are those of `bench.ttft`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.common import OURS, RIVALS, Json, Setting, budget_share, finish, parser, setting_of
+from bench.disk import Disk
+from bench.floor import compute_floor_ms
+from bench.kept import Kept, disk_of
+from bench.lab import Lab
+from bench.measure import Compilations, Sample, hit_rate, measured
+from bench.memory import release_heap, status_mb
+from bench.rows import floor_system, show, speedups, with_floors
+from bench.turns import (
+    DEVICE_SHARE,
+    HOST_SHARE,
+    Taken,
+    equal_memory,
+    rotated,
+    warm_requests,
+)
+from bench.warm_store import store_prefixes
+from ckv_jax.config import SystemConfig
+from ckv_jax.systems import system_named
+
+SHOWN = tuple(name for name in (*OURS, *RIVALS) if name != "recompute")
+QUICK = Setting(prefixes=6, prefix_tokens=1008, repeats=12, budgets=(0.05,), systems=SHOWN)
+FULL = Setting(prefixes=64, repeats=100, budgets=(0.05,), systems=SHOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """How a warm run goes; measured requests of a round are the setting's `repeats`."""
+
+    rounds: int = 3
+    fill: int = 200
+    """Requests that fill a system's caches in each round."""
+    device_share: float = DEVICE_SHARE
+    host_share: float = HOST_SHARE
+
+    def memory(self, lab: Lab, system: SystemConfig) -> dict[str, int]:
+        """Sizes of an engine, see `equal_memory`."""
+        return equal_memory(lab, system, device_share=self.device_share, host_share=self.host_share)
+
+
+Key = tuple[str, str]
+"""Name and variant of a system."""
+
+
+def warm_systems(names: Sequence[str], *, ablate: bool = False) -> dict[Key, SystemConfig]:
+    """Systems by name and variant; those that keep nothing in caches are left out."""
+    found = {}
+    for name in names:
+        system = system_named(name)
+        if system.selector == "none":
+            continue
+        found[name, "warm"] = system
+        if ablate and name in OURS:
+            found[name, "w/o P"] = dataclasses.replace(system, prefetch="none")
+            found[name, "w/o AC"] = dataclasses.replace(system, policy="lfu")
+            found[name, "w/o P, AC"] = dataclasses.replace(system, prefetch="none", policy="lfu")
+    return found
+
+
+def warm_rows(
+    lab: Lab, disk: Disk, systems: Mapping[Key, SystemConfig], how: Rounds, kept: Kept
+) -> list[Json]:
+    """A row for each system at the setting's smallest budget."""
+    budget = min(lab.setting.budgets)
+    asked = warm_requests(lab, how.fill + lab.setting.repeats)
+    stored = store_prefixes(lab, {0, *asked}, list(systems.values()))  # floors are over prefix 0
+    floors: dict[SystemConfig, float] = {}
+    for bare in {floor_system(system) for system in systems.values()}:
+        [floors[bare]] = compute_floor_ms(lab, bare, [budget])
+    found: dict[Key, list[Json]] = {key: [] for key in systems}
+    for turn in range(how.rounds):
+        for key, system in rotated(list(systems.items()), turn * len(systems) // how.rounds):
+            name = f"round {turn}, {', '.join(key)}"
+            found[key].append(
+                kept.part(name, lambda s=system: one_round(lab, s, budget, asked, how))  # type: ignore[misc]
+            )
+            mean = statistics.fmean(one["ttft_ms"] for one in found[key][-1]["samples"])
+            print(f"{name}: {mean:.1f} ms", flush=True)
+    about = {
+        "rounds": how.rounds,
+        "fill_requests": how.fill,
+        "requests": how.rounds * lab.setting.repeats,
+        "prefixes": lab.setting.prefixes,
+        "prefixes_asked": len(set(asked)),
+        "prefix_tokens": lab.work.prefix_tokens,
+        "data_set_bytes": lab.setting.prefixes * lab.kv_bytes,
+        "stored_bytes": stored,
+        "device_share": how.device_share,
+        "host_share": how.host_share,
+    }
+    rows = []
+    for key, system in systems.items():
+        part = _taken(lab, key, system, budget, found[key])
+        row = with_floors(part, floors[floor_system(system)], lab, disk)
+        rows.append(row | about | _of_rounds(found[key]) | {"memory": how.memory(lab, system)})
+    return rows
+
+
+def one_round(
+    lab: Lab, system: SystemConfig, budget: float, asked: Sequence[int], how: Rounds
+) -> Json:
+    """Requests over prefixes `asked`, from empty caches on: samples of those after the first
+    `how.fill`, and what of the fill and of memory is to be known."""
+    lab.forget_scores()
+    fill: list[Sample] = []
+    samples: list[Sample] = []
+    with lab.engine(system, memory=how.memory(lab, system)) as engine:
+        longest = max(len(lab.work.suffix(question)) for question in range(32))
+        engine.warmup(lab.prefix(asked[0], engine), max_suffix=longest, budgets=[budget])
+        for number in range(how.fill):
+            fill.append(measured(lab, engine, asked[number], number, budget))
+        with Compilations() as compiled:
+            for number in range(how.fill, len(asked)):
+                samples.append(measured(lab, engine, asked[number], number, budget))
+        digests, resident = engine.stats().digest_bytes, status_mb("VmRSS")
+    del engine
+    gc.collect()
+    release_heap()  # what these caches held, before the next ones
+    return {
+        "samples": [dataclasses.asdict(sample) for sample in samples],
+        "hit_rate_of_fill": hit_rate(fill[-max(1, how.fill // 4) :]),
+        "compiled": compiled.count,
+        "digest_bytes": digests,
+        "resident_mb": resident,
+    }
+
+
+def _taken(
+    lab: Lab, key: Key, system: SystemConfig, budget: float, rounds: Sequence[Json]
+) -> Taken:
+    samples = [Sample(**sample) for one in rounds for sample in one["samples"]]
+    return Taken(
+        system=system, variant=key[1], budget=budget, samples=samples, layout=lab.layout(system)
+    )
+
+
+def _of_rounds(rounds: Sequence[Json]) -> Json:
+    """What tells rounds and their halves apart."""
+    samples = [[Sample(**sample) for sample in one["samples"]] for one in rounds]
+    halves = [
+        [sample for one in samples for sample in one[: len(one) // 2]],
+        [sample for one in samples for sample in one[len(one) // 2 :]],
+    ]
+    return {
+        "ttft_ms_by_round": [statistics.fmean(x.ttft_ms for x in one) for one in samples],
+        "hit_rate_of_fill": rounds[-1]["hit_rate_of_fill"],
+        "hit_rate_by_half": [hit_rate(half) for half in halves],
+        "compiled": sum(one["compiled"] for one in rounds),
+        "digest_bytes": max(one["digest_bytes"] for one in rounds),
+        "resident_mb": max(one["resident_mb"] for one in rounds),
+    }
+
+
+def main() -> None:
+    """The command."""
+    p = parser(__doc__, quick=QUICK, full=FULL)
+    p.add_argument("--rounds", type=int, help="in each of which every system has a turn")
+    p.add_argument("--fill", type=int, help="requests that fill the caches, in each round")
+    p.add_argument(
+        "--shares", type=budget_share, nargs=2, metavar=("DEVICE", "HOST"),
+        default=(DEVICE_SHARE, HOST_SHARE), help="memory as shares of the data set",
+    )  # fmt: skip
+    p.add_argument("--ablate", action="store_true", help="also ours without their parts")
+    args = p.parse_args()
+    if args.checkpoint or args.plot:
+        p.error("caches are filled by structured weights' requests, and nothing is drawn")
+    setting = setting_of(args)
+    device, host = args.shares
+    how = Rounds(
+        rounds=args.rounds or (2 if args.quick else 3),
+        fill=args.fill or (24 if args.quick else 200),
+        device_share=device,
+        host_share=host,
+    )
+    systems = warm_systems(setting.systems, ablate=args.ablate)
+    if not systems:
+        p.error(f"{', '.join(setting.systems)} keeps nothing in caches")
+    kept = Kept(args.json, _about(args, setting, how))
+    with Lab(setting) as lab, Disk(lab.folder) as disk:
+        rows = warm_rows(lab, disk, systems, how, kept)
+        bandwidth = disk.found
+    print(show(rows))
+    body = {
+        "rows": rows,
+        "speedup": speedups(rows, "warm"),
+        "fio_gb_per_s": bandwidth,
+        "peak_mb": status_mb("VmHWM"),
+    }
+    finish(args, setting, kept.said() | body)
+    kept.forget()
+
+
+def _about(args: argparse.Namespace, setting: Setting, how: Rounds) -> Json:
+    about = {"ablate": args.ablate, "disk": disk_of(args.folder)}
+    return setting.to_json() | dataclasses.asdict(how) | about
+
+
+if __name__ == "__main__":
+    main()
