@@ -32,8 +32,10 @@ from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefix_rows import PrefixRows, by_prefix
 from ckv_jax.pipeline.windows import Moving, Windows
 from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
+from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.zones import Zones
 from ckv_jax.token_trace import TokenTrace
@@ -83,6 +85,8 @@ class Choices:
         self._n = 0
         self._packs: Packs | None = None
         self._guesses: list[Call] | None = None
+        self._chose: list[Call] = []
+        """What chose for the period under way, to be recorded."""
         self._trace = Trace()
         self._step = 0
 
@@ -138,8 +142,10 @@ class Choices:
                 selected = time.perf_counter_ns()
                 if self._ahead.asks_after(period):
                     self._guess(period + 1, hidden, starts, lengths)
-                self._record(asked, period)  # while packs are read
+                if asked:
+                    self._residents.record_used(self._groups[period], _selections(asked))
                 self._collect(asked, period)
+                self._chose = asked
                 if self._keeps and asked:
                     self._on_device[period] = asked[-1].chosen.window
         except BaseException:
@@ -151,12 +157,15 @@ class Choices:
     def ahead(self, period: int) -> None:
         """Starts reads while a period's layers compute, once for each period that was chosen for:
         of what the next period chose, if it was told (`Select.guessed`), or else what it and the
-        next token may choose (`guesses.py`)."""
+        next token may choose (`guesses.py`). Then notes what was chosen: nobody waits for that."""
         try:
             with self._peers.local():
+                chose, self._chose = self._chose, []
                 if self._guesses is not None:
                     self._demand_all(period + 1, self._guesses)
+                self._near_misses(chose, period)
                 self._ahead.start(period, self._opened)
+                self._record(chose, period)
         except BaseException:
             self._fail()
             raise
@@ -341,10 +350,18 @@ class Choices:
             self._packs = self._open_packs(sources, self._trace)
         return self._packs
 
+    def _near_misses(self, asked: Sequence[Call], period: int) -> None:
+        """Says what was nearly chosen for a period, which may be read ahead."""
+        choices = self._plan.choices_of(period) if self._ahead.near else range(0)
+        for one in (one for call in asked for one in call.asking):
+            for part, choice in enumerate(choices):
+                near = one.outcome.part(part, one.parts).near_misses()
+                self._ahead.nearly(one.which, one.window, choice, near)
+
     def _record(self, asked: Sequence[Call], period: int) -> None:
-        choices, groups = self._plan.choices_of(period), self._groups[period]
-        every = [one for call in asked for one in call.asking]
-        for one in every:
+        """Notes what was chosen for a period, by whom it is remembered."""
+        choices = self._plan.choices_of(period)
+        for one in (one for call in asked for one in call.asking):
             found = one.outcome
             for chooser, rows, length in one.choosing():
                 chooser.told.choices += 1
@@ -356,9 +373,11 @@ class Choices:
                     for choice, ids, given in zip(choices, found.ids[rows], scores, strict=True):
                         chooser.recorded.add(choice, ids[ids >= 0], given)
             one.on.resident.latest[period] = found.ids.reshape(-1, one.parts, found.ids.shape[1])
-            for part, choice in enumerate(choices) if self._ahead.near else ():
-                near = found.part(part, one.parts).near_misses()
-                self._ahead.nearly(one.which, one.window, choice, near)
-        if every:
-            chosen = [(one.on.resident, one.outcome.selection) for one in every]
-            self._residents.record_all(groups, chosen)
+        if asked:
+            self._residents.observe_all(self._groups[period], _selections(asked))
+
+
+def _selections(asked: Sequence[Call]) -> list[tuple[Resident, Selection]]:
+    """Each prefix that was asked, with what its rows chose."""
+    every = [one for call in asked for one in call.asking]
+    return [(one.on.resident, one.outcome.selection) for one in every]

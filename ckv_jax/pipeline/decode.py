@@ -246,9 +246,10 @@ class Decoder:
                 count = min(shape[1], device.shape[1])
                 slots[:, place, :count] = device[:, :count]
                 lengths[parts, place, :count] = valid[:, :count]
-        return jax.device_put(slots), jax.device_put(
-            lengths if self._plan.parts > 1 else lengths[0]
+        table: tuple[Array, Array] = jax.device_put(
+            (slots, lengths if self._plan.parts > 1 else lengths[0])
         )
+        return table
 
     def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
         """One row of a batch's (K, V), [1, R, K*D] each, at least as long as the buffers."""

@@ -24,15 +24,13 @@ class Digest:
     turns: bool
     """Whether a coarse pass of decode has turned keys, which a CPU scores in a fraction of the
     time (`score/turned.py`)."""
+    nbytes: int = field(init=False)
+    """Device bytes of all of it; kept, as every token and every look at the engine's state asks for
+    it, and JAX takes microseconds for each array's."""
     _turned: dict[int, Probe] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Device bytes of all of it."""
-        return sum(
-            leaf.nbytes
-            for leaf in jax.tree.leaves([*self.probes.values(), *list(self._turned.values())])
-        )
+    def __post_init__(self) -> None:
+        self.nbytes = sum(map(_bytes_of, self.probes.values()))
 
     def rough(self, layers: Sequence[int]) -> list[Probe]:
         """What a coarse pass scores of some layers, made when it is first asked for."""
@@ -45,6 +43,11 @@ class Digest:
                     turned = turn(inner, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
                     alone = isinstance(probe, OneHead)
                     self._turned[layer] = replace(probe, probe=turned) if alone else turned
+                    self.nbytes += _bytes_of(self._turned[layer])
                 probe = self._turned[layer]
             found.append(probe)
         return found
+
+
+def _bytes_of(probe: Probe) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(probe))

@@ -176,11 +176,10 @@ class Packs:
 
     def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Gives up what was read ahead of a group, except these chunks, and reads under way."""
-        kept = self._table.codes(which, group, chunks)
+        kept = set(self._table.reads(self._table.codes(which, group, chunks)))
         for number in self._table.reads(self._table.of_group(which, group)):
-            job, codes = self._begun[number]
-            idle = not job.demanded and job.state is not State.RUNNING
-            if idle and not np.isin(codes, kept).any():
+            job = self._begun[number][0]
+            if number not in kept and not job.demanded and job.state is not State.RUNNING:
                 self._count_unused(number)
                 self._withdraw(number)
 

@@ -145,13 +145,21 @@ class Residents:
     def record_all(
         self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
     ) -> None:
-        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4).
+        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4), and what
+        `observe_all` says of the others.
 
-        Where the policy says so, I_j += A_j for those of all other chunks, too. `groups` int [G]:
-        the layer groups of a choice, or [J, G], of J choices, which stand one after the other in
-        selections. `chosen`: each prefix once, with what its rows chose; a pack that several share
-        is used once.
+        `groups` int [G]: the layer groups of a choice, or [J, G], of J choices, which stand one
+        after the other in selections. `chosen`: each prefix once, with what its rows chose; a pack
+        that several share is used once.
         """
+        self.record_used(groups, chosen)
+        self.observe_all(groups, chosen)
+
+    def record_used(
+        self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
+    ) -> None:
+        """Of `record_all` what is to be done before the packs come: hits and misses are counted by
+        where they are now."""
         table = np.atleast_2d(np.asarray(groups))
         used, attention = [], []
         for resident, selection in chosen:
@@ -160,10 +168,14 @@ class Residents:
             used.append(resident.pages(table[row % len(table)].T, ids[row, column]))
             attention.append(np.asarray(selection.attention)[row, column])
         self._tiers.record(*_summed(used, attention))
-        if self._tiers.observes:
-            self._observe_all(table, chosen)
 
-    def _observe_all(self, table: np.ndarray, chosen: Sequence[tuple[Resident, Selection]]) -> None:
+    def observe_all(
+        self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
+    ) -> None:
+        """Where the policy says so, I_j += A_j for packs that were scored and not chosen."""
+        if not self._tiers.observes:
+            return
+        table = np.atleast_2d(np.asarray(groups))
         seen, attention = [], []
         for resident, selection in chosen:
             ids = np.asarray(selection.ids)

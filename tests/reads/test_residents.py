@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from engine_support import SMALL, small_engine, tokens
@@ -80,6 +81,8 @@ def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Pat
         (turned,) = residents.rough(held[1], digest, [layer])
         assert isinstance(turned, TurnedKeys) and turned.shape == digest.probes[layer].shape
         assert digest.nbytes > before and held[0].digest is None  # the other one made way
+        arrays = jax.tree.leaves([*digest.probes.values(), turned])
+        assert digest.nbytes == sum(array.nbytes for array in arrays)
         assert residents.rough(held[1], digest, [layer])[0] is turned
     assert Digest(digest.probes, turns=False).rough([layer]) == [digest.probes[layer]]
 
