@@ -88,6 +88,7 @@ holds nothing, or what windows miss would not be read."""
 SCRIPTS = (
     Script(module="ttft", minutes=8),
     Script(module="ttft", name="ttft_traffic", more=SWEEP, plots=False, minutes=7),
+    Script(module="mended", minutes=12),
     Script(module="read_amplification", minutes=3),
     Script(module="breakdown", after="ttft", minutes=0.1),
     Script(module="similarity", minutes=3),
