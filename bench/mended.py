@@ -81,12 +81,6 @@ NOT_PUT_BACK: tuple[Json, ...] = (
         "`reordered_by_layer` beside `reordered` in bench/results/similarity.json",
     },
     {
-        "point": 5,
-        "what": "one of four threads for speculation",
-        "why": "the reader's threads but one speculate now, and that is no option: rows of point 5 "
-        "are of the lower priority alone",
-    },
-    {
         "point": 7,
         "what": "chunk scores by a softmax over prefix and suffix",
         "why": "a softmax over the prefix alone was kept, as right answers are as many "
