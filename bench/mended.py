@@ -232,8 +232,11 @@ def labs(base: Lab, setting: Setting, ways: Mapping[int, Side], stack: ExitStack
 def run(base: Lab, setting: Setting, group: Group) -> Iterator[Json]:
     """The rows of one group."""
     ways, budget = sides(group), group.budget or setting.budgets[0]
+    start = time.monotonic()
     with ExitStack() as stack:
         stores = labs(base, setting, ways, stack)
+        seconds = time.monotonic() - start
+        print(f"{group.system} {group.temperature}: stored in {seconds:.0f} s", flush=True)
         engines = {}
         for point, side in ways.items():
             memory = memory_of(stores[point], side, group.temperature)
