@@ -78,10 +78,10 @@ class Script:
 
 
 SMALL_CACHES = (
-    "--shares", "0.04", "0.10", "--budgets", "0.25", "--repeats", "60", "--fill", "120",
-    "--systems", "ckv", "contiguous-kv", "impress", "as-h2o-lfu", "as-lru",
+    "--shares", "0.04", "0.10", "--budgets", "0.25", "--rounds", "2", "--ablate",
+    "--systems", "ckv", "contiguous-kv", "impress",
 )  # fmt: skip
-"""The paper's memory beside the KV of 14B and 32B, at the budget of its Figure 12."""
+"""The paper's memory beside the KV of 14B and 32B, and the variants and budget of its Figure 12."""
 SWEEP = ("--sweep-traffic", "--repeats", "8", "--warm-prefixes", "6")
 WINDOWS = (
     "--systems", "kvdrive", "ckv", "--places", "ssd", "--sequences", "2", "--prefix-tokens", "8192",
@@ -94,6 +94,7 @@ holds nothing, or what windows miss would not be read."""
 SCRIPTS = (
     Script(module="ttft", minutes=8),
     Script(module="ttft", name="ttft_traffic", more=SWEEP, plots=False, minutes=7),
+    Script(module="mended", minutes=12),
     Script(module="read_amplification", minutes=3),
     Script(module="breakdown", after="ttft", minutes=0.1),
     Script(module="similarity", minutes=3),

@@ -137,7 +137,8 @@ def measured_with(setting: Setting, args: argparse.Namespace, *, ablate: bool) -
                 repeats=5 * args.warm_prefixes,
             )
             with Lab(smaller, like=lab) as other:
-                once = Rounds(rounds=1, fill=5 * args.warm_prefixes)
+                fill = 5 * args.warm_prefixes
+                once = Rounds(rounds=1, fill=fill, fill_most=4 * fill)
                 rows += warm_rows(other, disk, warm_systems(smaller.systems), once, Kept(None, {}))
         bandwidth = disk.found
     print(show(rows))

@@ -9,10 +9,12 @@ the data set. `--shares 0.04 0.10` is what the same memory is of Qwen2.5-14B's 2
 are paid from it, so all systems have the same in sum (`memory` in each row says how it is used).
 
 Caches of several systems do not fit into memory together, so systems take turns by rounds: in each
-round every system, another one first, starts with empty caches, fills them with the same requests,
-which are not counted, and answers the same measured ones. Samples of all rounds count together;
-`ttft_ms_by_round` has them apart. `hit_rate_of_fill`, of its last quarter, and
-`hit_rate_by_half` of what is measured say whether caches had levelled off. No system knows scores
+round every system, another one first, starts with empty caches, fills them with requests that are
+not counted, and answers the same measured ones. Filling goes on until the caches are full: at least
+`--fill` requests and at most `--fill-most`, as what reads a twentieth of a prefix needs many more
+than what reads all of it. Samples of all rounds count together; `ttft_ms_by_round` has them apart.
+`filled`, `hit_rate_of_fill`, of its last quarter, and `hit_rate_by_half` of what is measured say
+whether caches had levelled off. No system knows scores
 of an earlier round; but a prefix that IMPRESS has reordered stays so, as after longer service.
 Reordering is over before the next request is asked.
 
@@ -48,6 +50,7 @@ from bench.turns import (
     warm_requests,
 )
 from bench.warm_store import store_prefixes
+from ckv_jax import Engine
 from ckv_jax.config import SystemConfig
 from ckv_jax.systems import system_named
 
@@ -56,13 +59,21 @@ QUICK = Setting(prefixes=6, prefix_tokens=1008, repeats=12, budgets=(0.05,), sys
 FULL = Setting(prefixes=64, repeats=100, budgets=(0.05,), systems=SHOWN)
 
 
+FULL_ENOUGH = 0.98
+"""Of the caches' bytes: packs do not divide a tier without rest."""
+LOOK_EVERY = 16
+"""Requests after which filling looks whether that is reached."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
     """How a warm run goes; measured requests of a round are the setting's `repeats`."""
 
     rounds: int = 3
-    fill: int = 200
-    """Requests that fill a system's caches in each round."""
+    fill: int = 100
+    """Requests that fill a system's caches in each round, at least."""
+    fill_most: int = 640
+    """And at most, where the caches are not full before."""
     device_share: float = DEVICE_SHARE
     host_share: float = HOST_SHARE
 
@@ -111,7 +122,6 @@ def warm_rows(
             print(f"{name}: {mean:.1f} ms", flush=True)
     about = {
         "rounds": how.rounds,
-        "fill_requests": how.fill,
         "requests": how.rounds * lab.setting.repeats,
         "prefixes": lab.setting.prefixes,
         "prefixes_asked": len(set(asked)),
@@ -132,19 +142,24 @@ def warm_rows(
 def one_round(
     lab: Lab, system: SystemConfig, budget: float, asked: Sequence[int], how: Rounds
 ) -> Json:
-    """Requests over prefixes `asked`, from empty caches on: samples of those after the first
-    `how.fill`, and what of the fill and of memory is to be known."""
+    """Requests from empty caches on, the first `how.fill` of prefixes `asked` again and again until
+    the caches are full: samples of the others, and what of the fill and of memory is to be known.
+    """
     lab.forget_scores()
     fill: list[Sample] = []
     samples: list[Sample] = []
     with lab.engine(system, memory=how.memory(lab, system)) as engine:
         longest = max(len(lab.work.suffix(question)) for question in range(32))
         engine.warmup(lab.prefix(asked[0], engine), max_suffix=longest, budgets=[budget])
-        for number in range(how.fill):
-            fill.append(measured(lab, engine, asked[number], number, budget))
+        for number in range(how.fill_most):
+            due = number >= how.fill and number % LOOK_EVERY == 0
+            if due and filled(engine) >= FULL_ENOUGH:
+                break
+            fill.append(measured(lab, engine, asked[number % how.fill], number, budget))
+        full = filled(engine)
         with Compilations() as compiled:
-            for number in range(how.fill, len(asked)):
-                samples.append(measured(lab, engine, asked[number], number, budget))
+            for number, index in enumerate(asked[how.fill :], how.fill_most):
+                samples.append(measured(lab, engine, index, number, budget))
         digests, resident = engine.stats().digest_bytes, status_mb("VmRSS")
     del engine
     gc.collect()
@@ -152,10 +167,19 @@ def one_round(
     return {
         "samples": [dataclasses.asdict(sample) for sample in samples],
         "hit_rate_of_fill": hit_rate(fill[-max(1, how.fill // 4) :]),
+        "fill_requests": len(fill),
+        "filled": full,
         "compiled": compiled.count,
         "digest_bytes": digests,
         "resident_mb": resident,
     }
+
+
+def filled(engine: Engine) -> float:
+    """Share of both caches' bytes that hold packs."""
+    stats, config = engine.stats(), engine.config
+    room = config.device_cache_bytes + config.host_cache_bytes
+    return (stats.device_bytes + stats.host_bytes) / room if room else 1.0
 
 
 def _taken(
@@ -176,6 +200,8 @@ def _of_rounds(rounds: Sequence[Json]) -> Json:
     ]
     return {
         "ttft_ms_by_round": [statistics.fmean(x.ttft_ms for x in one) for one in samples],
+        "fill_requests": [one["fill_requests"] for one in rounds],
+        "filled": min(one["filled"] for one in rounds),
         "hit_rate_of_fill": rounds[-1]["hit_rate_of_fill"],
         "hit_rate_by_half": [hit_rate(half) for half in halves],
         "compiled": sum(one["compiled"] for one in rounds),
@@ -188,7 +214,10 @@ def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
     p.add_argument("--rounds", type=int, help="in each of which every system has a turn")
-    p.add_argument("--fill", type=int, help="requests that fill the caches, in each round")
+    p.add_argument(
+        "--fill", type=int, help="requests that fill the caches, in each round, at least"
+    )
+    p.add_argument("--fill-most", type=int, help="and at most, where they are not full before")
     p.add_argument(
         "--shares", type=budget_share, nargs=2, metavar=("DEVICE", "HOST"),
         default=(DEVICE_SHARE, HOST_SHARE), help="memory as shares of the data set",
@@ -201,7 +230,8 @@ def main() -> None:
     device, host = args.shares
     how = Rounds(
         rounds=args.rounds or (2 if args.quick else 3),
-        fill=args.fill or (24 if args.quick else 200),
+        fill=args.fill or (24 if args.quick else 100),
+        fill_most=args.fill_most or (48 if args.quick else 640),
         device_share=device,
         host_share=host,
     )

@@ -17,6 +17,7 @@ from bench.figures import (
     breakdown,
     caches,
     decode,
+    mended,
     pieces,
     programs,
     read,
@@ -55,6 +56,10 @@ FIGURES: dict[str, Figure] = {
     "ttft": Figure(
         title="Time to first token, nothing cached (ContiguousKV Figures 10, 11: warm caches)",
         draw=times.draw, size=(11, 5.6), caption=times.CAPTION, conclude=times.conclude,
+    ),
+    "mended": Figure(
+        title="What each point of mending the rivals moved", draw=mended.draw, size=(12, 7),
+        caption=mended.CAPTION, conclude=mended.conclude,
     ),
     "accuracy": Figure(
         title="Accuracy (Figure 9)", draw=accuracy.draw, size=(11.5, 4.6),

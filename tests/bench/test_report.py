@@ -111,7 +111,9 @@ def test_what_has_a_result_of_this_code_is_left_out(
 def test_what_is_cut_short_or_of_no_commit_is_made_anew_and_never_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, half, dirty, unran = SCRIPTS[2:6]
+    by_stem = {script.stem: script for script in SCRIPTS}
+    four = ("read_amplification", "breakdown", "similarity", "io_reduction")
+    whole, half, dirty, unran = (by_stem[stem] for stem in four)
     monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
     for script in (whole, half, dirty, unran):
         finished(tmp_path, script, commit="abc1234")

@@ -82,7 +82,7 @@ def test_every_system_answers_the_same_requests_in_every_round(
         return measured(mine, engine, index, question, budget)
 
     monkeypatch.setattr(warm, "measured", noted)
-    how = Rounds(rounds=2, fill=6, device_share=0.2, host_share=0.4)
+    how = Rounds(rounds=2, fill=6, fill_most=6, device_share=0.2, host_share=0.4)
     with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         rows = warm_rows(mine, disk, warm_systems((*NAMES, "recompute")), how, Kept(None, {}))
         total = SETTING.prefixes * mine.kv_bytes
@@ -91,7 +91,7 @@ def test_every_system_answers_the_same_requests_in_every_round(
     same = [[(index, question) for _, index, question in turn] for turn in by_turn]
     assert all(turn == same[0] for turn in same)
     for row in rows:
-        assert (row["variant"], row["requests"], row["fill_requests"]) == ("warm", 8, 6)
+        assert (row["variant"], row["requests"], row["fill_requests"]) == ("warm", 8, [6, 6])
         assert row["ttft_ms"]["n"] == 8 and len(row["ttft_ms_by_round"]) == 2
         assert row["prefix_tokens"] == 520 and row["data_set_bytes"] == total
         memory = row["memory"]
@@ -106,10 +106,27 @@ def test_every_system_answers_the_same_requests_in_every_round(
 
 
 @needs_fio
+def test_filling_ends_once_caches_are_full(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(warm, "LOOK_EVERY", 1)
+    monkeypatch.setattr(warm, "FULL_ENOUGH", 0.9)  # ten packs do not fill a tier to the last
+    small = {"rounds": 1, "fill": 2, "fill_most": 9, "host_share": 0.1}
+    with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
+        found = {}
+        for name, share in (("as-lru", 0.3), ("ckv", 0.9)):  # more than nine requests bring
+            how = Rounds(device_share=share, **small)
+            [found[name]] = warm_rows(mine, disk, warm_systems([name]), how, Kept(None, {}))
+    soon, never = found["as-lru"], found["ckv"]
+    assert 2 <= soon["fill_requests"][0] < 9 and soon["filled"] >= 0.9
+    assert never["fill_requests"] == [9] and never["filled"] < 0.9
+
+
+@needs_fio
 def test_a_round_that_is_kept_is_not_answered_again(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept, how = Kept(None, {}), Rounds(rounds=1, fill=2)
+    kept, how = Kept(None, {}), Rounds(rounds=1, fill=2, fill_most=2)
     with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         first = warm_rows(mine, disk, warm_systems(["as-lru"]), how, kept)
 
