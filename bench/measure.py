@@ -58,9 +58,9 @@ class Sample:
     needed_bytes: int
     """Of those pack bytes, what the attention then used."""
     device_bytes: int
-    """Of packs found in the device pool."""
+    """Of packs and pages of probe keys found in the device pool."""
     host_bytes: int
-    """Of packs found in the host pool."""
+    """Of packs and pages of probe keys found in the host pool."""
     coverage: float
     guesses: int
     """How often lookahead selected for the period after."""
@@ -130,10 +130,12 @@ def measured(lab: Lab, engine: Engine, index: int, question: int, budget: float)
 
 
 def hit_rate(samples: Sequence[Sample]) -> Json:
-    """Shares of all pack bytes that were demanded which the device's and the host's pool had."""
+    """Shares of all bytes that were demanded, of packs and of probe keys, which the device's and
+    the host's pool had."""
     found = {tier: sum(getattr(s, f"{tier}_bytes") for s in samples) for tier in ("device", "host")}
-    packs = sum(found.values()) + sum(sample.demanded_bytes for sample in samples)
-    return {tier: held / packs if packs else 0.0 for tier, held in found.items()}
+    read = sum(sample.demanded_bytes + sample.probe_bytes for sample in samples)
+    every = sum(found.values()) + read
+    return {tier: held / every if every else 0.0 for tier, held in found.items()}
 
 
 def row_of(

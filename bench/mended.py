@@ -10,9 +10,10 @@ answered; beside it the bytes from SSD and where a request's bytes were found (`
 what it used, probes and packs alike).
 
 The points are: 1, the heads that IMPRESS's probe has; 2, probe keys in the caches; 3, reordering,
-against none, and against times to first token with the wait for what was rewritten after them; 4,
-rows of a batch that fall back alone, at the budget where most do; 5, H2O's keys as what is sure to
-be read; 6, buffers and digests paid from the caches' memory. What there is no option for is put
+against none, and against times to first token with the wait for what was rewritten after them
+(above 1 by what it is; a prefix's first rewriting comes before what is counted, see `settle_ms`);
+4, rows of a batch that fall back alone, at the budget where most do; 5, H2O's keys as what is sure
+to be read; 6, buffers and digests paid from the caches' memory. What there is no option for is put
 back by `bench.put_back`. `not_put_back` says of what is not in rows why.
 
 Prefixes are written without a prefill (`bench.long_kv`). Cold: nothing is cached, the first
@@ -33,7 +34,7 @@ from functools import partial
 import numpy as np
 from scipy.stats import bootstrap
 
-from bench.common import Json, Setting, finish, parser, setting_of, summary, table
+from bench.common import Json, Setting, finish, parser, positive, setting_of, summary, table
 from bench.figures import save
 from bench.lab import WARM_UP, Lab
 from bench.long_kv import stored
@@ -383,21 +384,28 @@ def warm_setting(setting: Setting, args: argparse.Namespace) -> Setting:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--warm-repeats", type=int, help="measured requests of a warm side")
+    p.add_argument("--warm-repeats", type=positive, help="measured requests of a warm side")
     p.add_argument("--points", type=int, nargs="+", choices=POINTS, help="these points alone")
     args = p.parse_args()
     setting = setting_of(args)
     if setting.checkpoint is not None:
         p.error("--checkpoint: prefixes are written for structured weights")
+    if len(setting.budgets) > 1:
+        p.error(f"points are put back at one budget, got {len(setting.budgets)}")
+    groups = [
+        dataclasses.replace(group, points=points)
+        for group in GROUPS
+        if group.system in setting.systems
+        and (points := tuple(n for n in group.points if not args.points or n in args.points))
+    ]
+    if not groups:
+        p.error("none of these points is one of these systems")
     warm, rows = warm_setting(setting, args), []
     with Lab(setting) as base:
-        for group in GROUPS:
-            points = tuple(n for n in group.points if not args.points or n in args.points)
-            if not points or group.system not in setting.systems:
-                continue
+        for group in groups:
             start = time.monotonic()
             chosen = setting if group.temperature == "cold" else warm
-            rows += run(base, chosen, dataclasses.replace(group, points=points))
+            rows += run(base, chosen, group)
             print(f"{group.system} {group.temperature}: {time.monotonic() - start:.0f} s",
                   flush=True)  # fmt: skip
     rows.sort(key=lambda row: row["point"])

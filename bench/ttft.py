@@ -28,7 +28,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from bench.common import OURS, Json, Setting, finish, parser, setting_of
+from bench.common import OURS, Json, Setting, finish, parser, setting_of, whole
 from bench.disk import Disk
 from bench.figures import save
 from bench.floor import compute_floor_ms
@@ -89,9 +89,13 @@ def main() -> None:
     p.add_argument("--no-ablation", action="store_true", help="leave out variants of our systems")
     p.add_argument("--sweep-traffic", action="store_true", help="over clustering and stability")
     p.add_argument(
-        "--warm-prefixes", type=int, default=6, help="of the sweep's warm part; 0 leaves it out"
+        "--warm-prefixes", type=whole, help="of the sweep's warm part (6); 0 leaves it out"
     )
     args = p.parse_args()
+    if args.warm_prefixes is None:
+        args.warm_prefixes = 6
+    elif not args.sweep_traffic:
+        p.error("--warm-prefixes is of --sweep-traffic; bench.warm measures warm caches")
     if args.sweep_traffic and (args.checkpoint or args.plot):
         p.error("--sweep-traffic is of structured weights, and draws nothing")
     setting = setting_of(args)

@@ -14,9 +14,9 @@ not counted, and answers the same measured ones. Filling goes on until the cache
 `--fill` requests and at most `--fill-most`, as what reads a twentieth of a prefix needs many more
 than what reads all of it. Samples of all rounds count together; `ttft_ms_by_round` has them apart.
 `filled`, `hit_rate_of_fill`, of its last quarter, and `hit_rate_by_half` of what is measured say
-whether caches had levelled off. No system knows scores
-of an earlier round; but a prefix that IMPRESS has reordered stays so, as after longer service.
-Reordering is over before the next request is asked.
+whether caches had levelled off. No system knows scores of an earlier round; but a prefix that
+IMPRESS has reordered stays so, as after longer service, unless the run was cut short and went on
+over prefixes written anew. Reordering is over before the next request is asked.
 
 Requests are drawn normally over the prefixes, whose KV is written straight to disk, without a
 prefill (`bench.long_kv`): of the data set only those prefixes are written that some request asks,
@@ -33,7 +33,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.common import OURS, RIVALS, Json, Setting, budget_share, finish, parser, setting_of
+from bench.common import (
+    OURS,
+    RIVALS,
+    Json,
+    Setting,
+    budget_share,
+    finish,
+    parser,
+    positive,
+    setting_of,
+)
 from bench.disk import Disk
 from bench.floor import compute_floor_ms
 from bench.kept import Kept, disk_of
@@ -104,8 +114,8 @@ def warm_systems(names: Sequence[str], *, ablate: bool = False) -> dict[Key, Sys
 def warm_rows(
     lab: Lab, disk: Disk, systems: Mapping[Key, SystemConfig], how: Rounds, kept: Kept
 ) -> list[Json]:
-    """A row for each system at the setting's smallest budget."""
-    budget = min(lab.setting.budgets)
+    """A row for each system at the setting's budget."""
+    [budget] = lab.setting.budgets
     asked = warm_requests(lab, how.fill + lab.setting.repeats)
     stored = store_prefixes(lab, {0, *asked}, list(systems.values()))  # floors are over prefix 0
     floors: dict[SystemConfig, float] = {}
@@ -166,7 +176,7 @@ def one_round(
     release_heap()  # what these caches held, before the next ones
     return {
         "samples": [dataclasses.asdict(sample) for sample in samples],
-        "hit_rate_of_fill": hit_rate(fill[-max(1, how.fill // 4) :]),
+        "hit_rate_of_fill": hit_rate(fill[-max(1, len(fill) // 4) :]),
         "fill_requests": len(fill),
         "filled": full,
         "compiled": compiled.count,
@@ -202,7 +212,7 @@ def _of_rounds(rounds: Sequence[Json]) -> Json:
         "ttft_ms_by_round": [statistics.fmean(x.ttft_ms for x in one) for one in samples],
         "fill_requests": [one["fill_requests"] for one in rounds],
         "filled": min(one["filled"] for one in rounds),
-        "hit_rate_of_fill": rounds[-1]["hit_rate_of_fill"],
+        "hit_rate_of_fill": [one["hit_rate_of_fill"] for one in rounds],
         "hit_rate_by_half": [hit_rate(half) for half in halves],
         "compiled": sum(one["compiled"] for one in rounds),
         "digest_bytes": max(one["digest_bytes"] for one in rounds),
@@ -213,11 +223,11 @@ def _of_rounds(rounds: Sequence[Json]) -> Json:
 def main() -> None:
     """The command."""
     p = parser(__doc__, quick=QUICK, full=FULL)
-    p.add_argument("--rounds", type=int, help="in each of which every system has a turn")
+    p.add_argument("--rounds", type=positive, help="in each of which every system has a turn")
     p.add_argument(
-        "--fill", type=int, help="requests that fill the caches, in each round, at least"
+        "--fill", type=positive, help="requests that fill the caches, in each round, at least"
     )
-    p.add_argument("--fill-most", type=int, help="and at most, where they are not full before")
+    p.add_argument("--fill-most", type=positive, help="and at most, where they are not full before")
     p.add_argument(
         "--shares", type=budget_share, nargs=2, metavar=("DEVICE", "HOST"),
         default=(DEVICE_SHARE, HOST_SHARE), help="memory as shares of the data set",
@@ -227,6 +237,8 @@ def main() -> None:
     if args.checkpoint or args.plot:
         p.error("caches are filled by structured weights' requests, and nothing is drawn")
     setting = setting_of(args)
+    if len(setting.budgets) > 1:
+        p.error(f"caches are filled at one budget, got {len(setting.budgets)}")
     device, host = args.shares
     how = Rounds(
         rounds=args.rounds or (2 if args.quick else 3),
@@ -235,6 +247,8 @@ def main() -> None:
         device_share=device,
         host_share=host,
     )
+    if how.fill_most < how.fill:
+        p.error(f"--fill-most is {how.fill_most}, expected at least {how.fill}, which is --fill")
     systems = warm_systems(setting.systems, ablate=args.ablate)
     if not systems:
         p.error(f"{', '.join(setting.systems)} keeps nothing in caches")

@@ -22,7 +22,10 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
 REORDERED = 0.7
-"""The share of the prefixes that IMPRESS may come to hold in a second order as well."""
+"""The share of the prefixes that IMPRESS may come to hold in a second order as well: those that
+are asked four times."""
+PROBED = 1.25
+"""Bytes of such a prefix over those of its KV: a probe of a quarter of the keys, and some room."""
 SPARE = 1 << 30
 
 
@@ -99,7 +102,7 @@ def _check_room(lab: Lab, prefixes: int, layouts: Sequence[Layout], reorders: bo
     beside = sum(_beside(lab, layout) for layout in layouts)
     need = prefixes * (kinds * lab.kv_bytes + beside) + SPARE
     if reorders:
-        need += int(REORDERED * prefixes * 1.25 * lab.kv_bytes)
+        need += int(REORDERED * prefixes * PROBED * lab.kv_bytes)
     free = shutil.disk_usage(lab.folder).free
     if free < need:
         raise SystemExit(

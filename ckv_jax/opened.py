@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Self
 
@@ -98,6 +99,7 @@ class OpenEngine:
         self._prompts = Prompts(self._ingest, self._scheduler)
         self._owns_store = True
         self._closed = False
+        self._closing = threading.Lock()
         self._peers.on_lost(self._scheduler.abandon)
 
     @classmethod
@@ -160,15 +162,17 @@ class OpenEngine:
         self.close()
 
     def close(self) -> None:
-        """Fails what still waits, persists cache scores, stops the threads. Idempotent."""
-        self._scheduler.close()
-        if self._closed:
-            return
-        self._closed = True
+        """Fails what still waits, stops the threads, persists cache scores, gives memory back.
+        Idempotent."""
+        ended = self._scheduler.close()
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         self._prompts.close()
         try:
             self._peers.leave()
-            self._worker.close()
+            self._worker.close(give_back=ended)
         finally:
             if self._owns_store:
                 self.store.close()
@@ -198,7 +202,8 @@ class OpenEngine:
 
     @property
     def pages(self) -> Array:
-        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K*D]."""
+        """The device's page pool as it is now, for measurements: [slots, pl, 2, C, K*D]. Not of a
+        closed engine."""
         return self._worker.memory.pool.pages
 
     @property

@@ -32,7 +32,7 @@ class MappedPool:
 
     @property
     def pages(self) -> Array:
-        """The array, always the same."""
+        """The array, the same until `close`."""
         return self._pages
 
     @property
@@ -70,9 +70,9 @@ class MappedPool:
         """Nothing is ever on its way; see `DevicePool.flush`."""
 
     def close(self) -> None:
-        """Gives the memory back once no read or call has it; the pool is empty from now on."""
+        """Gives the memory back once no read or call has it. There are no pages any more."""
         self.packs = self.packs[:0].copy()  # a view would keep all of it
-        self._pages = _same_memory(self.packs.view(self._pages.dtype))
+        del self._pages
 
 
 def _same_memory(packs: np.ndarray) -> Array:

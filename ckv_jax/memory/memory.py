@@ -138,8 +138,8 @@ class Memory:
         self.pool.flush(self.host)
 
     def close(self) -> None:
-        """Gives the pools' memory back; nothing computes any more. What belongs to an engine refers
-        to it and to each other, so Python would find out only when it looks for cycles."""
+        """Gives the pools' memory back; nothing computes any more. Parts of an engine refer to each
+        other, so that Python would find out only when it looks for cycles."""
         self.host.close()
         self.pool.close()
 

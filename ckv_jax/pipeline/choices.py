@@ -190,6 +190,7 @@ class Choices:
         """A token is not finished: what the device knows of windows is not what they hold."""
         self._prefixes = None
         self._guesses = None
+        self._chose = []
         self._ahead.forget()
         self.rest()
 

@@ -94,7 +94,7 @@ class Residents:
         return sum(resident.digest_bytes for resident in list(self._known.values()))
 
     def close(self) -> None:
-        """Forgets all prefixes and their digests."""
+        """Lets go of all digests."""
         self._known.clear()
 
     def drop(self, prefix: Prefix) -> None:

@@ -163,8 +163,12 @@ class Scheduler:
         """Jobs queued or under way."""
         return len(self._jobs)
 
-    def close(self) -> None:
-        """Ends what is being computed; all others fail as `EngineClosed`. Idempotent."""
+    def close(self) -> bool:
+        """Ends what is being computed; all others fail as `EngineClosed`. Idempotent.
+
+        Returns whether the thread has ended, so that nothing uses the engine's memory any more. It
+        has not where it hangs, in a process that was forked, and for a caller that it runs itself.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -176,6 +180,7 @@ class Scheduler:
                 thread.join(_LOOK_S)
                 if self._abandoned is not None:  # by now: perhaps nothing ends it any more
                     stuck = min(stuck, time.monotonic() + _STUCK_S)
+        return not forked and (thread is None or not thread.is_alive())
 
     def _open(self) -> None:
         """Refuses work that nobody would do; starts the thread."""

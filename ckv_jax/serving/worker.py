@@ -347,15 +347,18 @@ class Worker:
 
     # -- life -------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Stops the threads, persists cache scores, gives memory back. The engine thread has
-        ended."""
-        if self.reorderer is not None:
-            self.reorderer.close()
-        self.prefetcher.close()
-        self.decoding.close()
-        self.leases.close()
-        self.residents.close()
-        self.landing.close()
-        self._probe_landing.close()
-        self.memory.close()
+    def close(self, *, give_back: bool) -> None:
+        """Stops the threads, then persists cache scores. With `give_back`, which is for an engine
+        thread that has ended, the memory of pools and digests goes at once."""
+        try:
+            if self.reorderer is not None:
+                self.reorderer.close()
+            self.prefetcher.close()
+            self.decoding.close()
+            self.leases.close()
+        finally:
+            if give_back:
+                self.residents.close()
+                self.landing.close()
+                self._probe_landing.close()
+                self.memory.close()
