@@ -13,7 +13,8 @@ import pytest
 
 from bench.common import BESIDE, stamped
 from bench.kept import SAME, Kept, same_code
-from bench.report import SCRIPTS, Script, environment, hours, kept, main, page, run_all
+from bench.report import environment, hours, kept, main, page, run_all
+from bench.scripts import SCRIPTS, Script
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
