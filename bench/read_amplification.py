@@ -25,13 +25,16 @@ from bench.common import (
 )
 from bench.figures import save
 from bench.lab import Lab
-from bench.turns import Taken, take_turns, warm_run
+from bench.turns import Taken, take_turns, warm_requests
+from bench.warm import Rounds, one_round, taken
 from ckv_jax.systems import system_named
 
 SHOWN = ("impress", "as-h2o-lfu", "contiguous-kv", "ckv")
 QUICK = Setting(prefixes=4, prefix_tokens=2000, repeats=8, budgets=(0.25,), systems=SHOWN)
 FULL = Setting(prefixes=8, repeats=24, budgets=(0.25, 0.05), systems=SHOWN)
 EDGES = (1, 2, 4, 8, 16, 32, 64)
+MOST_FILLING = 4
+"""Times the measured requests: at most so many fill the caches before."""
 
 
 def row_of(part: Taken) -> Json:
@@ -64,10 +67,12 @@ def main() -> None:
     rows = []
     with Lab(setting) as lab:
         rows += [row_of(part) for part in take_turns(lab, systems)]
+        how = Rounds(rounds=1, fill=setting.repeats, fill_most=MOST_FILLING * setting.repeats)
+        asked = warm_requests(lab, how.fill + setting.repeats)
         for name in setting.systems:
-            budget = setting.budgets[0]
-            part = warm_run(lab, system_named(name), "warm", budget, 2 * setting.repeats)
-            rows.append(row_of(part))
+            system, budget = system_named(name), setting.budgets[0]
+            rounds = [one_round(lab, system, budget, asked, how)]
+            rows.append(row_of(taken(lab, (name, "warm"), system, budget, rounds)))
     cells = []
     for row in rows:
         found, whole = row["read_amplification"] or {}, row["with_unused"] or {}

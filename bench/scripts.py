@@ -44,7 +44,7 @@ class Script:
         return [*words, *self.more, *(["--quick"] if quick and self.quick else [])]
 
 
-SMALL_CACHES = (
+FIGURE_12 = (
     "--shares", "0.04", "0.10", "--budgets", "0.25", "--rounds", "2", "--ablate",
     "--systems", "ckv", "contiguous-kv", "impress",
 )  # fmt: skip
@@ -65,11 +65,10 @@ SCRIPTS = (
     Script(module="read_amplification", minutes=3),
     Script(module="breakdown", after="ttft", minutes=0.1),
     Script(module="similarity", minutes=3),
-    Script(module="ablation", minutes=5),
     Script(module="io_reduction", after="ttft", minutes=0.1),
     Script(module="sensitivity", minutes=8),
     Script(module="warm", plots=False, minutes=22),
-    Script(module="warm", name="warm_small", more=SMALL_CACHES, plots=False, minutes=14),
+    Script(module="warm", name="ablation", more=FIGURE_12, minutes=14),
     Script(module="accuracy", timed=False, minutes=14),
     Script(module="cache_policies", more=("--structured",), timed=False, minutes=4),
     Script(module="batch", minutes=4),
@@ -104,6 +103,6 @@ SCRIPTS = (
 
 WARM = {
     "warm": "warm caches of 15% and 36% of the data",
-    "warm_small": "warm caches of 4% and 10% of the data",
+    "ablation": "warm caches of 4% and 10% of the data",
 }
 """Results whose speed-ups stand beside the cold ones."""

@@ -207,16 +207,3 @@ def equal_memory(
         "device_cache_bytes": device - buffers[0] - digest,
         "host_cache_bytes": host - buffers[1],
     }
-
-
-def warm_run(lab: Lab, system: SystemConfig, variant: str, budget: float, requests: int) -> Taken:
-    """Requests against filled caches; the first half fills them and is not counted."""
-    lab.forget_scores()
-    taken: list[Sample] = []
-    with lab.engine(system, memory=equal_memory(lab, system)) as engine:
-        for number, index in enumerate(warm_requests(lab, requests)):
-            sample = measured(lab, engine, index, number, budget)
-            if number >= requests // 2:
-                taken.append(sample)
-        layout = engine.layout
-    return Taken(system=system, variant=variant, budget=budget, samples=taken, layout=layout)

@@ -1,7 +1,7 @@
 """Time to first token with warm caches, as the papers measure it (ContiguousKV Figures 10, 11).
 
     python -m bench.warm --json OUT
-    python -m bench.warm --shares 0.04 0.10 --budgets 0.25 --json OUT
+    python -m bench.warm --ablate --shares 0.04 0.10 --budgets 0.25 --json OUT --plot PNG
 
 Memory is the paper's: 10 GB of its 67 GB of KV on the device and 24 GB on the host, 15% and 36% of
 the data set. `--shares 0.04 0.10` is what the same memory is of Qwen2.5-14B's 226 GB (Table 1; of
@@ -20,8 +20,8 @@ over prefixes written anew. Reordering is over before the next request is asked.
 
 Requests are drawn normally over the prefixes, whose KV is written straight to disk, without a
 prefill (`bench.long_kv`): of the data set only those prefixes are written that some request asks,
-in all layouts. `--ablate` adds our systems without reading ahead (`w/o P`), with LFU caches
-(`w/o AC`), and with neither. Floors are those of `bench.ttft`.
+in all layouts. `--ablate` adds Figure 12's variants of our systems: without reading ahead (`w/o
+P`), with LFU caches (`w/o AC`), and with neither. Floors are those of `bench.ttft`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from bench.common import (
     setting_of,
 )
 from bench.disk import Disk
+from bench.figures import save
 from bench.floor import compute_floor_ms
 from bench.kept import Kept, disk_of
 from bench.lab import Lab
@@ -143,7 +144,7 @@ def warm_rows(
     }
     rows = []
     for key, system in systems.items():
-        part = _taken(lab, key, system, budget, found[key])
+        part = taken(lab, key, system, budget, found[key])
         row = with_floors(part, floors[floor_system(system)], lab, disk)
         rows.append(row | about | _of_rounds(found[key]) | {"memory": how.memory(lab, system)})
     return rows
@@ -192,9 +193,8 @@ def filled(engine: Engine) -> float:
     return (stats.device_bytes + stats.host_bytes) / room if room else 1.0
 
 
-def _taken(
-    lab: Lab, key: Key, system: SystemConfig, budget: float, rounds: Sequence[Json]
-) -> Taken:
+def taken(lab: Lab, key: Key, system: SystemConfig, budget: float, rounds: Sequence[Json]) -> Taken:
+    """The samples of all rounds of a system."""
     samples = [Sample(**sample) for one in rounds for sample in one["samples"]]
     return Taken(
         system=system, variant=key[1], budget=budget, samples=samples, layout=lab.layout(system)
@@ -234,8 +234,10 @@ def main() -> None:
     )  # fmt: skip
     p.add_argument("--ablate", action="store_true", help="also ours without their parts")
     args = p.parse_args()
-    if args.checkpoint or args.plot:
-        p.error("caches are filled by structured weights' requests, and nothing is drawn")
+    if args.checkpoint:
+        p.error("--checkpoint: caches are filled by structured weights' requests")
+    if args.plot and not args.ablate:
+        p.error("--plot draws what --ablate measures")
     setting = setting_of(args)
     if len(setting.budgets) > 1:
         p.error(f"caches are filled at one budget, got {len(setting.budgets)}")
@@ -263,8 +265,9 @@ def main() -> None:
         "fio_gb_per_s": bandwidth,
         "peak_mb": status_mb("VmHWM"),
     }
-    finish(args, setting, kept.said() | body)
+    result = finish(args, setting, kept.said() | body)
     kept.forget()
+    save("ablation", result, args.plot)
 
 
 def _about(args: argparse.Namespace, setting: Setting, how: Rounds) -> Json:

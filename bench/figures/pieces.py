@@ -17,9 +17,9 @@ from bench.figures.style import (
 
 ABLATION_CAPTION = (
     "Mean TTFT with a part taken away, less the mean of the whole system: to the right of zero, "
-    "the part was worth having. Lines are 95% intervals of the difference, from P50, P95 and the "
-    "number of requests, as if times were normal; whole systems ran one after the other, so that a "
-    "machine that slows down meanwhile shows as well."
+    "the part was worth having. Lines are 95% intervals of the difference, from the standard "
+    "deviations and numbers of requests, as if these were independent. All took turns by rounds "
+    "with the same requests."
 )
 SENSITIVITY_CAPTION = (
     "Mean TTFT as one size changes; both axes are logarithmic. With subperiods, periods have 8 "
@@ -38,9 +38,9 @@ def differences(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = result["rows"]
     found = []
     for row in rows:
-        if row["variant"] == "full":
+        if row["system"] == "impress" or row["variant"] == "warm":
             continue
-        key = (row["system"], row["budget"], "full")
+        key = (row["system"], row["budget"], "warm")
         [whole] = [r for r in rows if (r["system"], r["budget"], r["variant"]) == key]
         halves = [half_width(one["ttft_ms"]) for one in (row, whole)]
         found.append(
@@ -79,11 +79,11 @@ def draw_ablation(figure: Any, result: dict[str, Any]) -> None:
             color=COLORS[kind[0]],
         )
         axis.set_xlabel("ms more than the whole system")
-    setting, caches = result["setting"], result.get("caches")
-    sizes = f" of {percent(caches['device'])} and {percent(caches['host'])}" if caches else ""
+    setting, row = result["setting"], result["rows"][0]
+    sizes = f"{percent(row['device_share'])} and {percent(row['host_share'])}"
     figure.suptitle(
         f"{model_name(setting['model'])}, {setting['prefixes']} prefixes of "
-        f"{setting['prefix_tokens']:,} tokens,\n{_asked(result['rows'])} with warm caches{sizes}. "
+        f"{setting['prefix_tokens']:,} tokens,\n{_asked(result['rows'])} with caches of {sizes}. "
         f"{machine_line(result['machine'])}",
         fontsize=10,
     )
@@ -98,7 +98,6 @@ def _asked(rows: list[dict[str, Any]]) -> str:
 
 def _words(variant: str) -> str:
     return {
-        "intra": "prefetching only\nwithin periods",
         "w/o P": "no prefetching",
         "w/o AC": "LFU in place of the\nattention-guided cache",
         "w/o P, AC": "no prefetching\nand LFU",

@@ -103,7 +103,7 @@ def test_differences_are_against_the_whole_of_the_same_system_and_budget() -> No
         times = {"mean": mean, "p50": mean, "p95": mean + 1.645, "n": 1}
         return {"system": system, "variant": variant, "budget": 0.25, "ttft_ms": times}
 
-    rows = [row("ckv", "full", 50.0), row("ckv", "w/o P", 53.0), row("impress", "full", 150.0)]
+    rows = [row("ckv", "warm", 50.0), row("ckv", "w/o P", 53.0), row("impress", "warm", 150.0)]
     [found] = differences({"rows": rows})
     assert found["ms"] == pytest.approx(3.0) and found["whole_ms"] == 50.0
     assert found["half"] == pytest.approx(1.96 * 2**0.5)
@@ -125,7 +125,7 @@ def test_parts_that_cost_time_are_told_from_those_worth_having() -> None:
         times = {"mean": mean, "p50": mean, "p95": mean, "n": 9}
         return {"system": "ckv", "variant": variant, "budget": 0.25, "ttft_ms": times}
 
-    rows = [row("full", 50.0), row("w/o P", 45.0), row("w/o AC", 53.0)]
+    rows = [row("warm", 50.0), row("w/o P", 45.0), row("w/o AC", 53.0)]
     said = FIGURES["ablation"].conclude({"rows": rows})
     assert "slower without in 1 (ckv w/o AC +3.0" in said
     assert "faster without in 1 (ckv w/o P -5.0" in said

@@ -14,7 +14,7 @@ import pytest
 from bench import turns
 from bench.common import Setting, machine, parser, setting_of
 from bench.lab import KEPT, Lab
-from bench.measure import Sample, measured
+from bench.measure import Sample, hit_rate, measured
 from bench.turns import (
     DEVICE_SHARE,
     HOST_SHARE,
@@ -22,8 +22,9 @@ from bench.turns import (
     equal_memory,
     rotated,
     rows_option,
-    warm_run,
+    warm_requests,
 )
+from bench.warm import Rounds, one_round
 from ckv_jax import Engine
 from ckv_jax.data.reference import reference_folder
 from ckv_jax.storage.store import ChunkStore
@@ -150,14 +151,18 @@ def test_a_policy_learns_nothing_from_the_one_before(shared: Lab) -> None:
     """Scores outlive an engine in the store; of two policies the second would know the future."""
     system = dataclasses.replace(SYSTEMS["contiguous-kv"], policy="lfu")
     with Lab(Setting(model="tiny", prefix_tokens=512, prefixes=3), like=shared) as lab:
-        rows = [warm_run(lab, system, "warm", 0.2, requests=18).row() for _ in range(2)]
+        how, asked = Rounds(fill=9, fill_most=9), warm_requests(lab, 18)
+        for index in range(3):
+            lab.ingest(index, [system])
+        rounds = [one_round(lab, system, 0.2, asked, how) for _ in range(2)]
+        hits = [hit_rate([Sample(**sample) for sample in one["samples"]]) for one in rounds]
         prefix = lab.prefix(0, lab.engine(system))
         scores = lab.store.load_scores(prefix.spans[0].segment_id)
         assert scores is not None and scores[1].any()
         lab.forget_scores()
         scores = lab.store.load_scores(prefix.spans[0].segment_id)
         assert scores is not None and not scores[0].any() and not scores[1].any()
-    assert rows[0]["hit_rate"] == rows[1]["hit_rate"]
+    assert hits[0] == hits[1] and hits[0]["device"] > 0
 
 
 @pytest.mark.parametrize("name", ["contiguous-kv", "ckv", "impress", "as-h2o-lfu", "as-lru"])
