@@ -71,4 +71,4 @@ def test_similarity_by_distance() -> None:
     matrix = np.array([[1.0, 0.8, 0.2], [0.8, 1.0, 0.6], [0.2, 0.6, 1.0]])
     assert by_distance(matrix, 1) == pytest.approx(0.7)
     assert by_distance(matrix, 2) == pytest.approx(0.2)
-    assert by_distance(matrix, 3) == 0.0
+    assert by_distance(matrix, 3) is None  # no two layers are so far apart
