@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket
 from ckv_jax.memory.memory import Memory
@@ -58,7 +59,7 @@ class Decoder:
         self._kv_rows = rows
         self._streaming = streaming
         self._buffers: list[LayerKv] = []
-        self._tables: dict[int, tuple[Array, Array]] = {}
+        self._tables: dict[int, tuple[ArrayLike, ArrayLike]] = {}
 
     @property
     def capacity(self) -> int:
@@ -221,7 +222,9 @@ class Decoder:
             )  # fmt: skip
             return hidden
         if step.index not in self._tables:
-            self._tables[step.index] = self._table(step)
+            table = self._table(step)
+            # Where rows choose it is soon another, and calls take it as it is in less time.
+            self._tables[step.index] = table if choices is not None else jax.device_put(table)
         slots, lengths = self._tables[step.index]
         hidden, self._buffers[step.index] = self._layers.extend(
             step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,
@@ -229,9 +232,9 @@ class Decoder:
         )  # fmt: skip
         return hidden
 
-    def _table(self, step: Step) -> tuple[Array, Array]:
-        """Slots [P, B, N] and valid lengths [B, N] of a step, on the device; lengths [K, B, N]
-        where heads choose for themselves."""
+    def _table(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Slots int32 [P, B, N] and valid lengths [B, N] of a step; lengths [K, B, N] where heads
+        choose for themselves."""
         windows = [row.window if row is not None else None for row in self.rows]
         widest = max((window.widest for window in windows if window is not None), default=1)
         shape = (len(windows), chunk_bucket(widest))
@@ -246,10 +249,7 @@ class Decoder:
                 count = min(shape[1], device.shape[1])
                 slots[:, place, :count] = device[:, :count]
                 lengths[parts, place, :count] = valid[:, :count]
-        table: tuple[Array, Array] = jax.device_put(
-            (slots, lengths if self._plan.parts > 1 else lengths[0])
-        )
-        return table
+        return slots, lengths if self._plan.parts > 1 else lengths[0]
 
     def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
         """One row of a batch's (K, V), [1, R, K*D] each, at least as long as the buffers."""

@@ -131,7 +131,7 @@ class Packs:
         self._stage_host(codes[(table.device(codes) < 0) & (table.host(codes) >= 0)])
         needed, failed = codes[table.device(codes) < 0], [codes[:0]]
         while len(needed):
-            first = next(iter(table.reads(needed)), None)
+            first = table.first_read(needed)
             self._start_waiting(needed, force=first is None)
             if first is not None:
                 needed, bad = self._take(first, needed, stage)
@@ -256,7 +256,7 @@ class Packs:
     def _start_waiting(self, needed: np.ndarray, *, force: bool) -> None:
         """Starts what of these had no room when it was demanded; with `force`, one part of it at
         the cost of later reads."""
-        waiting = [part for part in self._waiting if np.isin(part, needed).any()]
+        waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
         if force and not waiting:
             raise ValueError(f"got {len(needed)} packs to collect that were not demanded")
         for part in waiting:
@@ -288,7 +288,7 @@ class Packs:
         start = time.perf_counter_ns()
         self._prefetcher.wait(job)
         self._trace.add(stage, "host", start, time.perf_counter_ns(), chunks=len(codes))
-        wanted = np.isin(codes, needed)
+        wanted = self._table.among(codes, needed)
         good = np.flatnonzero(wanted & job.ok)
         failed, left = codes[wanted & ~job.ok], needed[self._table.read[needed] != number]
         if not len(good):
@@ -379,8 +379,10 @@ class Packs:
     def _count_unused(self, number: int) -> None:
         """Bytes that a read brought, if it had begun, of packs that nobody collected."""
         job, codes = self._begun[number]
+        if not job.started():
+            return
         unused = int((~self._table.used[codes]).sum())
-        if unused and job.started() and (size := job.num_bytes * unused // len(codes)):
+        if size := job.num_bytes * unused // len(codes):
             self._trace.count_bytes("unused", size)
 
     def _withdraw(self, number: int, *, again: bool = False) -> None:
