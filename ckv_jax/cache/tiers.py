@@ -185,11 +185,11 @@ class Tiers:
 
         Frees fewer where there are no more such pages; see `Moves` for what the caller copies.
         """
-        return self._push_out(np.full(max(0, n - self._device.free), np.inf))
+        return self._push_out(max(0, n - self._device.free))
 
     def trim(self) -> Moves:
         """Take back the lowest pages nobody pins until at most `device_slots` are cached."""
-        return self._push_out(np.full(max(0, self._device.owned - self.device_slots), np.inf))
+        return self._push_out(max(0, self._device.owned - self.device_slots))
 
     def own(self, pages: Pages, slots: SlotArray) -> None:
         """Make lent slots the cached slots of distinct pages, however full the cache is.
@@ -311,12 +311,17 @@ class Tiers:
         part = slice(base, base + n_pages)
         return self._table.importance[part].astype(np.float32), self._table.frequency[part].copy()
 
-    def _push_out(self, rivals: npt.NDArray[np.float64]) -> Moves:
-        """Pages give way to as many `rivals`, which beat them all, and contend for the host."""
+    def _push_out(self, n: int) -> Moves:
+        """The `n` lowest pages that nobody pins leave the device, or all of them where there are
+        fewer, and contend for the host."""
         table = self._table
-        pushed = self._device_heap.pop_below(
-            rivals, Members(self._device, table.device_slot, table.score, table.pins)
-        )
+        owners = self._device.pages() if n else np.zeros(0, np.int64)
+        pushed = owners[table.pins[owners] == 0]
+        if len(pushed) > n:  # else nothing is to be ranked: with most pinned that takes long
+            pushed = self._device_heap.pop_below(
+                np.full(n, np.inf),
+                Members(self._device, table.device_slot, table.score, table.pins),
+            )
         slots = table.device_slot[pushed]
         table.device_slot[pushed] = -1
         demote_pages, demote, dropped = self._enter_host(pushed, slots)
