@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.common import BESIDE, Json, commit, result_folder
-from bench.figures import FIGURES, Figure, draw_again, result_of
+from bench.figures import FIGURES, draw_again, result_of
 from bench.json_file import NotWhole, read_json, write_text
 from bench.kept import same_code
 from bench.lab import KEPT
@@ -154,21 +154,21 @@ def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
 
 
 def page(folder: Path) -> str:
-    """The HTML page of whatever is in `folder`: a section for each figure and each run."""
-    sections = {
-        name: text
-        for name, figure in FIGURES.items()
-        if (text := _section(name, figure, folder)) is not None
-    }
-    without = {
-        script.stem: _without_figure(script.stem, ran)
-        for script in SCRIPTS
-        if script.stem not in FIGURES
-        and (ran := _record(folder / f"{script.stem}.run.json")) is not None
-    }
-    titles = {name: FIGURES[name].title for name in sections} | {name: name for name in without}
+    """The HTML page of whatever is in `folder`: a section for each figure and each run. What cannot
+    be read as a result is named in its section."""
+    titles = {name: figure.title for name, figure in FIGURES.items()}
+    titles |= {script.stem: script.stem for script in SCRIPTS if script.stem not in FIGURES}
+    sections = {}
+    for name, title in titles.items():
+        try:
+            text = _section(name, folder) if name in FIGURES else _without_figure(name, folder)
+        except NotWhole as broken:
+            text = f"<p class='failed'>{html.escape(str(broken))}</p>"
+        if text is not None:
+            heading = f"<h2>{html.escape(title)}</h2>"
+            sections[name] = f"<section id='{name}'>{heading}\n{text}\n</section>"
     contents = "".join(
-        f"<li><a href='#{name}'>{html.escape(title)}</a></li>" for name, title in titles.items()
+        f"<li><a href='#{name}'>{html.escape(titles[name])}</a></li>" for name in sections
     )
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>",
@@ -177,18 +177,19 @@ def page(folder: Path) -> str:
         "<p>Machines differ between sections: compare within one, not between two.</p>",
         f"<nav><ol>{contents}</ol></nav>",
         *sections.values(),
-        *without.values(),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _section(name: str, figure: Figure, folder: Path) -> str | None:
-    result, ran = result_of(name, folder), _record(folder / f"{name}.run.json")
+def _section(name: str, folder: Path) -> str | None:
+    """A figure, what it shows and how it was made, or the error of the run that draws it."""
+    figure, result = FIGURES[name], result_of(name, folder)
+    ran = _record(folder / f"{name}.run.json")
     failed = ran is not None and bool(ran["status"])
     image = folder / f"{name}.png"
     if not failed and (result is None or not image.is_file()):
         return None
-    parts = [f"<section id='{name}'><h2>{html.escape(figure.title)}</h2>"]
+    parts = []
     if failed and ran is not None:
         parts.append(f"<pre class='failed'>{html.escape(ran['error'])}</pre>")
     elif result is not None:
@@ -208,15 +209,16 @@ def _section(name: str, figure: Figure, folder: Path) -> str | None:
         parts.append(_output(ran))
     elif result is not None and "command" in result:
         parts.append(f"<p class='machine'><code>{html.escape(result['command'])}</code></p>")
-    return "\n".join([*parts, "</section>"])
+    return "\n".join(parts)
 
 
-def _without_figure(name: str, ran: Json) -> str:
+def _without_figure(name: str, folder: Path) -> str | None:
     """A run that draws nothing: what it printed, or its error."""
-    parts = [f"<section id='{name}'><h2>{html.escape(name)}</h2>"]
-    if ran["status"]:
-        parts.append(f"<pre class='failed'>{html.escape(ran['error'])}</pre>")
-    return "\n".join([*parts, _output(ran), "</section>"])
+    ran = _record(folder / f"{name}.run.json")
+    if ran is None:
+        return None
+    failed = f"<pre class='failed'>{html.escape(ran['error'])}</pre>\n" if ran["status"] else ""
+    return failed + _output(ran)
 
 
 def _output(ran: Json) -> str:

@@ -13,20 +13,8 @@ from bench.common import Setting
 from bench.figures import FIGURES, save
 from bench.lab import WARM_UP, Lab
 from bench.measure import Sample
-from bench.mended import (
-    FULL,
-    GROUPS,
-    NOT_PUT_BACK,
-    POINTS,
-    ask,
-    by_turns,
-    found_shares,
-    mean_ratio,
-    memory_of,
-    order,
-    sides,
-    written,
-)
+from bench.mended import FULL, ask, by_turns, found_shares, mean_ratio, order, written
+from bench.mended_points import GROUPS, NOT_PUT_BACK, POINTS, memory_of, sides
 from bench.put_back import all_rows_fall_back, keys_speculated, probes_from_disk
 from bench.turns import DEVICE_SHARE, HOST_SHARE
 from ckv_jax.systems import system_named

@@ -50,6 +50,19 @@ def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
     assert "id='ablation'" not in text  # it did not run
 
 
+def test_a_result_that_was_cut_short_is_named_where_it_would_be_and_the_rest_is_shown(
+    tmp_path: Path,
+) -> None:
+    shutil.copy(RESULTS / "breakdown.json", tmp_path)
+    for name in ("breakdown", "ablation"):
+        (tmp_path / f"{name}.png").write_bytes(b"PNG")
+    (tmp_path / "ablation.json").write_text('{"rows": [1,')
+    text = page(tmp_path)
+    section = text.split("<section id='ablation'>")[1].split("</section>")[0]
+    assert "ablation.json cannot be read as a result" in section
+    assert "data:image/png" in text.split("<section id='breakdown'>")[1].split("</section>")[0]
+
+
 def test_redrawing_measures_nothing_and_draws_what_is_there(tmp_path: Path) -> None:
     shutil.copy(RESULTS / "breakdown.json", tmp_path)
     main(["--out", str(tmp_path), "--redraw"])
