@@ -239,7 +239,8 @@ class Placement:
         by = self._stored_by(prefix.layout)
         raise ValueError(
             f"stored with {f'--system {by}' if by else 'another system'}, "
-            f"asked with --system {self._system.name}; these differ: {fields}"
+            f"asked with --system {self._system.name}; these differ: {fields}. Ask with the system "
+            f"that stored it, or ingest the text with --system {self._system.name}"
         )
 
     def _stored_by(self, layout: Layout) -> str:
