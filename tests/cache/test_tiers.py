@@ -298,6 +298,15 @@ def test_what_is_pushed_out_and_finds_no_room_in_the_host_is_dropped() -> None:
     assert tiers.stats.dropped == 1
 
 
+def test_the_very_first_use_is_later_than_none() -> None:
+    tiers = Tiers(1, 0, 2, POLICIES["lru"])
+    tiers.register(2)
+    tiers.record(ids(0), np.ones(1))
+    slots = tiers.take(2)
+    assert tiers.admit(ids(0, 1), slots).kept.tolist() == [True, False]  # 1 was never used
+    assert tiers.worth(ids(0)) > tiers.worth(ids(1))
+
+
 def test_taking_more_than_there_is_lends_nothing() -> None:
     tiers = Tiers(2, 0, 2, ATTENTION)
     with pytest.raises(PoolExhausted, match=r"5 device slots, 4 of 4"):
@@ -327,6 +336,7 @@ def test_no_cache_at_all_frees_everything() -> None:
         (lambda t: t.admit(ids(0), np.array([1], np.int32)), "not lent"),
         (lambda t: t.admit(ids(0), np.array([-1], np.int32)), "got slots -1"),
         (lambda t: t.admit(ids(0), t.take(2)), "expected as many"),
+        (lambda t: t.admit(ids(0, 1), t.take(1)), "expected as many"),
         (lambda t: t.record(ids(0, 1), np.ones(1)), "attention"),
         (lambda t: t.record(ids(0), np.array([np.nan])), "finite"),
         (lambda t: t.record(ids(0), np.array([-1.0])), "below 0"),

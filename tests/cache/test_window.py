@@ -206,6 +206,8 @@ def test_what_holds_no_choice_is_refused() -> None:
         empty_window(np.array([8, 3]), np.array([3, 3]), slots=7)
     with pytest.raises(ValueError, match=r"expected \[R\] each"):
         empty_window(np.array([8, 3]), np.array([3]))
+    with pytest.raises(ValueError, match=r"got widths \(\) and limits \(\)"):
+        empty_window(np.array(8), np.array(3))
     window = empty_window(np.array([2]), np.array([2]))
     wide = Choice(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 5), jnp.float32))
     with pytest.raises(ValueError, match="choices of 3 chunks, expected at most the 2 slots"):

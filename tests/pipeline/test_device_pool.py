@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.device_room import device_room
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.memory.pages import as_bits
 from ckv_jax.memory.staging import Staging
 
 SHAPE = (2, 2, 4, 8)
@@ -37,6 +39,14 @@ def test_write_and_read_are_bit_exact(dtype: object) -> None:
     np.testing.assert_array_equal(content(pool, dtype), expected)
     back = np.asarray(pool.read(np.array([3, 6, 0])))[:3].view(dtype)
     np.testing.assert_array_equal(back, rows[[3, 0, 2]])
+
+
+def test_the_same_bits_of_another_type() -> None:
+    rows = packs(2, ml_dtypes.bfloat16)
+    bits = as_bits(jnp.asarray(rows), jnp.dtype(np.uint16))
+    assert bits.dtype == np.uint16
+    np.testing.assert_array_equal(np.asarray(bits), rows.view(np.uint16))
+    assert as_bits(bits, bits.dtype) is bits
 
 
 def test_the_marker_means_that_the_rows_may_be_overwritten() -> None:
