@@ -32,14 +32,16 @@ def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
 
     The operating system provides the pages as they are first touched, so a generous budget costs
     nothing until it is used; the memory goes back once no array refers to it. Large pages are asked
-    for: a fault for every 4 KiB of a pack takes longer than its copy.
+    for: a fault for every 4 KiB of a pack takes longer than its copy. A forked process does not get
+    the memory: a read past the page cache that is under way then could land in the other's copy.
     """
     if size == 0:
         return np.empty(0, np.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice) and (size >= _LARGE or advice != "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without large pages
+                memory.madvise(getattr(mmap, advice))
     return np.frombuffer(memory, np.uint8)
 
 

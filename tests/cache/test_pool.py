@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -27,6 +30,23 @@ def test_memory_starts_on_a_page_and_counts_its_bytes() -> None:
     assert pool.packs.ctypes.data % PAGE_BYTES == 0
     assert pool.pack_bytes == 512 and pool.nbytes == 1536
     assert aligned_bytes(0).size == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is mapped how")
+@pytest.mark.parametrize("size", [3 * PAGE_BYTES, 8 << 20])
+def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: int) -> None:
+    memory = aligned_bytes(size)
+    start, smaps = memory.ctypes.data, Path("/proc/self/smaps").read_text(encoding="utf-8")
+    found = []  # of the mapping that begins there, or of one that the kernel joined it to
+    for part in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
+        first, last = (int(end, 16) for end in part.split()[0].split("-"))
+        if first <= start < last:
+            found.append((part.split()[1], part.split("VmFlags:")[1].split()))
+    ((kind, flags),) = found
+    assert kind == "rw-p"
+    assert "dc" in flags, "not for a forked process: reads into it may be under way"
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert ("hg" in flags) == (size >= 8 << 20)
 
 
 def test_an_empty_pool_is_fine() -> None:
