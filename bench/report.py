@@ -183,9 +183,9 @@ def page(folder: Path) -> str:
 
 def _section(name: str, folder: Path) -> str | None:
     """A figure, what it shows and how it was made, or the error of the run that draws it."""
-    figure, result = FIGURES[name], result_of(name, folder)
-    ran = _record(folder / f"{name}.run.json")
+    figure, ran = FIGURES[name], _record(folder / f"{name}.run.json")
     failed = ran is not None and bool(ran["status"])
+    result = None if failed else result_of(name, folder)
     image = folder / f"{name}.png"
     if not failed and (result is None or not image.is_file()):
         return None

@@ -38,10 +38,11 @@ def aligned_bytes(size: int) -> npt.NDArray[np.uint8]:
     if size == 0:
         return np.empty(0, np.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice) and (size >= _LARGE or advice != "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without large pages
-                memory.madvise(getattr(mmap, advice))
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux, which alone reads past its page cache into this
+        memory.madvise(mmap.MADV_DONTFORK)
+    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 

@@ -57,7 +57,11 @@ def test_a_result_that_was_cut_short_is_named_where_it_would_be_and_the_rest_is_
     for name in ("breakdown", "ablation"):
         (tmp_path / f"{name}.png").write_bytes(b"PNG")
     (tmp_path / "ablation.json").write_text('{"rows": [1,')
+    failed = {"command": "python -m bench.accuracy", "seconds": 1, "status": 1, "output": ""}
+    (tmp_path / "accuracy.run.json").write_text(json.dumps(failed | {"error": "OSError: full"}))
+    (tmp_path / "accuracy.json").write_text('{"rows": [1,')
     text = page(tmp_path)
+    assert "OSError: full" in text  # what came of the run says more than what it left
     section = text.split("<section id='ablation'>")[1].split("</section>")[0]
     assert "ablation.json cannot be read as a result" in section
     assert "data:image/png" in text.split("<section id='breakdown'>")[1].split("</section>")[0]

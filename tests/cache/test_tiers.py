@@ -182,6 +182,34 @@ def test_pages_that_make_room_and_find_some_in_the_host_are_not_dropped() -> Non
     assert tiers.stats.demotions == 2 and tiers.stats.dropped == 1
 
 
+def test_room_is_made_of_the_lowest_that_nobody_pins_and_of_no_more_than_it_takes() -> None:
+    tiers = Tiers(4, 0, 0, ATTENTION)
+    tiers.register(4)
+    use(tiers, {0: 0.125, 1: 0.25, 2: 0.5, 3: 1.0})
+    tiers.pin(ids(0))
+    for wanted, left, free in ((1, [0, 2, 3], 1), (2, [0, 3], 2), (4, [0], 3)):
+        tiers.make_room(wanted)
+        there = np.flatnonzero(tiers.lookup(ids(0, 1, 2, 3))[0] >= 0)
+        assert (there.tolist(), tiers.free_slots) == (left, free)
+
+
+def test_what_is_kept_beyond_the_cache_leaves_lowest_first_once_nobody_pins_it() -> None:
+    tiers = Tiers(1, 0, 3, ATTENTION)
+    tiers.register(3)
+    pages = ids(0, 1, 2)
+    tiers.record(pages, np.array([0.5, 0.25, 1.0]))
+    tiers.own(pages, tiers.take(3))
+    tiers.pin(pages)
+    tiers.trim()
+    assert tiers.device_pages == 3
+    tiers.unpin(ids(1, 2))
+    tiers.trim()
+    assert (tiers.lookup(pages)[0] >= 0).tolist() == [True, False, False]  # two had to go
+    tiers.unpin(ids(0))
+    tiers.trim()
+    assert tiers.device_pages == 1
+
+
 def test_a_second_copy_of_a_cached_page_is_freed() -> None:
     tiers = Tiers(2, 0, 2, ATTENTION)
     tiers.register(4)
