@@ -11,6 +11,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage": ("tests/storage", "tests/bench/test_judge.py"),
     "storage/digest": (
         "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
+        "tests/storage/test_landmarks.py", "tests/storage/test_digest_heads.py",
         "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
     ),
     "storage/place": tuple(
@@ -31,13 +32,16 @@ NEAR: dict[str, tuple[str, ...]] = {
         )
     ),
     "storage/tools": (
-        "tests/storage/test_tools.py", "tests/storage/test_mending.py",
+        "tests/storage/test_repairs.py", "tests/storage/test_tools.py",
+        "tests/storage/test_fate.py", "tests/storage/test_mending.py",
         "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
         "tests/storage/test_room.py", "tests/storage/test_pins.py",
         "tests/cli/test_looking_after.py",
     ),
     "storage/index": (
-        "tests/storage/test_database.py",
+        "tests/storage/test_eviction.py", "tests/storage/test_database.py",
+        "tests/storage/test_tenants.py", "tests/storage/test_limits.py",
+        "tests/storage/test_mending.py",
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
         "tests/storage/test_probe_spans.py", "tests/storage/test_places.py",
         "tests/storage/test_bounds.py", "tests/storage/test_tools.py",
