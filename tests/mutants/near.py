@@ -17,7 +17,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/place": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue",
+            "place_parts", "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue",
             "direct_reads", "unknown", "hidden_names", "objects", "mending", "waits", "room",
             "faults",
         )
