@@ -173,6 +173,46 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
     ): "what is put there is thrown away: it is to be compiled",
+    (
+        "storage/quantised.py",
+        "core/NumberReplacer",
+        "if bits == 8: ~0 @11 #0",
+    ): "the general way gives a code of 8 bits as its byte, too",
+    (
+        "storage/place/kernel_queue.py",
+        "core/NumberReplacer",
+        "self._reap(0, 0.0) ~0 @14 #0",
+    ): "no event is waited for, or no time is left",
+    (
+        "storage/quantised.py",
+        "core/NumberReplacer",
+        "if bits == 8: ~0 @11 #1",
+    ): "the general way gives a code of 8 bits as its byte, too",
+    (
+        "storage/place/kernel_queue.py",
+        "core/NumberReplacer",
+        "self._reap(0, 0.0) ~0 @14 #1",
+    ): "no event is waited for, or no time is left",
+    (
+        "storage/quantised.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        "if bits == 8: ~0 @8 #0",
+    ): "there are no more bits",
+    (
+        "storage/quantised.py",
+        "core/ReplaceComparisonOperator_Eq_Gt",
+        "if bits == 8: ~0 @8 #0",
+    ): "the general way gives a code of 8 bits as its byte, too",
+    (
+        "storage/place/kernel_queue.py",
+        "core/NumberReplacer",
+        "self._reap(0, 0.0) ~0 @11 #0",
+    ): "no time is left, however many events are waited for",
+    (
+        "storage/quantised.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "if len(self.bits) == 1: ~0 @18 #0",
+    ): "there is a pair of bits at least",
 }
 """(file, operator, place) -> why."""
 

@@ -393,6 +393,21 @@ def test_who_removes_a_segment_is_told_whether_it_went(store: ChunkStore) -> Non
     assert store.stats()["evicted"] == 1 and store.files.segment_ids() == set()
 
 
+def test_scores_of_two_shapes_are_none(store: ChunkStore) -> None:
+    """A row that was damaged or written by something else."""
+    (id_,) = (span.segment_id for span in ingest(store, some_tokens(64)).spans)
+    store.save_scores(id_, np.ones((2, 4)), np.ones((2, 4)))
+    assert store.load_scores(id_) is not None
+    for column in ("importance", "frequency"):
+        store.save_scores(id_, np.ones((2, 4)), np.ones((2, 4)))
+        query = f"UPDATE scores SET {column} = zeroblob(16)"
+        store.index.catalog._db.write(lambda db, query=query: db.execute(query))
+        assert store.load_scores(id_) is None
+    for wrong in (np.ones(8), np.ones((2, 3))):
+        with pytest.raises(ValueError, match="scores: got"):
+            store.save_scores(id_, wrong, np.ones((2, 4)))
+
+
 def test_times_of_use_reach_the_index_now_and_then(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

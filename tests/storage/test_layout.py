@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.storage import Layout
-from ckv_jax.storage.grouping import RUN, by_position, order_of, runs, steady
+from ckv_jax.storage.grouping import RUN, alike, bounded, by_position, order_of, runs, steady
 
 BASE = Layout(num_layers=6, num_kv_heads=4, head_dim=16, probe="none")
 APART = dataclasses.replace(BASE, pack_layers=1, heads_apart=True)
@@ -252,3 +252,42 @@ def test_room_is_reserved_for_every_part_of_a_segment(
     base = 8 * 2 * 64 * 2 + 2 * 24 / 16 + 12
     assert (layout.segment_bytes(2 * far) - layout.segment_bytes(far)) / far == base + more
     assert layout.segment_bytes(1) > 1 << 14  # descriptions, however short the text is
+
+
+@pytest.mark.parametrize("kind", ["keys", "heads"])
+def test_probes_take_whole_blocks_of_1024_tokens(kind: str) -> None:
+    probed, size = changed(BASE, probe=kind), 1024
+    layers, heads = {"keys": (2, 4), "heads": (6, 3)}[kind]
+    row = layers * heads * 16 * 2  # bytes a token
+
+    def more(tokens: int) -> int:
+        chunks = -(-tokens // 16)
+        return probed.segment_bytes(tokens) - BASE.segment_bytes(tokens) - layers * chunks * 24
+
+    assert [more(tokens) // row for tokens in (1, 16, 17, size, size + 1, 2 * size, 3 * size)] == [
+        16, 16, 32, size, 2 * size, 2 * size, 3 * size,
+    ]  # fmt: skip
+
+
+def test_an_assignment_takes_two_bytes_a_token_and_head() -> None:
+    apart = changed(ALIKE, grouping="position")
+    assert ALIKE.segment_bytes(1000) - apart.segment_bytes(1000) == 2 * 6 * 4 * 1000
+    wide = changed(BASE, codec="x:1", codec_bytes=512)
+    assert BASE.segment_bytes(1000) - wide.segment_bytes(1000) == 2 * 63 * (16 * 1024 - 512)
+
+
+def test_tokens_are_parted_along_the_direction_in_which_they_differ_most() -> None:
+    """Which is not where the one lies that is farthest from the others."""
+    along = np.random.default_rng(0).permutation(np.linspace(-5, 5, 32))
+    keys = np.stack([along, np.zeros(32)], axis=1)
+    keys[np.abs(along - 1).argmin(), 1] = 8.0
+    unit = alike(np.repeat(keys, 4, axis=0).astype(np.float32), 64)
+    assert set(unit[np.repeat(along < 0, 4)]) == {unit[4 * along.argmin()]}
+    assert np.bincount(unit).tolist() == [64, 64]
+    with pytest.raises(ValueError, match="got 64 tokens in units of 6, expected"):
+        alike(np.zeros((64, 2)), 6)
+    with pytest.raises(ValueError, match="got 60 tokens in units of 16, expected"):
+        alike(np.zeros((60, 2)), 16)
+    assert alike(np.zeros((0, 2)), 16).shape == (0,)
+    far = np.array([np.inf, -np.inf, 1e30, -3e15, 7], np.float32)
+    assert bounded(far).tolist() == [np.float32(1e15), -np.float32(1e15)] * 2 + [7]

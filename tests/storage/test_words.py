@@ -170,8 +170,9 @@ def test_links_are_chained_over_the_bytes_of_tokens() -> None:
     assert len(found) == 3 and list(chain.links(b"", tokens[:0], 16)) == []
     assert chain.link(b"start", tokens[:16].tobytes()) == found[0]
     assert chain.branch(b"at", "exact") == b"at"
-    text = b"ckv-branch\0budget:0.5\0at"
-    assert chain.branch(b"at", "budget:0.5") == hashlib.sha256(text).digest()[:16]
+    for name in ("budget:0.5", "zone"):
+        text = f"ckv-branch\0{name}\0at".encode()
+        assert chain.branch(b"at", name) == hashlib.sha256(text).digest()[:16]
 
 
 def test_a_provenance_is_a_short_name() -> None:
