@@ -213,6 +213,12 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceComparisonOperator_Eq_LtE",
         "if len(self.bits) == 1: ~0 @18 #0",
     ): "there is a pair of bits at least",
+    (
+        "storage/quantised.py",
+        "core/ReplaceTrueWithFalse",
+        "for row, pack in zip(out, packs, strict=True):  # one after the other: they fit a cache "
+        "~0 @40 #0",
+    ): "a row is made for each pack",
 }
 """(file, operator, place) -> why."""
 

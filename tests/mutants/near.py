@@ -18,8 +18,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         f"tests/storage/test_{name}.py"
         for name in (
             "place_parts", "places", "bad_places", "durability", "descriptors", "limits",
-            "kernel_queue", "direct_reads", "unknown", "hidden_names", "objects", "mending", "waits", "room",
-            "faults",
+            "kernel_queue", "direct_reads", "unknown", "hidden_names", "objects", "mending",
+            "waits", "room", "faults",
         )
     ),
     "storage/segment": tuple(
