@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -12,7 +13,15 @@ import numpy as np
 import pytest
 
 from bench.truth import FINGERPRINT, SMALL, some_tokens
-from ckv_jax.storage import Fingerprint, FingerprintMismatch, Prefix, StoreConfig, chain, tenant
+from ckv_jax.storage import (
+    Fingerprint,
+    FingerprintMismatch,
+    Prefix,
+    StoreConfig,
+    chain,
+    fingerprint,
+    tenant,
+)
 from ckv_jax.storage.errors import (
     PrefixNotFound,
     ReadTimeout,
@@ -230,6 +239,20 @@ def test_which_folder_a_url_names() -> None:
     assert folder_of("s3://bucket/x") is folder_of("memory://") is None
     with pytest.raises(ValueError, match="url: got 'file://host/x'"):
         folder_of("file://host/x")
+
+
+def test_a_cache_of_hashes_is_read_up_to_8_mib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)  # files of this moment are trusted
+    path, cache = tmp_path / "weights", tmp_path / "cache"
+    path.write_bytes(b"x")
+    true = hash_files([path], cache)
+    (key,) = json.loads(cache.read_text())
+    for more, used in ((0, True), (1, False)):
+        forged = json.dumps({key: "0" * 64})
+        cache.write_text(" " * ((8 << 20) + more - len(forged)) + forged)
+        assert (hash_files([path], cache) != true) == used
 
 
 def test_hashes_of_files_are_of_names_and_contents_in_the_order_of_names(tmp_path: Path) -> None:
