@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.mutants.draw import Mutant
 
 REASONS: dict[tuple[str, str, str], str] = {
@@ -219,10 +221,32 @@ REASONS: dict[tuple[str, str, str], str] = {
         "for row, pack in zip(out, packs, strict=True):  # one after the other: they fit a cache "
         "~0 @40 #0",
     ): "a row is made for each pack",
+    (
+        "storage/place/holds.py",
+        "core/NumberReplacer",
+        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @16 #0",
+    ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
+    (
+        "storage/place/holds.py",
+        "core/NumberReplacer",
+        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @16 #1",
+    ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
+    (
+        "storage/place/holds.py",
+        "core/NumberReplacer",
+        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @11 #0",
+    ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
 }
 """(file, operator, place) -> why."""
 
 
+_FLAGS = re.compile(r"os\.O_\w+(?: \| os\.O_\w+)+")
+_SUMS = ("core/ReplaceBinaryOperator_BitOr_BitXor", "core/ReplaceBinaryOperator_BitOr_Add")
+
+
 def reason(mutant: Mutant) -> str | None:
     """Why a change is none; None if it is one."""
+    flags = _FLAGS.search(mutant.place) and "|" not in _FLAGS.sub("", mutant.place)
+    if flags and mutant.operator in _SUMS:
+        return "flags of an open that share no bit"
     return REASONS.get((mutant.file, mutant.operator, mutant.place))

@@ -33,6 +33,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "storage/tools": (
         "tests/storage/test_repairs.py", "tests/storage/test_tools.py",
+        "tests/storage/test_codec.py",
         "tests/storage/test_fate.py", "tests/storage/test_mending.py",
         "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
         "tests/storage/test_room.py", "tests/storage/test_pins.py",

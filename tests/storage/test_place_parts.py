@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -457,6 +458,16 @@ def test_an_entry_is_locked_by_one_under_the_name_that_it_has(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "new")
     with pytest.raises(OSError, match="symbolic links"):
         lock_entry(tmp_path / "link")
+
+    def fails(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.EIO, "broken")
+
+    try:
+        os.lstat = fails
+        with pytest.raises(OSError, match="broken"):
+            lock_entry(tmp_path / "new")
+    finally:
+        os.lstat = real
     assert open_files() == before
 
 
@@ -538,7 +549,7 @@ def files(root: Path) -> Iterator[LocalFiles]:
 def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
     path = files.root / "segments" / "ab" / ID / "packs"
     files.mend(ID, "packs", 6, {1: b"bc", 4: b"e"})
-    assert path.read_bytes() == b"\0bc\0e\0"
+    assert path.read_bytes() == b"\0bc\0e\0" and stat.S_IMODE(path.stat().st_mode) == 0o600
     files.mend(ID, "packs", 4, {0: b"a"})
     assert path.read_bytes() == b"abc\0"
     assert files.damaged(ID, {"packs": 4}) == set()
@@ -932,3 +943,63 @@ def test_a_quarter_of_a_queue_is_waited_for(queues: KernelQueues, file: Path) ->
         offsets = np.arange(count) * FILE_ALIGN
         queues.read(fd, offsets, out[:count], slice(None)).result(5.0)
         assert asked[0] == least and sum(asked) <= count
+
+
+def test_a_trial_that_reads_too_little_is_none(
+    queues: KernelQueues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "short").write_bytes(b"x" * 100)
+    assert queues.works(tmp_path / "short")
+    before = open_files()
+    monkeypatch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=FILE_ALIGN))
+    assert not queues.works(tmp_path / "short")
+    monkeypatch.undo()
+    assert open_files() == before and not kernel_queue._IN_FLIGHT
+
+
+def test_what_a_full_queue_does_not_take_is_handed_over_as_others_land(
+    queues: KernelQueues, file: Path
+) -> None:
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    out, calls, real = aligned(8 * FILE_ALIGN).reshape(8, FILE_ALIGN), [], queues.submit
+
+    def submit(queue_: int, address: int, count: int) -> int:
+        calls.append(count)
+        if len(calls) == 1:
+            return real(queue_, address, 3)
+        if len(calls) == 2:
+            raise OSError(errno.EAGAIN, "the queue is full")
+        return real(queue_, address, count)
+
+    queues.submit = submit  # type: ignore[method-assign]
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, slice(None))
+    assert calls == [8, 5]  # and no more before some have landed
+    read.result(5.0)
+    assert calls[2] == 5 and (out == pages[:8]).all()
+
+
+@pytest.mark.parametrize(("first", "code"), [(0, errno.EAGAIN), (0, errno.EIO), (2, errno.EIO)])
+def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
+    queues: KernelQueues, file: Path, first: int, code: int
+) -> None:
+    """After those that it took have landed."""
+    before, real = open_files(), queues.submit
+    pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
+    left = [first]
+
+    def submit(queue_: int, address: int, count: int) -> int:
+        if left[0]:
+            return real(queue_, address, left.pop(0) or count)
+        raise OSError(code, os.strerror(code))
+
+    left.append(0)
+    queues.submit = submit  # type: ignore[method-assign]
+    out = aligned(8 * FILE_ALIGN).reshape(8, FILE_ALIGN)
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, slice(None))
+    with pytest.raises(OSError) as error:
+        read.result(5.0)
+    assert error.value.errno == code and read.done()
+    assert (out[:first] == pages[:first]).all() and open_files() == before
+    assert not kernel_queue._IN_FLIGHT and len(queues._idle) == 1

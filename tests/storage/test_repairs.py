@@ -15,6 +15,7 @@ from ckv_jax.storage import (
     ChunkStore,
     Layout,
     StoreConfig,
+    StoreUnavailable,
     Wish,
     inspect_store,
     pin_prefix,
@@ -23,6 +24,7 @@ from ckv_jax.storage import (
     wish_for,
 )
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
+from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.tools import inspect as inspecting
 from ckv_jax.storage.tools.damage import Damage, VerifyReport, by_segment, ranges
 from ckv_jax.storage.tools.fate import Fate, fate, foretold
@@ -166,6 +168,29 @@ def test_a_check_adds_up_packs_bytes_and_damages(folder: Path) -> None:
         why = store.why_evicted(one.id)
         assert why is not None and why.reason.startswith("repair: ")
         assert verify_store(store).ok and store.files.segment_ids() == {ids[1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("read_packs", "packs"), ("read_probe", "probe"), ("read_digest", "digest")]
+)
+def test_what_cannot_be_read_now_is_told_and_not_damage(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    layout = dataclasses.replace(SMALL, digest="int8")
+    prefix = ingest(store, some_tokens(64), layout=layout)
+
+    def late(*_: object) -> None:
+        if kind != "digest":
+            raise StoreUnavailable("the disk has not answered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixReader, name, late)
+        report = verify_store(store, repair=True)
+    (unread,) = report.unread
+    said = "digest: not read" if kind == "digest" else "the disk has not answered"
+    assert unread == Damage(prefix.spans[0].segment_id, 0, said, kind)
+    assert not report.ok and not report.damages and report.segments == 1
+    assert verify_store(store).ok
 
 
 def test_what_continues_something_that_goes_goes_too(folder: Path) -> None:
