@@ -236,6 +236,11 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @11 #0",
     ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
+    (
+        "storage/tools/verify.py",
+        "core/ReplaceFalseWithTrue",
+        "return fate(None, found, found, False) ~0 @32 #0",
+    ): "without a manifest it does not count what was tried",
 }
 """(file, operator, place) -> why."""
 

@@ -787,6 +787,9 @@ def test_where_a_bucket_is_the_environment_says(monkeypatch: pytest.MonkeyPatch)
     assert "endpoint" not in kvstore_spec("gs://bucket")
     with pytest.raises(ValueError, match="url: got 'ftp://x'"):
         kvstore_spec("ftp://x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "no endpoint")
+    with pytest.raises(StoreUnavailable, match="s3://bucket: cannot be opened: "):
+        ObjectFiles("s3://bucket", ts.Context(), 5.0)
 
 
 # -- TensorStore's settings, and the kernel's queues -------------------------------------------
@@ -876,6 +879,11 @@ def test_where_the_kernel_has_queues_they_are_used(file: Path, root: Path) -> No
     found.close()
 
 
+def test_a_folder_that_tensorstore_cannot_open_is_unavailable() -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be opened"):
+        place._wake(Path("a\0b"), ts.Context(), 5.0)
+
+
 def test_queues_that_read_nothing_right_are_not_used(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -955,6 +963,39 @@ def test_a_trial_that_reads_too_little_is_none(
     assert not queues.works(tmp_path / "short")
     monkeypatch.undo()
     assert open_files() == before and not kernel_queue._IN_FLIGHT
+
+
+def test_a_trial_that_cannot_start_is_none(
+    queues: KernelQueues, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: KernelQueues) -> int:
+        raise OSError(errno.EAGAIN, "no more queues")
+
+    before, idle = open_files(), queues._idle
+    monkeypatch.setattr(KernelQueues, "_new", refuse)
+    queues._idle = []
+    assert not queues.works(file)
+    queues._idle = idle
+    assert open_files() == before
+
+
+def test_a_read_that_is_given_up_is_forgotten_once_it_has_landed(
+    queues: KernelQueues, file: Path
+) -> None:
+    """As soon as another starts, whoever starts it."""
+    out, real = aligned(2 * FILE_ALIGN).reshape(2, FILE_ALIGN), queues.events
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    read = queues.read(fd, np.zeros(1, np.int64), out[:1], slice(None))
+    queues.events = lambda *_: 0  # type: ignore[method-assign]  # nothing has landed yet
+    assert not read.given_up and not read.done()
+    with pytest.raises(TimeoutError):
+        read.result(0.0)
+    queues.events = real  # type: ignore[method-assign]
+    end = time.monotonic() + 5
+    while read in kernel_queue._IN_FLIGHT and time.monotonic() < end:
+        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        queues.read(fd, np.zeros(1, np.int64), out[1:], slice(None)).result(5.0)
+    assert read not in kernel_queue._IN_FLIGHT and read.done()
 
 
 def test_what_a_full_queue_does_not_take_is_handed_over_as_others_land(

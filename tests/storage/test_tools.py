@@ -233,10 +233,14 @@ def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
     ],
     ids=["packs of 2", "packs of 1", "apart"],
 )
-@pytest.mark.parametrize("least", [0.001, 0.5], ids=["some draw more", "all draw the same"])
+@pytest.mark.parametrize(
+    ("least", "most", "colours"),
+    [(0.001, 0.5, (0.001, 0.5)), (0.5, 0.5, (0.05, 0.5)), (0.0, 0.0, (0.1, 1.0))],
+    ids=["some draw more", "all draw the same", "none draws any"],
+)  # a scale needs two ends all the same
 def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
     store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    layout: Layout, rows: str, least: float,
+    layout: Layout, rows: str, least: float, most: float, colours: tuple[float, float],
 ) -> None:  # fmt: skip
     drawn: list[Figure] = []
     save = Figure.savefig
@@ -247,14 +251,13 @@ def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
 
     monkeypatch.setattr(Figure, "savefig", kept)
     prefix = ingest(store, some_tokens(64), layout=layout)
-    scores = np.full((layout.groups, prefix.num_chunks), 0.5)
+    scores = np.full((layout.groups, prefix.num_chunks), most)
     scores[0, 0] = least
     store.save_scores(prefix.spans[0].segment_id, scores, np.ones(scores.shape))
     plot_importance(store, prefix.id, tmp_path / "map.png")
     axes = drawn[0].axes[0]
     assert axes.get_ylabel() == rows
-    lowest = least if least < 0.5 else 0.05  # one colour: a scale needs two ends all the same
-    assert axes.images[0].get_clim() == pytest.approx((lowest, 0.5), rel=1e-6)
+    assert axes.images[0].get_clim() == pytest.approx(colours, rel=1e-6)
 
 
 def test_verify_finds_and_repairs(folder: Path) -> None:
