@@ -170,6 +170,21 @@ def test_a_check_adds_up_packs_bytes_and_damages(folder: Path) -> None:
         assert verify_store(store).ok and store.files.segment_ids() == {ids[1]}
 
 
+def test_what_a_repair_would_do_is_told_of_each_segment(store: ChunkStore) -> None:
+    plain, together = (ingest(store, some_tokens(64), layout=layout) for layout in (SMALL, ALIKE))
+    one, other = (prefix.spans[0].segment_id for prefix in (plain, together))
+
+    def told(id_: str, chunk: int, kind: str = "packs") -> str:
+        (line,) = losses(store, VerifyReport(damages=[Damage(id_, chunk, "x", kind)]))
+        assert line.startswith(f"{id_}: ")
+        return line.removeprefix(f"{id_}: ")
+
+    assert told(one, 2) == "be limited to its first 2 of 4 chunks"
+    assert told(one, 0) == told("ab" * 16, 1) == told(other, 0, "segment") == "be removed"
+    assert told(one, 1, "probe") == "be made whole: what is damaged follows from its packs"
+    assert told(other, 0) == "be kept and not served, until its text is ingested again"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("read_packs", "packs"), ("read_probe", "probe"), ("read_digest", "digest")]
 )

@@ -221,22 +221,19 @@ def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
     assert info is not None and info.importance == [0.5] * 10
 
 
+APART = dataclasses.replace(SMALL, pack_layers=1, kv_together=False)
+
+
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("layout", "rows", "least", "most", "colours"),
     [
-        (SMALL, "group of 2 layers"),
-        (dataclasses.replace(SMALL, pack_layers=1), "layer"),
-        (
-            dataclasses.replace(SMALL, pack_layers=1, kv_together=False),
-            "keys and values of each layer",
-        ),
+        (SMALL, "group of 2 layers", 0.001, 0.5, (0.001, 0.5)),
+        (dataclasses.replace(SMALL, pack_layers=1), "layer", 0.001, 0.5, (0.001, 0.5)),
+        (APART, "keys and values of each layer", 0.001, 0.5, (0.001, 0.5)),
+        (SMALL, "group of 2 layers", 0.5, 0.5, (0.05, 0.5)),
+        (SMALL, "group of 2 layers", 0.0, 0.0, (0.1, 1.0)),
     ],
-    ids=["packs of 2", "packs of 1", "apart"],
-)
-@pytest.mark.parametrize(
-    ("least", "most", "colours"),
-    [(0.001, 0.5, (0.001, 0.5)), (0.5, 0.5, (0.05, 0.5)), (0.0, 0.0, (0.1, 1.0))],
-    ids=["some draw more", "all draw the same", "none draws any"],
+    ids=["packs of 2", "packs of 1", "apart", "all draw the same", "none draws any"],
 )  # a scale needs two ends all the same
 def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
     store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
