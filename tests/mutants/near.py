@@ -10,6 +10,7 @@ from pathlib import Path
 NEAR: dict[str, tuple[str, ...]] = {
     "storage": ("tests/storage", "tests/bench/test_judge.py"),
     "storage/digest": (
+        "tests/storage/test_digests.py",
         "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
         "tests/storage/test_landmarks.py", "tests/storage/test_digest_heads.py",
         "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
@@ -17,7 +18,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/place": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "place_parts", "places", "bad_places", "durability", "descriptors", "limits",
+            "words", "place_parts", "places", "bad_places", "durability", "descriptors", "limits",
             "kernel_queue", "direct_reads", "unknown", "hidden_names", "objects", "mending",
             "waits", "room", "faults",
         )

@@ -364,6 +364,7 @@ def never() -> bool:
 def test_of_two_writers_the_first_is_kept_where_it_is_good(root: Path) -> None:
     before = open_files()
     first, second, third = (filled(root, text) for text in ("first", "second", "third"))
+    assert len(bytes.fromhex(first.name)) == 16  # as a sweep knows it
     assert first.publish(ID, never) and published(root) == "first"
     assert not second.publish(ID, lambda: True) and published(root) == "first"
     assert second.path.is_dir()  # it is left as it is
@@ -471,11 +472,20 @@ def test_an_entry_is_locked_by_one_under_the_name_that_it_has(tmp_path: Path) ->
     assert open_files() == before
 
 
-def test_small_files_are_replaced_as_a_whole(root: Path) -> None:
-    path, tmp = root / "pins" / ID, root / "tmp"
+def test_small_files_are_replaced_as_a_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, tmp, names, real = root / "pins" / ID, root / "tmp", [], os.rename
+
+    def rename(old: Path, new: Path) -> None:
+        names.append(old.name)
+        assert lock_entry(old) is None  # a sweep leaves it alone
+        real(old, new)
+
     for text in (b"one", b"two"):
+        monkeypatch.setattr(os, "rename", rename)
         replace_file(path, text, tmp)
+        monkeypatch.undo()
         assert path.read_bytes() == text and not list(tmp.iterdir())
+    assert [len(bytes.fromhex(name)) for name in names] == [16, 16]  # as a sweep knows them
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(FileNotFoundError):
         replace_file(root / "none" / ID, b"x", tmp)
@@ -559,6 +569,8 @@ def test_files_are_mended_where_they_lie(files: LocalFiles) -> None:
     for offset, count, found in ((0, 4, b"abc\0"), (1, 2, b"bc"), (1, 4, None), (4, 0, b"")):
         assert files.read(ID, "packs", offset, count) == found
     assert files.read(ID, "none", 0, 1) is None
+    files.mend(ID, "long", 1000, {300: b"x" * 700})
+    assert files.read(ID, "long", 200, 400) == bytes(100) + b"x" * 300
 
 
 def test_a_manifest_changes_its_stamp_and_is_gone_with_its_segment(files: LocalFiles) -> None:
@@ -586,7 +598,8 @@ def test_a_manifest_changes_its_stamp_and_is_gone_with_its_segment(files: LocalF
     with pytest.raises(SegmentDamaged, match="being removed"):
         files.hold(ID)
     removed = claim.remove()
-    assert files.stamp(ID) is None and len(list((files.root / "tmp").iterdir())) == 1
+    (aside,) = (files.root / "tmp").iterdir()
+    assert files.stamp(ID) is None and len(bytes.fromhex(aside.name)) == 16  # as a sweep knows it
     removed()
     assert not list((files.root / "tmp").iterdir())
     again = files.claim(ID)
@@ -698,6 +711,8 @@ def test_objects_are_uploaded_read_mended_and_removed(objects: ObjectFiles) -> N
         f"{base}/manifest.json": b"manifest",
     }  # fmt: skip
     assert not upload(objects, lambda: True) and upload(objects, lambda: False)
+    beside = f"segments1/cd/{OTHER}/packs"
+    objects._store.write(beside, b"").result()
     assert objects.segment_ids() == {ID} and objects.manifest(ID) == b"manifest"
     assert objects.read(ID, "packs/c.0", 2, 3) == b"234"
     assert objects.read(ID, "packs/c.0", 8, 3) is objects.read(ID, "none", 0, 1) is None
@@ -716,7 +731,7 @@ def test_objects_are_uploaded_read_mended_and_removed(objects: ObjectFiles) -> N
         objects.manifest(ID)
     assert objects.segment_ids() == {ID}  # what is left of it
     removed()
-    assert objects.segment_ids() == set() and list(stored(objects)) == ["store.json"]
+    assert objects.segment_ids() == set() and set(stored(objects)) == {"store.json", beside}
     assert objects.damaged(ID, {"x": 1}) == objects.dead(["x"]) == set() and objects.sweep() == 0
     with pytest.raises(OSError, match="no direct reads") as error:
         objects.open_direct(ID, "packs/c.0")
@@ -897,6 +912,12 @@ def test_queues_that_read_nothing_right_are_not_used(
     assert place._queues(root) is None
     monkeypatch.setattr(kernel_queue, "_CALLS", {})
     assert place._queues(root) is None
+
+
+def test_the_kernel_s_own_error_is_told(queues: KernelQueues) -> None:
+    with pytest.raises(OSError, match="Invalid argument") as error:
+        queues.submit(0, 0, 1)
+    assert error.value.errno == errno.EINVAL
 
 
 def test_what_fits_a_direct_read() -> None:
