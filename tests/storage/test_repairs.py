@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from segment_support import ALIKE, hurt, segment_folder
+from segment_support import ALIKE, find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
+    SegmentDamaged,
     StoreConfig,
+    StoreError,
     StoreUnavailable,
     Wish,
     inspect_store,
@@ -185,6 +187,37 @@ def test_what_a_repair_would_do_is_told_of_each_segment(store: ChunkStore) -> No
     assert told(other, 0) == "be kept and not served, until its text is ingested again"
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable("busy"), SegmentDamaged("it is gone")])
+def test_what_could_not_be_made_anew_now_is_kept_and_what_went_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError
+) -> None:
+    """Somebody else is mending it, or has removed it."""
+    tokens = some_tokens(64)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, tokens)
+        (id_,) = (span.segment_id for span in prefix.spans)
+        chunk_bytes = SMALL.probe_heads * SMALL.head_dim * 2 * 16
+        hurt(sorted(segment_folder(folder, prefix).glob("probe/c.*"))[0], 2 * chunk_bytes)
+
+        def fails(*_: object, **__: object) -> int:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkStore, "remake_probes", fails)
+            report = verify_store(store, repair=True)
+        kinds = [(d.kind, d.chunk, d.what) for d in report.damages]
+        assert kinds[0][:2] == ("probe", 2)
+        if isinstance(error, SegmentDamaged):
+            assert kinds[1:] == [("segment", 0, "it is gone")]
+            assert (report.removed, report.unrepaired, report.quarantined) == ([id_], [], [])
+        else:
+            assert len(kinds) == 1 and not report.removed and not report.remade
+            assert report.unrepaired == report.quarantined == [id_]
+            assert find(store, tokens, SMALL).num_tokens == 32
+            assert verify_store(store, repair=True).remade == [id_]
+            assert find(store, tokens, SMALL).num_tokens == 64
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("read_packs", "packs"), ("read_probe", "probe"), ("read_digest", "digest")]
 )
@@ -264,6 +297,20 @@ def test_an_inspection_says_of_each_segment_what_its_manifest_does(folder: Path)
         (folder / "segments" / "ab" / ("ab" * 16)).mkdir(parents=True)
         unusable = inspect_store(store).unusable
         assert list(unusable) == ["ab" * 16] and "no manifest" in unusable["ab" * 16]
+
+
+def test_an_inspection_passes_over_what_it_cannot_use(folder: Path) -> None:
+    with ChunkStore.open(folder) as store:
+        prefixes = {
+            prefix.spans[0].segment_id: prefix
+            for prefix in (ingest(store, some_tokens(16, seed)) for seed in range(3))
+        }
+        first = store.index.catalog.entries()[0].id
+        hurt(segment_folder(folder, prefixes[first]) / "manifest.json", 40)
+    with ChunkStore.open(folder, readonly=True) as store:
+        found = inspect_store(store)
+    assert {s.id for s in found.segments} == prefixes.keys() - {first}
+    assert list(found.unusable) == [first]
 
 
 @pytest.mark.parametrize("pieces", [1, 1 << 25])

@@ -222,13 +222,14 @@ def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
 
 
 APART = dataclasses.replace(SMALL, pack_layers=1, kv_together=False)
+MANY = dataclasses.replace(SMALL, pack_layers=1, num_layers=50)
 
 
 @pytest.mark.parametrize(
     ("layout", "rows", "least", "most", "colours"),
     [
         (SMALL, "group of 2 layers", 0.001, 0.5, (0.001, 0.5)),
-        (dataclasses.replace(SMALL, pack_layers=1), "layer", 0.001, 0.5, (0.001, 0.5)),
+        (MANY, "layer", 0.001, 0.5, (0.001, 0.5)),
         (APART, "keys and values of each layer", 0.001, 0.5, (0.001, 0.5)),
         (SMALL, "group of 2 layers", 0.5, 0.5, (0.05, 0.5)),
         (SMALL, "group of 2 layers", 0.0, 0.0, (0.1, 1.0)),
@@ -253,7 +254,13 @@ def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
     store.save_scores(prefix.spans[0].segment_id, scores, np.ones(scores.shape))
     plot_importance(store, prefix.id, tmp_path / "map.png")
     axes = drawn[0].axes[0]
-    assert axes.get_ylabel() == rows
+    assert axes.get_ylabel() == rows and axes.get_xlabel() == "chunk (of 16 tokens)"
+    assert axes.get_title(loc="left") == (
+        f"Attention that each chunk drew: prefix {prefix.id[:12]}, 64 tokens"
+    )
+    height = 2.8 + 0.12 * min(layout.groups, 40)  # inches: it grows with its rows, for a while
+    assert tuple(drawn[0].get_size_inches()) == pytest.approx((10, height))
+    assert axes.images[0].get_array().shape == (layout.groups, 4)
     assert axes.images[0].get_clim() == pytest.approx(colours, rel=1e-6)
 
 
