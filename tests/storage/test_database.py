@@ -7,6 +7,7 @@ import fcntl
 import os
 import sqlite3
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -144,6 +145,25 @@ def test_a_database_in_memory_takes_everything_at_once() -> None:
     made.close()
 
 
+@pytest.mark.parametrize("where", ["file", "memory", "copy", "copy of nothing"])
+def test_any_thread_may_ask(path: Path, where: str) -> None:
+    if where == "copy":
+        Database(path, SCHEMA, Source().fill, wait_s=0.05).close()
+    at, readonly = (None if where == "memory" else path), where.startswith("copy")
+    made = Database(at, SCHEMA, Source().fill, wait_s=0.05, readonly=readonly)
+    found: list[int] = []
+
+    def ask() -> None:
+        made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
+        found.extend(read(made))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert found == [1, 7] and made.rebuilds == 0
+    made.close()
+
+
 def test_what_is_closed_is_not_used(path: Path) -> None:
     made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
     for _ in range(2):
@@ -196,6 +216,18 @@ def test_no_more_writes_are_kept_than_memory_has_room_for(
         assert (read(made), made.refused, len(made._kept)) == ([1, 5, 6, 7], 3, 2)
     made.close()
     assert rows(path) == [1, 5, 6]
+
+
+def test_what_waits_in_memory_outlives_a_question_that_nobody_can_answer(path: Path) -> None:
+    """Which looks like damage: the copy is made anew, too."""
+    made = Database(path, SCHEMA, Source().fill, wait_s=0.05)
+    with busy(path):
+        made.write(lambda db: db.execute("INSERT INTO found VALUES (7)"))
+        with pytest.raises(sqlite3.Error, match="nowhere"):
+            made.read("SELECT x FROM nowhere", ())
+        assert read(made) == [1, 7] and rows(path) == [1]
+    made.close()
+    assert rows(path) == [1, 7]
 
 
 def test_files_are_read_as_what_somebody_else_may_have_written(path: Path) -> None:

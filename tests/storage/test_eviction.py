@@ -8,13 +8,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
-from ckv_jax.storage import ChunkStore, StoreUnavailable, Wish
+from ckv_jax.storage import ChunkStore, StoreConfig, StoreUnavailable, Wish, tenant
 from ckv_jax.storage.index import rows
 from ckv_jax.storage.index.bounds import Bounds
 from ckv_jax.storage.index.catalog import Catalog
@@ -381,6 +382,21 @@ def test_who_deletes_a_prefix_deletes_what_continues_it(store: ChunkStore) -> No
     assert (counts["evicted"], counts["evicted_deleted"]) == (3, 3)
     assert counts["evicted_room"] == counts["evicted_expired"] == counts["evicted_pruned"] == 0
     assert read_all(store, other).refused == 0
+
+
+@pytest.mark.parametrize("mine", ["a", "b"])
+def test_a_tenant_s_room_is_made_of_its_own(folder: Path, mine: str) -> None:
+    """Whichever of the two it is, and though the others' are worth less."""
+    size = SMALL.segment_bytes(64)
+    with ChunkStore.open(folder, config=StoreConfig(quotas={mine: 2 * size})) as store:
+        others = [ingest(store, some_tokens(64), salt=salt) for salt in ("", "a", "b")]
+        kept = [prefix.spans[0].segment_id for prefix in others if prefix.salt != mine]
+        for seed in range(1, 4):
+            last = ingest(store, some_tokens(64, seed), salt=mine)
+        ids = {e.id: e.tenant for e in store.index.catalog.entries()}
+        assert ids.keys() >= {*kept, last.spans[0].segment_id}
+        assert [*ids.values()].count(tenant.mark(mine)) in (1, 2)
+        assert store.stats()["evicted_room"] == store.stats()["evicted"] > 0
 
 
 def test_who_removes_a_segment_is_told_whether_it_went(store: ChunkStore) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_support import ALIKE
 
 from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
@@ -147,6 +148,22 @@ def test_prefixes_by_id(store: ChunkStore) -> None:
     assert error.value.close == (leaf.id,) and leaf.id in str(error.value)
     with pytest.raises(PrefixNotFound):
         store.prefix("../../etc/passwd")
+
+
+def test_an_id_inside_of_two_segments_is_that_of_the_one_that_can_end_there(
+    store: ChunkStore,
+) -> None:
+    """Of alike tokens: inside of the longer text no prefix ends there."""
+    tokens = some_tokens(16 * 40)
+    ingest(store, tokens, layout=ALIKE)
+    short = ingest(store, tokens[: 16 * 12], layout=ALIKE)
+    assert len(short.spans) == 1 and short.spans[0].num_chunks == 12
+    links = list(chain.links(chain.seed(FINGERPRINT, ALIKE, ""), tokens, 16))
+    found = store.prefix(links[8].hex())
+    assert found.num_tokens == 16 * 9
+    assert [span.segment_id for span in found.spans] == [short.spans[0].segment_id]
+    with pytest.raises(PrefixNotFound, match="ends inside of"):
+        store.prefix(links[3].hex())
 
 
 def test_a_segment_that_cannot_be_looked_at_now_counts_as_unread(
