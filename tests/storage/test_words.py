@@ -146,6 +146,9 @@ def test_pages_end_where_segments_and_spans_do() -> None:
     assert pages.token_bytes == 2 * 8 * 2
     cut = ProbePages(prefix_of(16 * 6, (0, 6, 9)))
     assert [cut.whole(page) for page in range(len(cut))] == [True, False]
+    later = ProbePages(prefix_of(16 * 7, (5, 7, 12)))
+    assert (later.first.tolist(), later.chunks.tolist()) == ([5, 8], [3, 4])
+    assert [later.whole(page) for page in range(2)] == [False, True]
     assert len(ProbePages(prefix_of(0))) == 0
 
 
