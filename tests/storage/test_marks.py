@@ -9,7 +9,14 @@ import pytest
 from segment_support import find, hurt, segment_folder
 
 from bench.truth import FINGERPRINT, SMALL, ingest, some_tokens
-from ckv_jax.storage import ChunkStore, Prefix, SegmentDamaged, StoreUnavailable
+from ckv_jax.storage import (
+    ChunkStore,
+    Prefix,
+    PrefixNotFound,
+    SegmentDamaged,
+    StoreUnavailable,
+)
+from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.index import Counters
 
 TOKENS = some_tokens(16 * 7)
@@ -142,6 +149,13 @@ def test_manifests_that_cannot_be_used_are_counted(folder: Path) -> None:
         assert store.prefixes() == prefixes[2:] and store.index.unknown() == set()
         assert store.index.find(prefixes[0].spans[0].segment_id) is None
         assert store.index.load_marked(prefixes[0].spans[0].segment_id) is None
+        ids = [prefix.spans[0].segment_id for prefix in prefixes]
+        told = list(store.index.manifests([ids[0], "ab" * 16, ids[2]]))
+        assert [(id_, checksum, size) for id_, _, checksum, size in told] == [
+            (ids[0], "", 0), ("ab" * 16, "", 0),
+            (ids[2], prefixes[2].spans[0].checksum, store.usage()),
+        ]  # fmt: skip
+        assert [isinstance(found, SegmentDamaged) for _, found, *_ in told] == [True, True, False]
 
 
 def test_what_another_process_stored_is_not_asked_for_by_a_wrong_id(store: ChunkStore) -> None:
@@ -149,3 +163,26 @@ def test_what_another_process_stored_is_not_asked_for_by_a_wrong_id(store: Chunk
     other = store.longest_prefix(some_tokens(40, 1), fingerprint=FINGERPRINT, layout=SMALL)
     assert other.num_tokens == 0 and counts(store) == {"misses": 2}
     assert find(store, some_tokens(40), SMALL) == prefix and counts(store)["hits"] == 1
+
+
+def asked(prefix_id: str, ends: list[str]) -> PrefixNotFound:
+    """What is said of an id where segments end with `ends`, none of which can be read."""
+    catalog = SimpleNamespace(
+        ends=lambda _: ends, ending_with=lambda _: [], passing=lambda _: []
+    )  # fmt: skip
+    with pytest.raises(PrefixNotFound) as error:
+        lookup.by_id(prefix_id, salt=None, catalog=catalog, load=lambda _: None)  # type: ignore[arg-type]
+    return error.value
+
+
+def test_ids_that_are_close_are_those_that_begin_so_and_a_few_that_look_so() -> None:
+    many = [f"abcdef{n:026x}" for n in range(7)]
+    assert asked("abcdef" + "0" * 25 + "9", many[::-1]).close == tuple(many[:5])
+    near = "abcde0" + many[2][6:]  # of which no other begins so
+    assert set(asked(near, many).close) < set(many) and len(asked(near, many).close) == 3
+    assert asked(near, many).close[0] == many[2]
+    for other in ("9" * 32, "", "zz"):
+        assert asked(other, many).close == ()
+    several = asked("abcd", many)
+    assert (several.several, several.close) == (7, tuple(many[:5]))
+    assert asked(many[0][:-1], [many[0]]).several == 0
