@@ -241,6 +241,11 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceFalseWithTrue",
         "return fate(None, found, found, False) ~0 @32 #0",
     ): "without a manifest it does not count what was tried",
+    (
+        "storage/writing.py",
+        "core/NumberReplacer",
+        "found = _params(held[0]) ~0 @21 #1",
+    ): "one segment is held",
 }
 """(file, operator, place) -> why."""
 

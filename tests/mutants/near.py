@@ -42,7 +42,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "storage/index": (
         "tests/storage/test_eviction.py", "tests/storage/test_database.py",
-        "tests/storage/test_marks.py",
+        "tests/storage/test_marks.py", "tests/storage/test_alike.py",
         "tests/storage/test_tenants.py", "tests/storage/test_limits.py",
         "tests/storage/test_mending.py",
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",

@@ -284,6 +284,8 @@ def test_tokens_are_parted_along_the_direction_in_which_they_differ_most() -> No
     unit = alike(np.repeat(keys, 4, axis=0).astype(np.float32), 64)
     assert set(unit[np.repeat(along < 0, 4)]) == {unit[4 * along.argmin()]}
     assert np.bincount(unit).tolist() == [64, 64]
+    large = alike(np.random.default_rng(1).normal(size=(4096, 2)), 2048)
+    assert np.bincount(large).tolist() == [2048, 2048]
     with pytest.raises(ValueError, match="got 64 tokens in units of 6, expected"):
         alike(np.zeros((64, 2)), 6)
     with pytest.raises(ValueError, match="got 60 tokens in units of 16, expected"):
