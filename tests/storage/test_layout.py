@@ -278,11 +278,13 @@ def test_an_assignment_takes_two_bytes_a_token_and_head() -> None:
 
 def test_tokens_are_parted_along_the_direction_in_which_they_differ_most() -> None:
     """Which is not where the one lies that is farthest from the others."""
-    along = np.random.default_rng(0).permutation(np.linspace(-5, 5, 32))
-    keys = np.stack([along, np.zeros(32)], axis=1)
+    rng = np.random.default_rng(0)
+    along = rng.permutation(np.linspace(-5, 5, 32))
+    keys = np.stack([along, rng.uniform(-1, 1, 32)], axis=1)
     keys[np.abs(along - 1).argmin(), 1] = 8.0
     unit = alike(np.repeat(keys, 4, axis=0).astype(np.float32), 64)
-    assert set(unit[np.repeat(along < 0, 4)]) == {unit[4 * along.argmin()]}
+    low, high = (set(unit[::4][side]) for side in (along < -1.5, along > 1.5))
+    assert len(low) == len(high) == 1 and low != high
     assert np.bincount(unit).tolist() == [64, 64]
     large = alike(np.random.default_rng(1).normal(size=(4096, 2)), 2048)
     assert np.bincount(large).tolist() == [2048, 2048]

@@ -980,10 +980,10 @@ def test_a_trial_that_reads_too_little_is_none(
     (tmp_path / "short").write_bytes(b"x" * 100)
     assert queues.works(tmp_path / "short")
     before = open_files()
-    monkeypatch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=FILE_ALIGN))
-    assert not queues.works(tmp_path / "short")
-    monkeypatch.undo()
-    assert open_files() == before and not kernel_queue._IN_FLIGHT
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=FILE_ALIGN))
+        found = queues.works(tmp_path / "short")
+    assert not found and open_files() == before and not kernel_queue._IN_FLIGHT
 
 
 def test_a_trial_that_cannot_start_is_none(
