@@ -246,6 +246,21 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "found = _params(held[0]) ~0 @21 #1",
     ): "one segment is held",
+    (
+        "storage/digest/data.py",
+        "core/ReplaceComparisonOperator_Eq_Lt",
+        'if layout.dtype == "bfloat16": ~0 @16 #0',
+    ): "the general way gives the same, several times as slowly",
+    (
+        "storage/index/database.py",
+        "core/NumberReplacer",
+        "self._retry_at = 0.0 ~0 @17 #0",
+    ): "it is set anew whenever a copy is made, and asked for of copies alone",
+    (
+        "storage/index/database.py",
+        "core/NumberReplacer",
+        "self._retry_at = 0.0 ~0 @17 #1",
+    ): "it is set anew whenever a copy is made, and asked for of copies alone",
 }
 """(file, operator, place) -> why."""
 

@@ -146,6 +146,7 @@ def test_probes_are_of_a_layer_of_each_group_or_of_heads_of_every_layer() -> Non
     assert BASE.probe_layers == ()
     # A slot has room for 4 layers of keys and values, and a page for as many keys.
     assert (keys.probe_page_chunks, heads.probe_page_chunks) == (8, 16)
+    assert type(keys.probe_page_chunks) is int
     assert [keys.probe_block(chunks) for chunks in (1, 63, 64, 65)] == [1, 63, 64, 64]
     assert changed(keys, chunk_tokens=2048).probe_block(3) == 1
 
