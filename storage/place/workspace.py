@@ -168,8 +168,9 @@ def replace_file(path: Path, data: bytes, tmp: Path) -> None:
                 os.rename(new, path)
                 break
             except (BlockingIOError, FileNotFoundError):
-                if not path.parent.is_dir():
-                    raise  # not a sweep's doing
+                if not path.parent.is_dir():  # not a sweep's doing
+                    delete(new)
+                    raise
             except BaseException:
                 delete(new)
                 raise

@@ -19,6 +19,9 @@ from tests.mutants.near import folder_of
 LEFT_OUT = ("core/RemoveDecorator", "core/VariableReplacer", "core/VariableInserter")
 """Operators that need arguments, or whose mutants mostly cannot be imported."""
 
+DOTLESS = "core/ExceptionReplacer"
+"""An operator that fails where a name has a dot (`sqlite3.Error`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
@@ -61,14 +64,16 @@ def _lot(name: str) -> bytes:
 def _all(folder: str, file: str, source: str) -> Iterator[tuple[str, Mutant]]:
     """(place, mutant) of every change to one file but those that no test could see."""
     tree, unseen, lines = get_ast(source), _unseen(source), _named(source)
+    written = source.splitlines()
     nodes = list(ast_nodes(tree))
     for name, operator in _operators().items():
         index, before = 0, collections.Counter[str]()
         for node in nodes:
-            for (line, column), _ in operator.mutation_positions(node):
+            for (line, column), (_, end) in operator.mutation_positions(node):
                 indent, text = lines[line - 1]
                 where = f"{text} @{column - indent}"
-                if not any(start <= (line, column) < end for start, end in unseen):
+                dotted = name == DOTLESS and "." in written[line - 1][column:end]
+                if not dotted and not any(a <= (line, column) < b for a, b in unseen):
                     place = f"{where} #{before[where]}"
                     yield where, Mutant(folder, file, name, index, line, place)
                 before[where] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.mutants.draw import Mutant
 
 REASONS: dict[tuple[str, str, str], str] = {
@@ -173,10 +175,103 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
     ): "what is put there is thrown away: it is to be compiled",
+    (
+        "storage/quantised.py",
+        "core/NumberReplacer",
+        "if bits == 8: ~0 @11 #0",
+    ): "the general way gives a code of 8 bits as its byte, too",
+    (
+        "storage/place/kernel_queue.py",
+        "core/NumberReplacer",
+        "self._reap(0, 0.0) ~0 @14 #0",
+    ): "no event is waited for, or no time is left",
+    (
+        "storage/quantised.py",
+        "core/NumberReplacer",
+        "if bits == 8: ~0 @11 #1",
+    ): "the general way gives a code of 8 bits as its byte, too",
+    (
+        "storage/place/kernel_queue.py",
+        "core/NumberReplacer",
+        "self._reap(0, 0.0) ~0 @14 #1",
+    ): "no event is waited for, or no time is left",
+    (
+        "storage/quantised.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        "if bits == 8: ~0 @8 #0",
+    ): "there are no more bits",
+    (
+        "storage/quantised.py",
+        "core/ReplaceComparisonOperator_Eq_Gt",
+        "if bits == 8: ~0 @8 #0",
+    ): "the general way gives a code of 8 bits as its byte, too",
+    (
+        "storage/place/kernel_queue.py",
+        "core/NumberReplacer",
+        "self._reap(0, 0.0) ~0 @11 #0",
+    ): "no time is left, however many events are waited for",
+    (
+        "storage/quantised.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "if len(self.bits) == 1: ~0 @18 #0",
+    ): "there is a pair of bits at least",
+    (
+        "storage/quantised.py",
+        "core/ReplaceTrueWithFalse",
+        "for row, pack in zip(out, packs, strict=True):  # one after the other: they fit a cache "
+        "~0 @40 #0",
+    ): "a row is made for each pack",
+    (
+        "storage/place/holds.py",
+        "core/NumberReplacer",
+        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @16 #0",
+    ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
+    (
+        "storage/place/holds.py",
+        "core/NumberReplacer",
+        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @16 #1",
+    ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
+    (
+        "storage/place/holds.py",
+        "core/NumberReplacer",
+        "_MENDING = 1 << 61  # where the bytes of those who mend begin ~0 @11 #0",
+    ): "a segment's byte is below 2**60, and the kernel's last one is 2**63",
+    (
+        "storage/tools/verify.py",
+        "core/ReplaceFalseWithTrue",
+        "return fate(None, found, found, False) ~0 @32 #0",
+    ): "without a manifest it does not count what was tried",
+    (
+        "storage/writing.py",
+        "core/NumberReplacer",
+        "found = _params(held[0]) ~0 @21 #1",
+    ): "one segment is held",
+    (
+        "storage/digest/data.py",
+        "core/ReplaceComparisonOperator_Eq_Lt",
+        'if layout.dtype == "bfloat16": ~0 @16 #0',
+    ): "the general way gives the same, several times as slowly",
+    (
+        "storage/index/database.py",
+        "core/NumberReplacer",
+        "self._retry_at = 0.0 ~0 @17 #0",
+    ): "it is set anew whenever a copy is made, and asked for of copies alone",
+    (
+        "storage/index/database.py",
+        "core/NumberReplacer",
+        "self._retry_at = 0.0 ~0 @17 #1",
+    ): "it is set anew whenever a copy is made, and asked for of copies alone",
 }
 """(file, operator, place) -> why."""
 
 
+_FLAGS = re.compile(r"os\.O_\w+(?: \| os\.O_\w+)+")
+_SUMS = ("core/ReplaceBinaryOperator_BitOr_BitXor", "core/ReplaceBinaryOperator_BitOr_Add")
+
+
 def reason(mutant: Mutant) -> str | None:
     """Why a change is none; None if it is one."""
+    flags = _FLAGS.search(mutant.place) and "|" not in _FLAGS.sub("", mutant.place)
+    if flags and mutant.operator in _SUMS:
+        return "flags of an open that share no bit"
     return REASONS.get((mutant.file, mutant.operator, mutant.place))

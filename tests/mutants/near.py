@@ -10,15 +10,17 @@ from pathlib import Path
 NEAR: dict[str, tuple[str, ...]] = {
     "storage": ("tests/storage", "tests/bench/test_judge.py"),
     "storage/digest": (
+        "tests/storage/test_digests.py",
         "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
+        "tests/storage/test_landmarks.py", "tests/storage/test_digest_heads.py",
         "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
     ),
     "storage/place": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "places", "bad_places", "durability", "descriptors", "limits", "kernel_queue",
-            "direct_reads", "unknown", "hidden_names", "objects", "mending", "waits", "room",
-            "faults",
+            "words", "place_parts", "places", "bad_places", "durability", "descriptors", "limits",
+            "kernel_queue", "direct_reads", "unknown", "hidden_names", "objects", "mending",
+            "waits", "room", "faults",
         )
     ),
     "storage/segment": tuple(
@@ -31,13 +33,18 @@ NEAR: dict[str, tuple[str, ...]] = {
         )
     ),
     "storage/tools": (
-        "tests/storage/test_tools.py", "tests/storage/test_mending.py",
+        "tests/storage/test_repairs.py", "tests/storage/test_tools.py",
+        "tests/storage/test_codec.py",
+        "tests/storage/test_fate.py", "tests/storage/test_mending.py",
         "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
         "tests/storage/test_room.py", "tests/storage/test_pins.py",
         "tests/cli/test_looking_after.py",
     ),
     "storage/index": (
-        "tests/storage/test_database.py",
+        "tests/storage/test_eviction.py", "tests/storage/test_database.py",
+        "tests/storage/test_marks.py", "tests/storage/test_alike.py",
+        "tests/storage/test_tenants.py", "tests/storage/test_limits.py",
+        "tests/storage/test_mending.py",
         "tests/storage/test_lookup.py", "tests/storage/test_pins.py",
         "tests/storage/test_probe_spans.py", "tests/storage/test_places.py",
         "tests/storage/test_bounds.py", "tests/storage/test_tools.py",

@@ -101,7 +101,7 @@ def test_it_is_used_whole_or_up_to_its_tail(store: ChunkStore) -> None:
     other = np.concatenate([long[:-3], some_tokens(100, 1)])
     prefix = ingest(store, other, layout=LAYOUT)
     assert [span.num_chunks for span in prefix.spans] == [(RUN + 304) // 16, 8]
-    assert read_all(store, prefix).wrong == 0
+    assert read_all(store, prefix).wrong == 0 and find(store, other, LAYOUT) == prefix
     with pytest.raises(SegmentDamaged, match="are grouped"):
         read_kv(store, prefix, first_chunk=3)
     last = prefix.num_chunks - 1

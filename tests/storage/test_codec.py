@@ -87,6 +87,23 @@ def test_a_layout_with_half_a_codec_is_refused(change: dict[str, object]) -> Non
         check_codec(CODEC, SMALL)
 
 
+def test_what_a_codec_gives_is_as_many_bytes_as_it_said() -> None:
+    packs = packs_of(SMALL, some_tokens(32), 0, np.arange(32))
+    right = CODEC.encode(packs, SMALL)
+    np.testing.assert_array_equal(encoded(CODEC, packs, 0, LAYOUT), right)
+    for wrong in (right[:, :-1], right[:-1], right.astype(np.uint16)):
+
+        class Wrong(Halves):
+            def encode(
+                self, packs: np.ndarray, layout: Layout, wrong: np.ndarray = wrong
+            ) -> np.ndarray:
+                return wrong
+
+        with pytest.raises(ValueError, match=r"halves:3: got uint.* expected uint8 \(2, "):
+            encoded(Wrong(), packs, 0, LAYOUT)
+    assert encoded(None, packs, 0, SMALL) is packs is decoded(None, packs, 0, SMALL)
+
+
 @pytest.mark.parametrize("kv_together", [True, False])
 def test_bytes_on_disk_are_the_codecs(folder: Path, kv_together: bool) -> None:
     plain = dataclasses.replace(

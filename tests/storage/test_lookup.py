@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from segment_support import ALIKE
 
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
+from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens, stored_kv
 from ckv_jax.storage import (
     ChunkStore,
     Fingerprint,
@@ -147,6 +149,37 @@ def test_prefixes_by_id(store: ChunkStore) -> None:
     assert error.value.close == (leaf.id,) and leaf.id in str(error.value)
     with pytest.raises(PrefixNotFound):
         store.prefix("../../etc/passwd")
+
+
+def test_an_id_inside_of_two_segments_is_that_of_the_one_that_can_end_there(
+    store: ChunkStore,
+) -> None:
+    """Of alike tokens: inside of the longer text no prefix ends there."""
+    tokens = some_tokens(16 * 40)
+    ingest(store, tokens, layout=ALIKE)
+    short = ingest(store, tokens[: 16 * 12], layout=ALIKE)
+    assert len(short.spans) == 1 and short.spans[0].num_chunks == 12
+    links = list(chain.links(chain.seed(FINGERPRINT, ALIKE, ""), tokens, 16))
+    found = store.prefix(links[8].hex())
+    assert found.num_tokens == 16 * 9
+    assert [span.segment_id for span in found.spans] == [short.spans[0].segment_id]
+    with pytest.raises(PrefixNotFound, match="ends inside of"):
+        store.prefix(links[3].hex())
+
+
+def test_what_has_an_order_of_its_own_is_not_entered_in_the_middle(store: ChunkStore) -> None:
+    """A longer text that is stored by itself: its last chunk holds tokens from elsewhere."""
+    layout = replace(SMALL, reordered=True)
+    tokens = some_tokens(16 * 5 + 3)
+    rng = np.random.default_rng(0)
+    ingest(store, tokens[: 16 * 5], layout=layout, order=rng.permutation(16 * 5))
+    order = np.roll(np.arange(len(tokens)), 20)
+    with store.writer(fingerprint=FINGERPRINT, layout=layout, tokens=tokens, order=order) as writer:
+        writer.write(0, stored_kv(kv_of(layout, tokens), order))
+        writer.commit()
+    found = find(store, tokens, layout=layout)
+    assert found.num_tokens == 16 * 5 and len(found.spans) == 1
+    assert read_all(store, found).right == layout.groups * 5
 
 
 def test_a_segment_that_cannot_be_looked_at_now_counts_as_unread(

@@ -221,22 +221,24 @@ def test_importance_is_drawn(store: ChunkStore, tmp_path: Path) -> None:
     assert info is not None and info.importance == [0.5] * 10
 
 
+APART = dataclasses.replace(SMALL, pack_layers=1, kv_together=False)
+MANY = dataclasses.replace(SMALL, pack_layers=1, num_layers=50)
+
+
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("layout", "rows", "least", "most", "colours"),
     [
-        (SMALL, "group of 2 layers"),
-        (dataclasses.replace(SMALL, pack_layers=1), "layer"),
-        (
-            dataclasses.replace(SMALL, pack_layers=1, kv_together=False),
-            "keys and values of each layer",
-        ),
+        (SMALL, "group of 2 layers", 0.001, 0.5, (0.001, 0.5)),
+        (MANY, "layer", 0.001, 0.5, (0.001, 0.5)),
+        (APART, "keys and values of each layer", 0.001, 0.5, (0.001, 0.5)),
+        (SMALL, "group of 2 layers", 0.5, 0.5, (0.05, 0.5)),
+        (SMALL, "group of 2 layers", 0.0, 0.0, (0.1, 1.0)),
     ],
-    ids=["packs of 2", "packs of 1", "apart"],
-)
-@pytest.mark.parametrize("least", [0.001, 0.5], ids=["some draw more", "all draw the same"])
+    ids=["packs of 2", "packs of 1", "apart", "all draw the same", "none draws any"],
+)  # a scale needs two ends all the same
 def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
     store: ChunkStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    layout: Layout, rows: str, least: float,
+    layout: Layout, rows: str, least: float, most: float, colours: tuple[float, float],
 ) -> None:  # fmt: skip
     drawn: list[Figure] = []
     save = Figure.savefig
@@ -247,14 +249,19 @@ def test_a_drawing_says_what_its_rows_are_and_its_colours_span_what_was_drawn(
 
     monkeypatch.setattr(Figure, "savefig", kept)
     prefix = ingest(store, some_tokens(64), layout=layout)
-    scores = np.full((layout.groups, prefix.num_chunks), 0.5)
+    scores = np.full((layout.groups, prefix.num_chunks), most)
     scores[0, 0] = least
     store.save_scores(prefix.spans[0].segment_id, scores, np.ones(scores.shape))
     plot_importance(store, prefix.id, tmp_path / "map.png")
     axes = drawn[0].axes[0]
-    assert axes.get_ylabel() == rows
-    lowest = least if least < 0.5 else 0.05  # one colour: a scale needs two ends all the same
-    assert axes.images[0].get_clim() == pytest.approx((lowest, 0.5), rel=1e-6)
+    assert axes.get_ylabel() == rows and axes.get_xlabel() == "chunk (of 16 tokens)"
+    assert axes.get_title(loc="left") == (
+        f"Attention that each chunk drew: prefix {prefix.id[:12]}, 64 tokens"
+    )
+    height = 2.8 + 0.12 * min(layout.groups, 40)  # inches: it grows with its rows, for a while
+    assert tuple(drawn[0].get_size_inches()) == pytest.approx((10, height))
+    assert axes.images[0].get_array().shape == (layout.groups, 4)
+    assert axes.images[0].get_clim() == pytest.approx(colours, rel=1e-6)
 
 
 def test_verify_finds_and_repairs(folder: Path) -> None:
