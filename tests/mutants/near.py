@@ -15,14 +15,14 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_landmarks.py", "tests/storage/test_digest_heads.py",
         "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
     ),
-    "storage/place": tuple(
+    "storage/place": ("tests/storage/place", *(
         f"tests/storage/test_{name}.py"
         for name in (
-            "words", "place_parts", "places", "bad_places", "durability", "descriptors", "limits",
+            "words", "places", "bad_places", "durability", "descriptors", "limits",
             "kernel_queue", "direct_reads", "unknown", "hidden_names", "objects", "mending",
             "waits", "room", "faults",
         )
-    ),
+    )),
     "storage/segment": tuple(
         f"tests/storage/test_{name}.py"
         for name in (

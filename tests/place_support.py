@@ -1,0 +1,29 @@
+"""Segments' names, and what tests of a store's place ask of the process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckv_jax.storage.place.workspace import LocalWorkspace, write_file
+from ckv_jax.storage.segment import manifest as manifests
+
+ID, OTHER = "ab" * 16, "cd" * 16
+"""Names of two segments."""
+
+
+def open_files() -> int:
+    """How many descriptors this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def never() -> bool:
+    """For what must not ask whether a segment is good."""
+    raise AssertionError("nothing is there")
+
+
+def filled(root: Path, text: str) -> LocalWorkspace:
+    """A workspace with a manifest of this text."""
+    made = LocalWorkspace(root)
+    write_file(made.path / manifests.FILE, text.encode())
+    return made
