@@ -92,7 +92,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._jobs: deque[Job] = deque()
         self._begun: list[Job] = []
-        self._next_sweep = 0.0
+        self._next_sweep = time.monotonic()
         self._closed = False
         self._abandoned: CkvError | None = None
         self._known: WeakSet[Sequence] = WeakSet()

@@ -72,7 +72,6 @@ class Sequence:
         self._trace: Trace | None = None
         self._listener = listener
         self._started_ns: int | None = None
-        self._first_ns = self._last_ns = 0
         self._submitted_ns = time.perf_counter_ns()
         self._future: Future[Outcome] = Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
@@ -207,7 +206,8 @@ class Sequence:
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with what `sampling` asks to be told of it; is it the last?"""
-        assert self._text is not None and self.sampling is not None
+        assert self._text is not None
+        assert self.sampling is not None
         self.token_ids.append(token)
         self._last_ns = time.perf_counter_ns()
         text, ended = self._text.push(token)
@@ -231,7 +231,9 @@ class Sequence:
         """Ends with a generation."""
         if self.done():
             return
-        assert self.reason is not None and self._text is not None and self._trace is not None
+        assert self.reason is not None
+        assert self._text is not None
+        assert self._trace is not None
         if rest := self._text.finish():
             self._emit(None, rest)
         self.finish(
