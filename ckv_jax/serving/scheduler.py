@@ -105,8 +105,6 @@ class Scheduler:
         Raises `EngineClosed`.
         """
         sequences = [sequence for sequence in sequences if not sequence.done()]
-        for sequence in sequences:
-            sequence.on_cancel(self.wake)
         with self._changed:
             self._open()
             self._known.update(sequences)

@@ -77,7 +77,6 @@ class Sequence:
         self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
         self._cancelled = False
         self._settled = threading.Event()
-        self._wake: Callable[[], None] = lambda: None
 
     def result(self, timeout: float | None = None) -> Outcome:
         """Waits for the outcome; its `error` says what was wrong with the request.
@@ -100,7 +99,6 @@ class Sequence:
         interrupted.
         """
         self._cancelled = True
-        self._wake()
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -159,10 +157,6 @@ class Sequence:
     def begin(self) -> None:
         """Its batch begins."""
         self._started_ns = time.perf_counter_ns()
-
-    def on_cancel(self, wake: Callable[[], None]) -> None:
-        """What `cancel` calls, in the caller's thread."""
-        self._wake = wake
 
     def lapsed(self) -> CkvError | None:
         """Why nobody waits for this request any more, if so."""
