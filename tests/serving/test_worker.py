@@ -158,9 +158,9 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
             narrowed.clear()
             self._layout: Any = SimpleNamespace(groups=8)
             self._system: Any = SimpleNamespace(chunked=True)
-            self._memory: Any = SimpleNamespace(step_slots=slots)
+            self._memory: Any = SimpleNamespace(step_slots=slots, hold_slots=slots)
             self._running: Any = SimpleNamespace(
-                excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
+                holding=[], excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
             )
             self._step, self._max_bytes = 2, 0
 
@@ -177,6 +177,13 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
         assert len(narrowed) == narrows
     assert Room(6).fits(batch, 0) and Room(4, excess=2).fits(batch, 0)
     assert not Room(4, excess=1).fits(batch, 0) and not Room(6).fits(batch, 1)
+    texts: Any = [SimpleNamespace(sampling=SamplingParams())]
+    assert Room(24).fits(texts, 0) and not Room(23).fits(texts, 0) and Room(23).fits(batch, 0)
+    layerwise = Room(1)
+    layerwise._system.chunked = False  # its slots are not counted
+    assert layerwise.fits(batch, 0) and not layerwise.fits(batch, 1)
+    layerwise.make_way(batch, hold=True)
+    assert not narrowed
 
 
 def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Path) -> None:
@@ -185,10 +192,10 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
         segment = engine.config.segment_tokens
         most = most_buffered(segment, engine.layout.chunk_tokens)
 
-        def one(budget: float, new: int) -> Sequence:
+        def one(budget: float, new: int, over: Prefix = prefix) -> Sequence:
             sampling = SamplingParams(max_tokens=new) if new else None
-            made = Sequence(Request(prefix=prefix, suffix=[1, 2, 3]), sampling=sampling)
-            made.place(prefix, np.arange(3, dtype=np.int32), budget)
+            made = Sequence(Request(prefix=over, suffix=[1, 2, 3]), sampling=sampling)
+            made.place(over, np.arange(3, dtype=np.int32), budget)
             return made
 
         for budget, new, packs, rows in (
@@ -199,6 +206,14 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
         ):
             size = packs * engine.layout.pack_bytes + rows_bucket(rows) * room.token_bytes
             assert room._num_bytes([one(budget, new)]) == size
+        approximate = replace(prefix, provenance="budget:0.1")
+        nothing = Prefix.empty(prefix.fingerprint, prefix.layout, "")
+        for over, packs in ((approximate, 2 * groups), (nothing, 0)):  # all stays in its buffers
+            size = packs * engine.layout.pack_bytes + rows_bucket(10_003) * room.token_bytes
+            assert room._num_bytes([one(0.1, 10_000, over)]) == size
+        two = room._num_bytes([one(0.1, 0), one(0.1, 0)])
+        assert two == 4 * engine.layout.pack_bytes + 2 * rows_bucket(3) * room.token_bytes
+        assert room._chunks([one(0.1, 0)] * 11) == 20 and room._chunks([one(0.1, 0, nothing)]) == 0
         grown = one(0.1, 5)
         grown.grown = 3
         assert room._chunks([grown]) == 2 + 3
