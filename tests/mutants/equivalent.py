@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.mutants.draw import Mutant
 
 REASONS: dict[tuple[str, str, str], str] = {
@@ -173,10 +175,66 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
     ): "what is put there is thrown away: it is to be compiled",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        "if len(batch) == self._max_batch: ~0 @14 #0",
+    ): "it grows by one",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/ReplaceBreakWithContinue",
+        "break ~1 @0 #0",
+    ): "a batch that is full takes none of those that follow",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/NumberReplacer",
+        "batch[0].fail(error) ~0 @6 #1",
+    ): "the last of one is the first",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "if len(batch) == 1: ~0 @14 #0",
+    ): "a batch has somebody",
+    (
+        "ckv_jax/serving/running.py",
+        "core/ReplaceTrueWithFalse",
+        "for place, (_, going) in zip(places, members, strict=True): ~0 @53 #0",
+    ): "a decoder gives a place to each that joins",
+    (
+        "ckv_jax/serving/running.py",
+        "core/ReplaceTrueWithFalse",
+        "self.stale = True ~0 @13 #0",
+    ): "whoever joins is given room at once, which makes it stale",
+    (
+        "ckv_jax/serving/running.py",
+        "core/ReplaceComparisonOperator_NotEq_Lt",
+        "if len(self) != before: ~0 @13 #0",
+    ): "nobody joins between two tokens",
+    (
+        "ckv_jax/serving/placement.py",
+        "core/NumberReplacer",
+        "asked = request.parts[0]  # in its place already: nothing is to be put together ~0 @22 #1",
+    ): "the last of one is the first",
+    (
+        "ckv_jax/serving/sequence.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        "elif len(self.token_ids) == self.sampling.max_tokens: ~0 @25 #0",
+    ): "no token follows the last one",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "Request(prefix=prefix, suffix=[0]), ~0 @31 #0",
+    ): "a request has to have a suffix; what is computed is placed",
 }
 """(file, operator, place) -> why."""
+
+_BY_NAME = re.compile(r"(.*) ~\d+ @(\d+) #\d+", re.DOTALL)
 
 
 def reason(mutant: Mutant) -> str | None:
     """Why a change is none; None if it is one."""
+    found = _BY_NAME.fullmatch(mutant.place)
+    named = found is not None and found[1][int(found[2]) :].startswith("*,")
+    if named and mutant.operator == "core/ReplaceBinaryOperator_Mul_Div":
+        return "types check what is said by name alone"
     return REASONS.get((mutant.file, mutant.operator, mutant.place))
