@@ -225,6 +225,31 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "Request(prefix=prefix, suffix=[0]), ~0 @31 #0",
     ): "a request has to have a suffix; what is computed is placed",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/NumberReplacer",
+        "texts = batch[0].sampling is not None ~0 @14 #1",
+    ): "all of a batch go on after their first token, or none",
+    (
+        "ckv_jax/serving/slot_room.py",
+        "core/NumberReplacer",
+        "return batch[0].sampling is None or self.held(batch) ~0 @13 #1",
+    ): "all of a batch go on after their first token, or none",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/NumberReplacer",
+        "known, tokens = self._recovering.get(id(needed.recovered), (None, 0)) ~0 @66 #0",
+    ): "tokens of a job that is not there are not looked at",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/NumberReplacer",
+        "known, tokens = self._recovering.get(id(needed.recovered), (None, 0)) ~0 @66 #1",
+    ): "tokens of a job that is not there are not looked at",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/ReplaceTrueWithFalse",
+        "for budget, n, row in zip(asked, units, batch, strict=True) ~0 @54 #0",
+    ): "a budget and a count for each of the batch",
 }
 """(file, operator, place) -> why."""
 

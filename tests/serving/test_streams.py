@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from queue import SimpleQueue
@@ -150,6 +151,23 @@ def test_a_stream_gives_every_token_and_ends_with_the_last_text() -> None:
     with pytest.raises(StopIteration):
         next(stream)
     assert texts.cancelled == []
+
+
+def test_results_are_there_once_nothing_is_held() -> None:
+    texts, items = Texts(), SimpleQueue[Item]()
+    stream, found = TokenStream(texts.submit(items.put), items), list[Generation]()
+    for one in texts.made:
+        one.push(1)
+        one.reason = "length"
+        one.finish_text(None)
+    thread = threading.Thread(target=lambda: found.extend(stream.results()), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    for one in texts.made:
+        one.settle()
+    thread.join(20)
+    assert [text.request for text in found] == [one.request for one in texts.made]
 
 
 def test_one_text_or_all_may_be_given_up() -> None:

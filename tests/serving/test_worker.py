@@ -21,7 +21,7 @@ from engine_tiny import tiny_engine
 from bench.truth import FINGERPRINT
 from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
-from ckv_jax.errors import EngineClosed, ProcessLost
+from ckv_jax.errors import Cancelled, EngineClosed, ProcessLost
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.pipeline.choices import Choices
@@ -46,6 +46,7 @@ def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Pat
         job = worker.recovery(RecoveryNeeded(lost, 20))
         assert worker.recovery(RecoveryNeeded(lost, 10)) is job
         assert worker.recovery(RecoveryNeeded(other, 10)) is not job
+        assert worker.recovery(RecoveryNeeded(lost, 20)) is job  # though another has begun
         more = worker.recovery(RecoveryNeeded(lost, 40))
         assert more is not job and worker.recovery(RecoveryNeeded(lost, 40)) is more
         jobs.add(more).future.result(60)
@@ -255,7 +256,11 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
             running._all()[0].sequence.cancel()
             running.step()
             assert len(running._all()) == 1
-            return before, widths()
+            after = widths()
+            for slots, left in ((0, {4}), (1, {2})):  # more than there are beside windows
+                engine.worker.make_way(engine.worker.memory.step_slots + slots)
+                assert widths() == left
+            return before, after
 
         with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
             begun(stream, 2)
@@ -315,6 +320,25 @@ def test_what_fails_between_tokens_is_told_and_holds_nothing(
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
         assert not engine.worker.residents._in_use
+
+
+def test_who_gave_up_while_a_batch_was_computed_is_told_and_others_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix, executor = engine.ingest(tokens(40)), engine.worker.executor
+        run, batch = executor.run, []
+
+        def given_up(*args: Any, **named: Any) -> Any:
+            batch[0].cancel()
+            return run(*args, **named)
+
+        monkeypatch.setattr(executor, "run", given_up)
+        requests = [Request(prefix=prefix, suffix=[n]) for n in range(2)]
+        batch += engine._placement.sequences(requests)
+        engine._scheduler.submit(batch)
+        first, second = (sequence.settled_result() for sequence in batch)
+        assert isinstance(first.error, Cancelled) and second.error is None
 
 
 def test_where_a_process_is_lost_no_text_goes_on(
