@@ -250,6 +250,26 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceTrueWithFalse",
         "for budget, n, row in zip(asked, units, batch, strict=True) ~0 @54 #0",
     ): "a budget and a count for each of the batch",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)): ~0 @36 #0",
+    ): "no bucket is smaller than that of 16",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)): ~0 @36 #1",
+    ): "no bucket is smaller than that of 16",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "together = [batch - (1 << power) for power in range(1, batch.bit_length() - 1)] ~0 @52 #1",
+    ): "one row that shares with nobody is left out below",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "Request(prefix=prefix, suffix=[0]), ~0 @31 #1",
+    ): "a request has to have a suffix; what is computed is placed",
 }
 """(file, operator, place) -> why."""
 
