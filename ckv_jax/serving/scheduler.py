@@ -346,9 +346,9 @@ class Scheduler:
 
     def _end(self) -> None:
         error = self._abandoned or EngineClosed("the engine was closed before this request's turn")
-        self._worker.end(error)
-        with self._changed:
+        with self._changed:  # first: who is told that all has ended is refused from then on
             self._closed = True
+        self._worker.end(error)
         for job in list(self._jobs):
             job.end(error)
         with self._changed:

@@ -528,11 +528,21 @@ def test_a_thread_that_lost_a_process_ends_and_nobody_waits_for_it() -> None:
 
     desk.notes.step = step  # type: ignore[method-assign]
     desk.ask("a1")
+    refused: list[str] = []
+
+    def again(_: Sequence) -> None:  # at once, in the engine's thread
+        try:
+            desk.scheduler.add(Job(desk.notes.blocks("late", 1)))
+        except EngineClosed as error:
+            refused.append(str(error))
+
+    desk.sequences["a1"].on_done(again)
     desk.notes.gate.set()
     assert isinstance(desk.error("a1"), EngineClosed)
     thread = desk.scheduler._thread
     assert thread is not None
     thread.join(SECONDS)
+    assert refused == ["the engine is closed"]
     with pytest.raises(EngineClosed):
         desk.ask("a2")
 
