@@ -151,6 +151,7 @@ def test_one_budget_for_each_count_that_it_selects_or_may() -> None:
     assert found[:2] == [0.05, mass]
     counts = [Budget.of(budget).chunks(100) for budget in found[2:]]
     assert counts == [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 50]
+    assert warmup._distinct(["mass:0.9:0.1-0.1"], 100) == ["mass:0.9:0.1-0.1", 0.1]
 
 
 def test_no_token_ends_a_made_up_text_before_its_length() -> None:
