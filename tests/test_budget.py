@@ -146,7 +146,12 @@ def test_rows_of_a_batch_have_budgets_of_their_own(tmp_path: Path) -> None:
 def test_a_warm_engine_compiles_nothing_for_it(tmp_path: Path) -> None:
     with tiny_engine(tmp_path, nothing_compiled=True) as engine:
         prefix = engine.ingest(TEXT)
+        made = engine.layers.programs.made
+        [cold] = engine.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=0.5)])
+        assert cold.trace.compiled == engine.layers.programs.made - made > 0
         engine.warmup(prefix, max_suffix=8, budgets=["mass:0.9:0.05-0.5"])
+        [warm] = engine.reprefill([Request(prefix=prefix, suffix=SUFFIX, budget=0.5)])
+        assert warm.trace.compiled == 0
         before = compilations()
         for seed in range(3):
             suffix = tokens(7, seed).tolist()

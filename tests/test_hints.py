@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_support import MIB, small_engine, tokens
+from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Prefix, Request, SamplingParams
 from ckv_jax.storage.errors import FingerprintMismatch
@@ -53,6 +54,18 @@ def test_a_prefix_that_nobody_asked_about_fills_what_is_free(tmp_path: Path) -> 
         assert ask(engine, prefix, 1.0)[1]["ssd"] == 0
         assert engine.demote(prefix).result() == packs(prefix)
         assert engine.prefetch(prefix, budget=1e-6).result() == prefix.layout.groups  # a chunk
+
+
+def test_a_hint_reads_few_packs_between_two_tokens_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckv_jax.serving.hints._AT_ONCE", 8)
+    with tiny_engine(tmp_path) as engine:
+        prefix, worker, parts = engine.ingest(tokens(300)), engine.worker, []
+        make_way = worker.make_way
+        monkeypatch.setattr(worker, "make_way", lambda n: (parts.append(n), make_way(n)))
+        assert engine.prefetch(prefix, budget=1.0).result() == packs(prefix)
+    assert parts == [7, 6, 6] * prefix.layout.groups
 
 
 def test_where_there_is_no_digest_the_keys_of_the_probe_are_brought(tmp_path: Path) -> None:

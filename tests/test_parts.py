@@ -37,6 +37,7 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.rope import apply_rope, rope_tables
 from ckv_jax.model.rope_scaling import Llama3Scaling, YarnScaling
 from ckv_jax.parts.rotation import check_rotates, rotations
+from ckv_jax.serving.sequence import Sequence
 
 TEXTS = [tokens(n, seed) for n, seed in ((100, 1), (64, 2), (77, 3))]
 SUFFIX = tokens(7, 9).tolist()
@@ -212,6 +213,17 @@ def test_a_pool_of_a_few_slots_gives_the_same(engine: Engine, parts: list[Prefix
     expected = ask(engine, parts, blend=blend)
     with engine.variant(few) as small:
         np.testing.assert_array_equal(ask(small, parts, blend=blend).logits, expected.logits)
+
+
+def test_a_job_holds_what_is_attended_to_and_chunks_around_what_is_computed_again(
+    engine: Engine, parts: list[Prefix]
+) -> None:
+    jobs, size = engine.worker.alone._parts, engine.worker._room.token_bytes
+    for budget, share, rows in ((0.5, 0.0, 82), (0.5, 0.25, 123), (1.0, 0.5, 164)):
+        made = Sequence(Request(parts=parts[:2], suffix=SUFFIX, blend=Blend(recompute=share)))
+        nothing = Prefix.empty(engine.fingerprint, engine.layout, "")
+        made.place(nothing, np.array(SUFFIX), budget, tuple(parts[:2]))
+        assert jobs.job(made).num_bytes == (rows + len(SUFFIX)) * size
 
 
 def test_a_long_question_and_rounded_packs(engine: Engine, parts: list[Prefix]) -> None:

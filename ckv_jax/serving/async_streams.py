@@ -91,7 +91,6 @@ class AsyncTokenStream:
         self._submit = submit
         self._sequences: list[Sequence] | None = None
         self._lock = asyncio.Lock()
-        self._left = 0
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self

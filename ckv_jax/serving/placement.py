@@ -142,7 +142,7 @@ class Placement:
             prefix = asked
         else:
             assert asked is not None  # `Request` sees to it
-            tokens = self.encode(asked, begins=True)
+            tokens = self.encode(asked)  # ids, not a text
             prefix = self.longest(tokens, salt)
             suffix = np.concatenate([tokens[prefix.num_tokens :], suffix])
         self.check_prefix(prefix, salt)

@@ -92,7 +92,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._jobs: deque[Job] = deque()
         self._begun: list[Job] = []
-        self._next_sweep = 0.0
+        self._next_sweep = time.monotonic()
         self._closed = False
         self._abandoned: CkvError | None = None
         self._known: WeakSet[Sequence] = WeakSet()
@@ -105,8 +105,6 @@ class Scheduler:
         Raises `EngineClosed`.
         """
         sequences = [sequence for sequence in sequences if not sequence.done()]
-        for sequence in sequences:
-            sequence.on_cancel(self.wake)
         with self._changed:
             self._open()
             self._known.update(sequences)
@@ -348,9 +346,9 @@ class Scheduler:
 
     def _end(self) -> None:
         error = self._abandoned or EngineClosed("the engine was closed before this request's turn")
-        self._worker.end(error)
-        with self._changed:
+        with self._changed:  # first: who is told that all has ended is refused from then on
             self._closed = True
+        self._worker.end(error)
         for job in list(self._jobs):
             job.end(error)
         with self._changed:

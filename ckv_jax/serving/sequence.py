@@ -72,13 +72,11 @@ class Sequence:
         self._trace: Trace | None = None
         self._listener = listener
         self._started_ns: int | None = None
-        self._first_ns = self._last_ns = 0
         self._submitted_ns = time.perf_counter_ns()
         self._future: Future[Outcome] = Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
         self._cancelled = False
         self._settled = threading.Event()
-        self._wake: Callable[[], None] = lambda: None
 
     def result(self, timeout: float | None = None) -> Outcome:
         """Waits for the outcome; its `error` says what was wrong with the request.
@@ -101,7 +99,6 @@ class Sequence:
         interrupted.
         """
         self._cancelled = True
-        self._wake()
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -161,10 +158,6 @@ class Sequence:
         """Its batch begins."""
         self._started_ns = time.perf_counter_ns()
 
-    def on_cancel(self, wake: Callable[[], None]) -> None:
-        """What `cancel` calls, in the caller's thread."""
-        self._wake = wake
-
     def lapsed(self) -> CkvError | None:
         """Why nobody waits for this request any more, if so."""
         if self._cancelled:
@@ -207,7 +200,8 @@ class Sequence:
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with what `sampling` asks to be told of it; is it the last?"""
-        assert self._text is not None and self.sampling is not None
+        assert self._text is not None
+        assert self.sampling is not None
         self.token_ids.append(token)
         self._last_ns = time.perf_counter_ns()
         text, ended = self._text.push(token)
@@ -231,7 +225,9 @@ class Sequence:
         """Ends with a generation."""
         if self.done():
             return
-        assert self.reason is not None and self._text is not None and self._trace is not None
+        assert self.reason is not None
+        assert self._text is not None
+        assert self._trace is not None
         if rest := self._text.finish():
             self._emit(None, rest)
         self.finish(

@@ -261,8 +261,105 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "self._retry_at = 0.0 ~0 @17 #1",
     ): "it is set anew whenever a copy is made, and asked for of copies alone",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        "if len(batch) == self._max_batch: ~0 @14 #0",
+    ): "it grows by one",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/ReplaceBreakWithContinue",
+        "break ~1 @0 #0",
+    ): "a batch that is full takes none of those that follow",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/NumberReplacer",
+        "batch[0].fail(error) ~0 @6 #1",
+    ): "the last of one is the first",
+    (
+        "ckv_jax/serving/scheduler.py",
+        "core/ReplaceComparisonOperator_Eq_LtE",
+        "if len(batch) == 1: ~0 @14 #0",
+    ): "a batch has somebody",
+    (
+        "ckv_jax/serving/running.py",
+        "core/ReplaceTrueWithFalse",
+        "for place, (_, going) in zip(places, members, strict=True): ~0 @53 #0",
+    ): "a decoder gives a place to each that joins",
+    (
+        "ckv_jax/serving/running.py",
+        "core/ReplaceTrueWithFalse",
+        "self.stale = True ~0 @13 #0",
+    ): "whoever joins is given room at once, which makes it stale",
+    (
+        "ckv_jax/serving/running.py",
+        "core/ReplaceComparisonOperator_NotEq_Lt",
+        "if len(self) != before: ~0 @13 #0",
+    ): "nobody joins between two tokens",
+    (
+        "ckv_jax/serving/placement.py",
+        "core/NumberReplacer",
+        "asked = request.parts[0]  # in its place already: nothing is to be put together ~0 @22 #1",
+    ): "the last of one is the first",
+    (
+        "ckv_jax/serving/sequence.py",
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        "elif len(self.token_ids) == self.sampling.max_tokens: ~0 @25 #0",
+    ): "no token follows the last one",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "Request(prefix=prefix, suffix=[0]), ~0 @31 #0",
+    ): "a request has to have a suffix; what is computed is placed",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/NumberReplacer",
+        "texts = batch[0].sampling is not None ~0 @14 #1",
+    ): "all of a batch go on after their first token, or none",
+    (
+        "ckv_jax/serving/slot_room.py",
+        "core/NumberReplacer",
+        "return batch[0].sampling is None or self.held(batch) ~0 @13 #1",
+    ): "all of a batch go on after their first token, or none",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/NumberReplacer",
+        "known, tokens = self._recovering.get(id(needed.recovered), (None, 0)) ~0 @66 #0",
+    ): "tokens of a job that is not there are not looked at",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/NumberReplacer",
+        "known, tokens = self._recovering.get(id(needed.recovered), (None, 0)) ~0 @66 #1",
+    ): "tokens of a job that is not there are not looked at",
+    (
+        "ckv_jax/serving/worker.py",
+        "core/ReplaceTrueWithFalse",
+        "for budget, n, row in zip(asked, units, batch, strict=True) ~0 @54 #0",
+    ): "a budget and a count for each of the batch",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)): ~0 @36 #0",
+    ): "no bucket is smaller than that of 16",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)): ~0 @36 #1",
+    ): "no bucket is smaller than that of 16",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "together = [batch - (1 << power) for power in range(1, batch.bit_length() - 1)] ~0 @52 #1",
+    ): "one row that shares with nobody is left out below",
+    (
+        "ckv_jax/serving/warmup.py",
+        "core/NumberReplacer",
+        "Request(prefix=prefix, suffix=[0]), ~0 @31 #1",
+    ): "a request has to have a suffix; what is computed is placed",
 }
 """(file, operator, place) -> why."""
+
+_BY_NAME = re.compile(r"(.*) ~\d+ @(\d+) #\d+", re.DOTALL)
 
 
 _FLAGS = re.compile(r"os\.O_\w+(?: \| os\.O_\w+)+")
@@ -274,4 +371,8 @@ def reason(mutant: Mutant) -> str | None:
     flags = _FLAGS.search(mutant.place) and "|" not in _FLAGS.sub("", mutant.place)
     if flags and mutant.operator in _SUMS:
         return "flags of an open that share no bit"
+    found = _BY_NAME.fullmatch(mutant.place)
+    named = found is not None and found[1][int(found[2]) :].startswith("*,")
+    if named and mutant.operator == "core/ReplaceBinaryOperator_Mul_Div":
+        return "types check what is said by name alone"
     return REASONS.get((mutant.file, mutant.operator, mutant.place))

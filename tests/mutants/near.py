@@ -76,7 +76,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
-        "tests/test_budget.py", "tests/test_hints.py",
+        "tests/test_budget.py", "tests/test_hints.py", "tests/rivals/test_reorder.py",
+        "tests/test_decode_widths.py",
     ),
 }  # fmt: skip
 """Folder -> test files and folders. Those that are not there are left out."""

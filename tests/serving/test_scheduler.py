@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import threading
 import time
 from collections.abc import Generator
@@ -199,6 +200,78 @@ def test_jobs_wait_for_room() -> None:
     assert desk.run() == "x:0 x:1 y:0 y:1".split()
 
 
+def test_jobs_that_fit_together_take_turns_and_small_ones_pass_large_ones() -> None:
+    desk = Desk(max_bytes=5)
+    for name, size in (("x", 2), ("big", 4), ("y", 3)):
+        desk.scheduler.add(Job(desk.notes.blocks(name, 2), num_bytes=size))
+    last = desk.scheduler.add(Job(desk.notes.blocks("z", 1), num_bytes=6))  # more than there is
+    desk.notes.gate.set()
+    last.future.result(SECONDS)
+    assert desk.run() == "x:0 y:0 x:1 y:1 big:0 big:1 z:0".split()
+
+
+def test_who_does_not_fit_into_a_batch_is_not_overtaken_by_who_would() -> None:
+    desk = Desk()
+    fits = desk.notes.fits
+
+    def fitting(batch: Several[Sequence], job_bytes: int) -> bool:
+        large = any(sequence.request.id == "a2" for sequence in batch)
+        return fits(batch, job_bytes) and not (large and len(batch) > 1)
+
+    desk.notes.fits = fitting  # type: ignore[method-assign]
+    desk.ask("a1 a2 a3 a4")
+    assert desk.run() == ["a1", "a2", "a3 a4"]
+
+
+def test_a_job_that_many_wait_for_is_queued_once() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 4}
+    ready, done = threading.Event(), Job(desk.notes.blocks("done", 0))
+    lost = Job(desk.notes.blocks("lost", 1), ready=ready.is_set)
+    done.future.set_result(None)
+    step, queued = desk.notes.step, []
+
+    def steps() -> list[Job]:
+        queued.append(desk.scheduler.jobs)
+        step()
+        return [lost, done, lost]
+
+    desk.notes.step = steps  # type: ignore[method-assign]
+    desk.ask("a1")
+    desk.notes.gate.set()
+    desk.sequences["a1"].result(SECONDS)
+    ready.set()
+    desk.scheduler.wake()
+    lost.future.result(SECONDS)
+    desk.run()
+    assert queued == [0, 1, 1, 1] and desk.notes.done.count("lost:0") == 1
+
+
+def test_who_waits_for_room_beside_a_job_that_waits_itself_is_told_when_late() -> None:
+    """Nothing happens that would wake the thread."""
+    desk = Desk(room=1)
+
+    def steps() -> Generator[None, None, None]:
+        yield
+        yield
+
+    begun = threading.Event()
+    job = Job(steps(), num_bytes=1, ready=lambda: not begun.is_set())
+    job_advance = job.advance
+
+    def advance() -> bool:
+        begun.set()
+        return job_advance()
+
+    job.advance = advance  # type: ignore[method-assign]
+    desk.scheduler.add(job)
+    desk.notes.gate.set()
+    assert begun.wait(SECONDS)
+    desk.ask("a1", deadline_s=0.05)
+    assert isinstance(desk.error("a1"), DeadlineExceeded)
+    desk.scheduler.close()
+
+
 def test_who_has_no_room_beside_a_job_begins_after_it() -> None:
     desk = Desk(room=3)
 
@@ -271,6 +344,27 @@ def test_a_prefix_that_went_away_is_looked_up_again() -> None:
     assert desk.error("a2") is None
 
 
+@pytest.mark.parametrize("fault", [ValueError, StoreError, None])
+def test_who_stands_on_nothing_shorter_fails_and_others_are_tried_again(
+    fault: type[Exception] | None,
+) -> None:
+    """Looking up again changes nothing for one of two, or says itself what is wrong."""
+    desk = Desk()
+    desk.notes.faults = {"a1": StoreError("gone")}
+
+    def shorten(sequence: Sequence) -> bool:
+        desk.notes.faults.clear()
+        if sequence.request.id == "a1" and fault is not None:
+            raise fault("too long")
+        return sequence.request.id != "a1"
+
+    desk.notes.shorten = shorten  # type: ignore[method-assign]
+    desk.ask("a1 a2")
+    assert desk.run() == ["a1 a2", "a2"]
+    assert str(desk.error("a1")) == ("gone" if fault is None else "too long")
+    assert isinstance(desk.error("a1"), fault or StoreError) and desk.error("a2") is None
+
+
 def test_who_needs_lost_kv_waits_for_it_while_others_go_on() -> None:
     desk = Desk()
 
@@ -336,10 +430,12 @@ def test_cancelled_and_late_requests_never_start() -> None:
     assert isinstance(desk.error("a2"), DeadlineExceeded)
 
 
+@pytest.mark.parametrize(("sweep_s", "soon"), [(0.0, True), (3600.0, False)])
 def test_who_gave_up_waiting_for_room_is_told_while_others_run(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, sweep_s: float, soon: bool
 ) -> None:
-    monkeypatch.setattr("ckv_jax.serving.scheduler.SWEEP_S", 0.0)  # the queue, in every round
+    """The queue is searched in every round, or has just been."""
+    monkeypatch.setattr("ckv_jax.serving.scheduler.SWEEP_S", sweep_s)
     desk = Desk(room=1)
     desk.notes.steps = {"a1": 3}
     desk.ask("a1 b1 c1")
@@ -353,7 +449,7 @@ def test_who_gave_up_waiting_for_room_is_told_while_others_run(
     desk.notes.step = steps  # type: ignore[method-assign]
     desk.sequences["b1"].cancel()
     assert desk.run() == ["a1", "a1+", "a1+", "a1+", "c1"]
-    assert told == [True] * 3
+    assert told == [soon] * 3
     assert isinstance(desk.error("b1"), Cancelled)
 
 
@@ -381,15 +477,90 @@ def test_close_does_not_wait_for_a_thread_that_is_abandoned_meanwhile(
     monkeypatch.setattr("ckv_jax.serving.scheduler._LOOK_S", 0.01)
     monkeypatch.setattr("ckv_jax.serving.scheduler._STUCK_S", 0.05)
     desk = Desk()  # whose thread computes what does not end
+    job = desk.scheduler.add(Job(desk.notes.blocks("never", 1)))
     closing = threading.Thread(target=desk.scheduler.close, daemon=True)
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()
     desk.scheduler.abandon(ProcessLost("process 1 of 2 is gone"))
+    assert job.future.done() and desk.sequences["-"].done()
     closing.join(SECONDS)
     assert not closing.is_alive()
     assert isinstance(desk.error("-"), ProcessLost)
+    assert isinstance(job.future.exception(SECONDS), ProcessLost)
     desk.notes.gate.set()
+
+
+def test_an_abandoned_thread_ends_by_itself_and_takes_nothing_more() -> None:
+    desk = Desk()
+    thread = desk.scheduler._thread
+    assert thread is not None and thread.daemon  # nor does it keep its process
+    desk.scheduler.abandon(ProcessLost("process 1 of 2 is gone"))
+    with pytest.raises(ProcessLost):
+        desk.ask("a1")
+    desk.notes.gate.set()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_close_says_whether_the_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Scheduler(Notes(), max_batch=1, max_bytes=1).close()  # it never began
+    desk = Desk()
+    desk.notes.gate.set()
+    assert desk.scheduler.call(desk.scheduler.close) is False  # within it
+    assert desk.scheduler.close() and desk.scheduler.close()
+    monkeypatch.setattr("ckv_jax.serving.scheduler._LOOK_S", 0.01)
+    monkeypatch.setattr("ckv_jax.serving.scheduler._STUCK_S", 0.05)
+    stuck = Desk()
+    stuck.scheduler.abandon(ProcessLost("process 1 of 2 is gone"))
+    assert not stuck.scheduler.close()
+    monkeypatch.setattr("ckv_jax.serving.scheduler._STUCK_S", SECONDS)
+    threading.Timer(0.1, stuck.notes.gate.set).start()
+    assert stuck.scheduler.close()  # it ends soon after all
+
+
+def test_a_thread_that_lost_a_process_ends_and_nobody_waits_for_it() -> None:
+    desk = Desk()
+    desk.notes.steps = {"a1": 3}
+
+    def step() -> list[Job]:
+        raise ProcessLost("process 1 of 2 is gone")
+
+    desk.notes.step = step  # type: ignore[method-assign]
+    desk.ask("a1")
+    refused: list[str] = []
+
+    def again(_: Sequence) -> None:  # at once, in the engine's thread
+        try:
+            desk.scheduler.add(Job(desk.notes.blocks("late", 1)))
+        except EngineClosed as error:
+            refused.append(str(error))
+
+    desk.sequences["a1"].on_done(again)
+    desk.notes.gate.set()
+    assert isinstance(desk.error("a1"), EngineClosed)
+    thread = desk.scheduler._thread
+    assert thread is not None
+    thread.join(SECONDS)
+    assert refused == ["the engine is closed"]
+    with pytest.raises(EngineClosed):
+        desk.ask("a2")
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_any_other_process_is_a_forked_one(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
+    desk = Desk()
+    process = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: process + by)
+        with pytest.raises(EngineClosed, match="forked"):
+            desk.ask("a1")
+        assert not desk.scheduler.close()
+    desk.sequences.pop("a1", None)
+    assert desk.scheduler._thread is not None and desk.scheduler._thread.is_alive()
+    desk.notes.gate.set()
+    desk.sequences["-"].result(SECONDS)
+    assert desk.scheduler.close()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # that forks beside threads are risky

@@ -18,7 +18,8 @@ from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.serving.lease import Leases
 from ckv_jax.serving.leftovers import Leftovers, remove_line
-from ckv_jax.serving.segments import most_buffered
+from ckv_jax.serving.segments import _own, most_buffered
+from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreFull, StoreUnavailable
 from ckv_jax.storage.index.index import Index
 from ckv_jax.storage.prefix import Prefix
@@ -183,9 +184,21 @@ def test_a_text_that_ends_gives_each_of_its_segments_up_once(
         given.extend(line)
         add(self, line)
 
+    moved: list[int] = []
+    note = Sequence.note_segment
+
+    def at(self: Sequence) -> None:
+        moved.append(len(self.token_ids))
+        note(self)
+
     monkeypatch.setattr(Leftovers, "add", noted)
+    monkeypatch.setattr(Sequence, "note_segment", at)
     sampling = SamplingParams(max_tokens=140)  # nothing is being written when it ends
     [text] = engine.generate(asked(document, 0.2), sampling).results()
+    # Written after a segment and 64 tokens, moved onto 16 later; the question and 19 tokens fill
+    # up chunks, so that 93 are in the buffers, and the next one is written with 96.
+    first = SEGMENT + 64 + 16 + 1
+    assert moved == [first, first + 3 + 16]
     engine._scheduler.call(lambda: None)
     assert text.trace.segments == SEGMENTS
     assert len(given) == len(set(given)) == SEGMENTS
@@ -209,6 +222,24 @@ def test_nothing_that_was_generated_is_found_by_others(engine: Engine, document:
                     break
     assert found == [document.num_tokens] * 2
     settled(engine, document)
+
+
+def test_a_text_gives_up_what_is_its_own_and_no_more(document: Prefix) -> None:
+    def of(*chunks: int, exact: int, provenance: str = "text:mine") -> list[str]:
+        spans = tuple(
+            replace(document.spans[0], segment_id=str(number), num_chunks=count)
+            for number, count in enumerate(chunks)
+        )
+        values = {"spans": spans, "provenance": provenance, "exact_chunks": exact}
+        return _own(replace(document, **values))  # type: ignore[arg-type]
+
+    assert of(3, 2, 2, exact=3) == ["2", "1"] and of(1, 2, 2, 1, exact=1) == ["3", "2", "1"]
+    assert of(2, 1, 4, exact=3) == ["2"] and of(2, 4, exact=6) == []
+    assert of(3, 2, exact=3, provenance="budget:0.2") == []
+
+
+def test_buffers_hold_a_segment_what_is_local_and_what_comes_meanwhile() -> None:
+    assert most_buffered(1024, 8) == 1024 + 64 + 16 + 8
 
 
 def private(store: ChunkStore, engine: Engine, document: Prefix, name: str) -> Prefix:

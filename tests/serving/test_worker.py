@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,10 @@ from engine_tiny import tiny_engine
 from bench.truth import FINGERPRINT
 from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
+from ckv_jax.errors import Cancelled, EngineClosed, ProcessLost
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.mapped import MappedPool
+from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
@@ -29,6 +33,7 @@ from ckv_jax.serving.segments import most_buffered
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.slot_room import SlotRoom
 from ckv_jax.serving.streams import TokenStream
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.prefix import Prefix
 
 
@@ -41,6 +46,7 @@ def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Pat
         job = worker.recovery(RecoveryNeeded(lost, 20))
         assert worker.recovery(RecoveryNeeded(lost, 10)) is job
         assert worker.recovery(RecoveryNeeded(other, 10)) is not job
+        assert worker.recovery(RecoveryNeeded(lost, 20)) is job  # though another has begun
         more = worker.recovery(RecoveryNeeded(lost, 40))
         assert more is not job and worker.recovery(RecoveryNeeded(lost, 40)) is more
         jobs.add(more).future.result(60)
@@ -92,9 +98,15 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
                     assert running.step() == []
                     return len(text.token_ids) - before[0], len(other.token_ids) - before[1]
 
+                worker = engine.worker
                 waiting.waits_for = job = Job(iter(()))  # type: ignore[arg-type]
+                assert not running.waiting() and worker.running == len(running) == 2
+                going.waits_for = job
+                assert running.waiting() and worker.running == 0
+                going.waits_for = None
                 assert tokens_made() == (0, 1)
                 job.future.set_result(None)
+                assert not running.waiting()
                 assert tokens_made() == (1, 1) and waiting.waits_for is None
                 waiting.waits_for = Job(iter(()))  # type: ignore[arg-type]
                 text.cancel()
@@ -138,15 +150,20 @@ def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> N
             ):
                 running._hold_slots, running._window = slots, most
                 running._widen()
+                assert running._spare == slots - least - fixed
+                assert 0 <= running.excess <= (times - 1) * least
                 for chooser in choosers:
                     for choice in range(engine.worker.plan.choices):
                         held = chooser.window.kept.chunk[choice]
                         assert len(held) == times * chooser.limit
 
-        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
-            begun(stream, 4)
-            engine._scheduler.call(share)
-            stream.cancel()
+        sampling = SamplingParams(max_tokens=400)
+        with engine.generate(requests[-1], sampling) as first:
+            begun(first, 1)
+            with engine.generate(requests[:-1], sampling) as others:
+                begun(others, 3)
+                engine._scheduler.call(share)
+        for stream in (first, others):
             stream.results()
 
 
@@ -158,9 +175,9 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
             narrowed.clear()
             self._layout: Any = SimpleNamespace(groups=8)
             self._system: Any = SimpleNamespace(chunked=True)
-            self._memory: Any = SimpleNamespace(step_slots=slots)
+            self._memory: Any = SimpleNamespace(step_slots=slots, hold_slots=slots)
             self._running: Any = SimpleNamespace(
-                excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
+                holding=[], excess=excess, rest=lambda: None, narrow=lambda: narrowed.append(slots)
             )
             self._step, self._max_bytes = 2, 0
 
@@ -177,6 +194,13 @@ def test_a_batch_that_stays_needs_slots_in_every_layer_group_and_others_in_one_s
         assert len(narrowed) == narrows
     assert Room(6).fits(batch, 0) and Room(4, excess=2).fits(batch, 0)
     assert not Room(4, excess=1).fits(batch, 0) and not Room(6).fits(batch, 1)
+    texts: Any = [SimpleNamespace(sampling=SamplingParams())]
+    assert Room(24).fits(texts, 0) and not Room(23).fits(texts, 0) and Room(23).fits(batch, 0)
+    layerwise = Room(1)
+    layerwise._system.chunked = False  # its slots are not counted
+    assert layerwise.fits(batch, 0) and not layerwise.fits(batch, 1)
+    layerwise.make_way(batch, hold=True)
+    assert not narrowed
 
 
 def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Path) -> None:
@@ -185,10 +209,10 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
         segment = engine.config.segment_tokens
         most = most_buffered(segment, engine.layout.chunk_tokens)
 
-        def one(budget: float, new: int) -> Sequence:
+        def one(budget: float, new: int, over: Prefix = prefix) -> Sequence:
             sampling = SamplingParams(max_tokens=new) if new else None
-            made = Sequence(Request(prefix=prefix, suffix=[1, 2, 3]), sampling=sampling)
-            made.place(prefix, np.arange(3, dtype=np.int32), budget)
+            made = Sequence(Request(prefix=over, suffix=[1, 2, 3]), sampling=sampling)
+            made.place(over, np.arange(3, dtype=np.int32), budget)
             return made
 
         for budget, new, packs, rows in (
@@ -199,6 +223,14 @@ def test_bytes_of_a_batch_are_its_packs_and_the_rows_of_its_buffers(tmp_path: Pa
         ):
             size = packs * engine.layout.pack_bytes + rows_bucket(rows) * room.token_bytes
             assert room._num_bytes([one(budget, new)]) == size
+        approximate = replace(prefix, provenance="budget:0.1")
+        nothing = Prefix.empty(prefix.fingerprint, prefix.layout, "")
+        for over, packs in ((approximate, 2 * groups), (nothing, 0)):  # all stays in its buffers
+            size = packs * engine.layout.pack_bytes + rows_bucket(10_003) * room.token_bytes
+            assert room._num_bytes([one(0.1, 10_000, over)]) == size
+        two = room._num_bytes([one(0.1, 0), one(0.1, 0)])
+        assert two == 4 * engine.layout.pack_bytes + 2 * rows_bucket(3) * room.token_bytes
+        assert room._chunks([one(0.1, 0)] * 11) == 20 and room._chunks([one(0.1, 0, nothing)]) == 0
         grown = one(0.1, 5)
         grown.grown = 3
         assert room._chunks([grown]) == 2 + 3
@@ -218,10 +250,17 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
             running._hold_slots, running._window = running._needs()[0], 2.0
             running._widen()
             before = widths()
+            running.narrow()
+            assert widths() == {2} and running.excess == 0
+            running._widen()
             running._all()[0].sequence.cancel()
             running.step()
             assert len(running._all()) == 1
-            return before, widths()
+            after = widths()
+            for slots, left in ((0, {4}), (1, {2})):  # more than there are beside windows
+                engine.worker.make_way(engine.worker.memory.step_slots + slots)
+                assert widths() == left
+            return before, after
 
         with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
             begun(stream, 2)
@@ -230,35 +269,163 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
             stream.results()
 
 
-def test_long_texts_have_a_batch_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [(1024, 1023, 1), (1, 1024)])
+def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     with tiny_engine(tmp_path) as engine:
-        requests = [Request(prefix=[], suffix=tokens(n).tolist()) for n in (20, 1100)]
-        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
-            begun(stream, 2)
+        requests = [Request(prefix=[], suffix=tokens(n).tolist()) for n in lengths]
+        with ExitStack() as stack:
+            for request in requests:  # in this order
+                text = engine.generate(request, SamplingParams(max_tokens=400))
+                begun(stack.enter_context(text), 1)
             batches = engine.worker._running._batches
             found = engine._scheduler.call(
                 lambda: sorted((batch.long, len(batch.going)) for batch in batches)
             )
-            stream.cancel()
-            stream.results()
-    assert found == [(False, 1), (True, 1)]
+    assert found == [(False, len(lengths) - 1), (True, 1)]
 
 
-def test_a_fault_of_ours_between_tokens_is_raised_and_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_batch_takes_no_more_than_it_may(tmp_path: Path) -> None:
+    """Of two that come together one finds a place beside the first, and one does not."""
+    with tiny_engine(tmp_path, max_batch=2) as engine:
+        prefix, sampling = engine.ingest(tokens(40)), SamplingParams(max_tokens=400)
+        requests = [Request(prefix=prefix, suffix=[n]) for n in range(3)]
+        with engine.generate(requests[0], sampling) as first:
+            begun(first, 1)
+            with engine.generate(requests[1:], sampling) as others:
+                begun(others, 2)
+                batches = engine.worker._running._batches
+                found = engine._scheduler.call(lambda: [len(batch.going) for batch in batches])
+    assert found == [2, 1]
+
+
+@pytest.mark.parametrize("fault", [StoreError, ValueError, RuntimeError])
+def test_what_fails_between_tokens_is_told_and_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
 ) -> None:
+    """A fault of the library is raised; others are what is wrong with the text."""
+
     def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("broken")
+        raise fault("broken")
 
     with tiny_engine(tmp_path) as engine:
         request = Request(prefix=engine.ingest(tokens(100)), suffix=[1], budget=0.5)
         with monkeypatch.context() as patch:
             patch.setattr(Decoder, "step", broken)
-            with pytest.raises(RuntimeError, match="broken"):
-                engine.generate(request, SamplingParams(max_tokens=8)).results()
+            stream = engine.generate(request, SamplingParams(max_tokens=8))
+            if fault is RuntimeError:
+                with pytest.raises(RuntimeError, match="broken"):
+                    stream.results()
+            else:
+                assert isinstance(stream.results()[0].error, fault)
         engine._scheduler.call(lambda: None)
         assert engine.stats().running == engine.stats().pinned_packs == 0
         assert not engine.worker.residents._in_use
+
+
+def test_who_gave_up_while_a_batch_was_computed_is_told_and_others_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_engine(tmp_path) as engine:
+        prefix, executor = engine.ingest(tokens(40)), engine.worker.executor
+        run, batch = executor.run, []
+
+        def given_up(*args: Any, **named: Any) -> Any:
+            batch[0].cancel()
+            return run(*args, **named)
+
+        monkeypatch.setattr(executor, "run", given_up)
+        requests = [Request(prefix=prefix, suffix=[n]) for n in range(2)]
+        batch += engine._placement.sequences(requests)
+        engine._scheduler.submit(batch)
+        first, second = (sequence.settled_result() for sequence in batch)
+        assert isinstance(first.error, Cancelled) and second.error is None
+
+
+def test_where_a_process_is_lost_no_text_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise ProcessLost("process 1 of 2 is gone")
+
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
+        monkeypatch.setattr(Decoder, "step", lost)
+        [text] = engine.generate(request, SamplingParams(max_tokens=8)).results()
+        assert type(text.error) is EngineClosed
+        with pytest.raises(EngineClosed):
+            engine.reprefill([request])
+
+
+def test_each_token_is_told_with_what_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who is in a batch is told to its choices when that changes, not at every token."""
+    told: list[object] = []
+    rows_are = Choices.rows_are
+    monkeypatch.setattr(
+        Choices, "rows_are", lambda self, rows: (told.append(rows), rows_are(self, rows))[1]
+    )
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(320)), suffix=[1], budget=0.1)
+        began = time.perf_counter()
+        [text] = engine.generate(request, SamplingParams(max_tokens=8)).results()
+        spent_ms = (time.perf_counter() - began) * 1e3
+    took = [token.ms for token in text.trace.tokens]
+    assert len(took) == 7 and sum(took) <= spent_ms
+    assert any(ms % 1 for ms in took) and min(took) > 0
+    assert len(told) == 1
+
+
+def test_a_follower_makes_the_leaders_steps_or_says_that_they_differ(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
+        with engine.generate([request] * 2, SamplingParams(max_tokens=400)) as stream:
+            begun(stream, 2)
+            worker, (one, other) = engine.worker, stream._sequences
+
+            def follow() -> None:
+                before = len(one.token_ids)
+                said = [(text.number, text.token_ids[-1], None) for text in (one, other)]
+                worker.follow(said)
+                assert len(one.token_ids) == len(other.token_ids) == before + 1
+                said = [(text.number, text.token_ids[-1], None) for text in (one, other)]
+                wrong = [said[0], (other.number, said[1][1] + 1, None)]
+                for differs in (wrong, said[:1], [*said, (10**9, 0, None)]):
+                    with pytest.raises(RuntimeError, match="the processes went apart"):
+                        worker.follow(differs)
+                worker.follow([said[0], (*said[1][:2], "cancelled")])
+                assert (len(one.token_ids), len(other.token_ids)) == (before + 2, before + 1)
+
+            engine._scheduler.call(follow)
+            stream.cancel()
+            texts = stream.results()
+        assert [text.finish_reason for text in texts] == ["cancelled"] * 2
+
+
+def test_what_is_looked_up_again_says_whether_that_changed_anything(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, prefill_block=16, prefill_window=32) as engine:
+        prefix, worker = engine.ingest(tokens(40)), engine.worker
+        text = Sequence(Request(prefix=prefix, suffix=[1, 2]))
+        engine._placement.place(text)
+        assert not engine._scheduler.call(partial(worker.shorten, text))
+        engine.store.delete(prefix)
+        assert engine._scheduler.call(partial(worker.shorten, text))
+        assert text.prefix.num_tokens == 0 and text.suffix.tolist() == [*tokens(40), 1, 2]
+        assert worker.prefill_bytes(33) == worker.prefill_bytes(32) > worker.prefill_bytes(31)
+
+
+def test_prompts_that_are_too_long_for_one_piece_of_memory_are_stored_first(
+    tmp_path: Path,
+) -> None:
+    with tiny_engine(tmp_path, prefill_block=16, prefill_window=32) as engine:
+        prompts = [tokens(length).tolist() for length in (32, 33)]
+        [fits] = engine.reprefill([Request(prefix=[], suffix=prompts[0])])
+        assert fits.error is None and not list(engine.store.prefixes())
+        [answer] = engine.reprefill([Request(prefix=[], suffix=prompts[1])])
+        [stored] = engine.store.prefixes()
+        assert stored.tokens.tolist() == prompts[1][:-1]
+        over = Request(prefix=stored, suffix=prompts[1][-1:], budget=1.0)
+        np.testing.assert_array_equal(answer.logits, engine.reprefill([over])[0].logits)
 
 
 @pytest.mark.parametrize("mapped", [True, False])

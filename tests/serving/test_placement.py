@@ -1,0 +1,269 @@
+"""Where requests belong, looked up in a real store and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from engine_support import SMALL, tokens
+from tokenizers import models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from ckv_jax import ContextOverflow, EngineConfig, Prefix, Request, SamplingParams
+from ckv_jax.config import SystemConfig
+from ckv_jax.fitting import layout_of
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.selection.select import Select
+from ckv_jax.serving.placement import Placement
+from ckv_jax.serving.sequence import Sequence
+from ckv_jax.serving.ways import Way
+from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.fingerprint import Fingerprint
+from ckv_jax.storage.store import ChunkStore
+from ckv_jax.systems import SYSTEMS
+
+OURS = Fingerprint({"weights": "ours"})
+TEXT = tokens(40)
+MOST = SMALL.max_position_embeddings
+CKV = replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkStore]:
+    with ChunkStore.open(tmp_path_factory.mktemp("store")) as opened:
+        yield opened
+
+
+def placement(
+    store: ChunkStore, system: SystemConfig = CKV, tokenizer: Tokenizer | None = None,
+    **config: Any,
+) -> Placement:  # fmt: skip
+    return Placement(
+        model=SMALL, tokenizer=tokenizer, store=store, fingerprint=OURS,
+        layout=layout_of(system, SMALL, "float32"), system=system,
+        config=EngineConfig(dtype="float32", **config),
+    )  # fmt: skip
+
+
+def stored(
+    store: ChunkStore, text: np.ndarray, system: SystemConfig = CKV, salt: str = ""
+) -> Prefix:
+    layout = layout_of(system, SMALL, "float32")
+    with store.writer(fingerprint=OURS, layout=layout, tokens=text, salt=salt) as writer:
+        shape = (SMALL.num_layers, 2, len(text), SMALL.num_kv_heads, SMALL.head_dim)
+        writer.write(0, np.zeros(shape, layout.numpy_dtype))
+        return writer.commit()
+
+
+@pytest.fixture(scope="module")
+def prefix(store: ChunkStore) -> Prefix:
+    return stored(store, TEXT)
+
+
+@pytest.fixture(scope="module")
+def begin_of_text() -> Tokenizer:
+    """Reads "a" and "b", and puts a begin-of-text (0) before what begins."""
+    words = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, "?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>"))
+
+
+def place(
+    where: Placement, sampling: SamplingParams | None = None, *, keep_kv: bool = False, **asked: Any
+) -> Sequence:
+    """Raises what is wrong with the request."""
+    made = Sequence(Request(**{"suffix": [1, 2]} | asked), sampling=sampling, keep_kv=keep_kv)
+    where.place(made)
+    return made
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+def test_ids_of_the_vocabulary_and_no_others(store: ChunkStore) -> None:
+    where, last = placement(store), SMALL.vocab_size - 1
+    for ids in ([0], [last], [0, last], [last, 0], [], np.array([5], np.uint8), ()):
+        found = where.encode(ids)
+        assert found.dtype == np.int32 and found.tolist() == list(ids)
+    for ids in ([-1], [last + 1], [0, last + 1], [-1, 0]):
+        with pytest.raises(ValueError, match=rf"got token ids from .*, expected \[0, {last + 1}\)"):
+            where.encode(ids)
+
+
+def test_what_is_no_list_of_ids(store: ChunkStore) -> None:
+    where = placement(store)
+    bad: list[Any] = [[0.5], [[1, 2]], np.array(3), np.zeros((1, 2), int), np.zeros((0, 2), int)]
+    for ids in bad:
+        with pytest.raises(ValueError, match=r"got tokens .*, expected integers \[n\]"):
+            where.encode(ids)
+    with pytest.raises(ValueError, match="tokens of several shapes"):
+        where.encode([[1], [2, 3]])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="got int, expected a text or token ids"):
+        where.encode(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="this engine has no tokenizer"):
+        where.encode("a")
+
+
+def test_a_text_begins_a_sequence_where_nothing_is_before_it(
+    store: ChunkStore, prefix: Prefix, begin_of_text: Tokenizer
+) -> None:
+    where = placement(store, tokenizer=begin_of_text)
+    assert where.encode("a b").tolist() == [1, 2]
+    nothing: list[Any] = [[], (), np.zeros(0, np.int32)]
+    for before in nothing:
+        assert place(where, prefix=before, suffix="a b").suffix.tolist() == [0, 1, 2]
+    some: list[Any] = [[5], (5,), np.array([5])]
+    for before in some:
+        assert place(where, prefix=before, suffix="a b").suffix.tolist() == [5, 1, 2]
+    for before in (prefix, prefix.id):
+        assert place(where, prefix=before, suffix="a b").suffix.tolist() == [1, 2]
+    assert place(where, parts=[prefix, prefix], suffix="a b").suffix.tolist() == [1, 2]
+    for one in ({"prefix": prefix}, {"parts": [prefix, prefix]}):
+        with pytest.raises(ValueError, match="got an empty suffix"):
+            place(where, suffix=" ", **one)
+    stopped = SamplingParams(stop=("b",))
+    assert place(where, stopped, prefix=prefix, suffix="a").sampling == stopped
+
+
+# -- where they stand -----------------------------------------------------------------------------
+
+
+def test_as_much_as_is_stored_is_used_and_the_rest_computed(
+    store: ChunkStore, prefix: Prefix
+) -> None:
+    where = placement(store, budget=0.5)
+    longer = [*TEXT.tolist(), 9]
+    found = place(where, prefix=longer)
+    assert found.prefix == prefix and found.suffix.tolist() == [9, 1, 2]
+    assert found.budget == 0.5 and place(where, prefix=longer, budget=0.25).budget == 0.25
+    other = stored(store, tokens(16, 8), salt="hers")
+    for name in (other, other.id):
+        assert place(where, prefix=name, salt="hers").prefix == other
+        with pytest.raises(PrefixNotFound):
+            place(where, prefix=name)
+    assert place(placement(store, salt="hers"), prefix=other).prefix == other
+
+
+def test_each_request_of_a_call_has_its_place_and_way(store: ChunkStore, prefix: Prefix) -> None:
+    where, one = placement(store), Request(prefix=prefix, suffix=[1])
+    assert [made.index for made in where.sequences([one, one])] == [0, 1]
+    ways = [Way(sampling=SamplingParams(), keep_kv=True), Way()]
+    more = where.sequences([one, one], ways, first=5)
+    assert [made.index for made in more] == [5, 6]
+    assert [(made.sampling, made.keep_kv) for made in more] == [
+        (way.sampling, way.keep_kv) for way in ways
+    ]
+    named = [replace(one, id="a"), replace(one, id="b"), replace(one, id="a"), one, one]
+    errors = [made.result(0).error for made in where.sequences(named) if made.done()]
+    assert [str(error) for error in errors] == ["got id 'a' twice, expected one request of each id"]
+
+
+def test_what_fills_the_context_fits(store: ChunkStore) -> None:
+    where = placement(store)
+    where.check_context(MOST - 100, 100)
+    where.check_context(MOST - 107, 100, 7)
+    with pytest.raises(ContextOverflow, match=r"and 100 suffix tokens, expected"):
+        where.check_context(MOST - 99, 100)
+    for prefix, suffix, new in ((MOST - 106, 100, 7), (100, MOST - 106, 7), (7, 100, MOST - 106)):
+        with pytest.raises(ContextOverflow, match=f"tokens and {new} new ones"):
+            where.check_context(prefix, suffix, new)
+    whole = [1] * MOST
+    place(where, prefix=[], suffix=whole)
+    place(where, SamplingParams(max_tokens=3), prefix=[], suffix=whole[3:])
+    for sampling, suffix in ((None, [*whole, 1]), (SamplingParams(max_tokens=3), whole[2:])):
+        with pytest.raises(ContextOverflow):
+            place(where, sampling, prefix=[], suffix=suffix)
+
+
+def test_several_processes_keep_no_kv_and_put_nothing_together(
+    store: ChunkStore, prefix: Prefix
+) -> None:
+    alone = placement(store)
+    several = placement(store, tensor_parallel=2, processes=2)
+    sampling = SamplingParams()
+    assert place(alone, sampling, prefix=prefix, keep_kv=True).prefix == prefix
+    assert place(several, sampling, prefix=prefix).prefix == prefix
+    with pytest.raises(ValueError, match="keep_kv over several processes"):
+        place(several, sampling, prefix=prefix, keep_kv=True)
+    assert place(alone, parts=[prefix, prefix]).parts == (prefix, prefix)
+    with pytest.raises(ValueError, match="parts over several processes"):
+        place(several, parts=[prefix, prefix])
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_parts_are_found_by_name_and_one_of_them_is_a_prefix(
+    store: ChunkStore, prefix: Prefix
+) -> None:
+    where, other = placement(store), stored(store, tokens(20, 9))
+    found = place(where, parts=[other.id, prefix])
+    assert found.parts == (other, prefix) and found.prefix.num_tokens == 0
+    assert found.tokens.tolist() == [*other.tokens, *TEXT, 1, 2]
+    alone = place(where, parts=[other.id])
+    assert alone.prefix == other and alone.parts == ()
+    with pytest.raises(ValueError, match="an empty prefix among parts"):
+        place(where, parts=[prefix, Prefix.empty(OURS, prefix.layout, "")])
+
+
+def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Prefix) -> None:
+    found = place(placement(store, SYSTEMS["recompute"]), parts=[prefix, prefix], budget=0.25)
+    assert found.suffix.tolist() == [*TEXT, *TEXT, 1, 2]
+    assert (found.parts, found.prefix.num_tokens, found.budget) == ((), 0, 1.0)
+
+
+def test_systems_that_cannot_put_texts_together_say_why(store: ChunkStore) -> None:
+    cases: list[tuple[SystemConfig, str]] = [
+        (SYSTEMS["as-lru"], "'as-lru' does not choose chunks by attention"),
+        (replace(CKV, choose=replace(CKV.choose, pool="mean")), "got parts with pool='mean'"),
+        (replace(SYSTEMS["quest"], name="apart"), "heads of system 'apart' choose for themselves"),
+    ]
+    for number, (system, says) in enumerate(cases):
+        mine = stored(store, tokens(64, 20 + number), system)
+        with pytest.raises(ValueError, match=says):
+            place(placement(store, system), parts=[mine, mine])
+        if system.choose == Select():
+            assert place(placement(store, system), parts=[mine]).prefix == mine
+
+
+# -- whose prefixes -------------------------------------------------------------------------------
+
+
+def test_an_empty_prefix_may_lie_in_any_way(store: ChunkStore) -> None:
+    where = placement(store)
+    where.check_prefix(Prefix.empty(OURS, replace(CKV_LAYOUT, chunk_tokens=32), ""), "")
+    with pytest.raises(PrefixNotFound):
+        where.check_prefix(Prefix.empty(OURS, CKV_LAYOUT, "hers"), "")
+
+
+CKV_LAYOUT = layout_of(CKV, SMALL, "float32")
+
+
+def test_who_asks_with_another_system_is_told_which_stored_it(
+    store: ChunkStore, prefix: Prefix
+) -> None:
+    where = placement(store)
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            where.check_prefix(replace(prefix, layout=replace(theirs, **changes)), "")
+        return str(error.value)
+
+    theirs = layout_of(SYSTEMS["quest"], SMALL, "float32")
+    assert refused().startswith("stored with --system quest, asked with --system ckv; these differ")
+    assert "chunk_tokens (stored 8, got 16)" in refused() and "head_dim" not in refused()
+    assert refused(chunk_tokens=64).startswith("stored with another system, asked")
+    theirs = layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32")
+    coded = refused(codec="int8:1", codec_bytes=4096)
+    assert coded.startswith("stored with --system contiguous-kv, ") and "codec" in coded
+    theirs = layout_of(replace(SYSTEMS["ckv"], heads=((0, 1), (4, 0), (9, 0))), SMALL, "float32")
+    assert refused().startswith("stored with --system ckv --heads, ")
+    recompute = placement(store, SYSTEMS["recompute"])
+    recompute.check_prefix(prefix, "")  # its tokens alone are used
