@@ -15,10 +15,10 @@ from ckv_jax.selection.select import Select
 CHUNKS = 3
 
 
-def chooser(*, queries: int = 1, every: int = 4, first: int = 300, drift: float | None = None) -> Any:
-    window: Any = SimpleNamespace(
-        resident=SimpleNamespace(probe_chunks=CHUNKS, num_chunks=CHUNKS)
-    )
+def chooser(
+    *, queries: int = 1, every: int = 4, first: int = 300, drift: float | None = None
+) -> Any:
+    window: Any = SimpleNamespace(resident=SimpleNamespace(probe_chunks=CHUNKS, num_chunks=CHUNKS))
     nothing: Any = None
     return Chooser(
         select=Select(queries=queries, every=every, drift=drift), limit=5, first=first,

@@ -134,7 +134,9 @@ def test_a_guess_that_was_not_chosen_is_given_up_when_its_period_is_computed() -
     for period in (0, 1):
         guesses.next_period(period, window, lambda: [np.array([4])] * len(plan.choices_of(1)))
         guesses.start(period, lambda: packs)
-        given_up = [(0, group, []) for choice in plan.choices_of(1) for group in plan.groups(choice)]
+        given_up = [
+            (0, group, []) for choice in plan.choices_of(1) for group in plan.groups(choice)
+        ]
         assert left == (given_up if period else [])
     guesses.forget()  # its token failed
     guesses.start(2, lambda: packs)
