@@ -94,3 +94,12 @@ def test_four_prefixes_are_remembered_the_latest_of_which_stay() -> None:
     assert known.of(prefixes[1], nobody) is not made[1]
     longer: Any = SimpleNamespace(id="3", more=True)
     assert known.of(longer, nobody) is not made[3]  # the same id, another prefix
+
+
+def test_alike_tokens_come_in_an_order_of_each_head() -> None:
+    order = np.stack([np.roll(np.arange(TOKENS), group) for group in range(LAYERS * HEADS)])
+    one = recovered(order, pack_layers=1, heads_apart=True, probe="none", grouping="alike")
+    (pack,) = one.packs(5, np.array([1]))
+    np.testing.assert_array_equal(pack[0, :, :, 0], KV[2, :, order[5, 4:8], 1].swapaxes(0, 1))
+    for head in range(HEADS):
+        np.testing.assert_array_equal(one.keys(2)[:, head], KV[2, 0, order[4 + head], head])
