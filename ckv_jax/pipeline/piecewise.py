@@ -51,7 +51,7 @@ class Piecewise:
         pack, parts = self._memory.pool.pages.shape[1], len(chosen)
         for layer in step.layers:
             groups = range(layer // pack * parts, (layer // pack + 1) * parts)
-            if layer == step.layers[0] or layer % pack == 0:
+            if layer % pack == 0:  # so is a step's first: packs do not straddle steps
                 for group in groups:
                     for which in np.unique(owners[owners >= 0]).tolist():
                         packs.start_over(which, group)
@@ -110,9 +110,7 @@ class Piecewise:
             )
             for row, entries in enumerate(rows):
                 if entries:
-                    slots[row, : len(entries)], valid[row, : len(entries)] = zip(
-                        *entries, strict=True
-                    )
+                    slots[row, : len(entries)], valid[row, : len(entries)] = np.transpose(entries)
             part = self._pieces.over_pages(part, index, self._memory.pool.pages, slots, valid, head)
             for which in {which for which, _ in now}:
                 packs.give_up(which, group, part.lse)

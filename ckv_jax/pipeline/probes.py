@@ -146,8 +146,8 @@ class Probes:
         return self._packs
 
     def _bring(self, row: int, pages: np.ndarray) -> Array:
-        """Keys [T', K', D] of some pages that follow each other, zeros for the others: at once, or
-        where the pool has no room for so many, half after half."""
+        """Keys [T', K', D] of some pages that follow each other, of no meaning for the others: at
+        once, or where the pool has no room for so many, half after half."""
         packs, held = self._opened, self._view.held
         packs.demand(0, row, pages)
         try:
@@ -161,7 +161,7 @@ class Probes:
                 parts.append(self._bring(row, half))
                 packs.give_up(0, row, parts[-1])
             return self._keys.merge(parts[0], parts[1], int(held.start[half[0]]))
-        slots = np.full(probe_bucket(len(held), step=16), -1, np.int32)
+        slots = np.zeros(probe_bucket(len(held), step=16), np.int32)
         slots[pages] = found
         place = np.full(self._resident.probe_chunks, -1, np.int32)
         place[: len(held.place)] = held.place

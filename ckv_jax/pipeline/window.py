@@ -159,9 +159,8 @@ class Window:
 
     def _moved(self, resident: Resident) -> np.ndarray:
         """Chunks int [n] of its prefix that lie elsewhere in this one, which continues it."""
-        own = np.arange(self.resident.num_chunks)
-        moved: np.ndarray = own[self.resident.pages(0, own) != resident.pages(0, own)]
-        return moved
+        first = self.resident.first_page
+        return np.flatnonzero(first != resident.first_page[: len(first)])
 
     def add(self, choice: int, chunks: np.ndarray) -> None:
         """All of these are attended to as well; they must be cached, and nothing chosen anew."""

@@ -6,6 +6,8 @@ import dataclasses
 import gc
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,3 +199,30 @@ def test_a_window_leaves_room_for_its_buffers_and_for_a_blocks_arithmetic() -> N
 def test_no_tokens_are_refused(prefills: Prefills) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         prefills.begin(tokens(0))
+
+
+def test_a_call_runs_four_layers_and_the_last_those_that_are_left(prefills: Prefills) -> None:
+    assert prefills.steps == [range(4), range(4, 5)]
+    assert Prefills(prefills.layers, block=BLOCK, window=WINDOW + 1).window == WINDOW + BLOCK
+
+
+def test_keys_that_are_attended_are_blocks_times_a_power_of_two() -> None:
+    sizes = {1: 1, 32: 1, 33: 2, 64: 2, 65: 4, 128: 4, 129: 8}
+    assert {n: context_bucket(n, BLOCK) // BLOCK for n in sizes} == sizes
+
+
+def test_buffers_are_at_most_a_block_longer_than_their_window(prefills: Prefills) -> None:
+    own = Prefills(prefills.layers, block=BLOCK, window=5 * BLOCK)
+    rows = {n: own.begin(tokens(n)).kv[0][0].shape[1] for n in (1, 2 * BLOCK, 5 * BLOCK)}
+    assert rows == {1: BLOCK, 2 * BLOCK: 2 * BLOCK, 5 * BLOCK: 6 * BLOCK}
+    assert own.begin(tokens(9 * BLOCK), bounded=False).kv[0][0].shape[1] == 12 * BLOCK
+    assert own.begin(tokens(17 * BLOCK), bounded=False).kv[0][0].shape[1] == 20 * BLOCK
+
+
+def test_several_processes_store_no_more_than_their_devices_keep(prefills: Prefills) -> None:
+    several: Any = SimpleNamespace(layers=SimpleNamespace(peers=SimpleNamespace(alone=False)))
+    several.window = WINDOW
+    Prefills.check_stored(several, WINDOW)
+    with pytest.raises(ValueError, match=f"got {WINDOW + 1} tokens .*prefill_window={WINDOW}"):
+        Prefills.check_stored(several, WINDOW + 1)
+    prefills.check_stored(WINDOW + 1)  # alone

@@ -116,3 +116,51 @@ def test_guesses_take_nobodys_place_and_near_misses_that_of_earlier_ones() -> No
     guessed = [("ahead", 3, group, [4]) for some in groups[1:] for group in some]
     assert said == [*guessed, *near] and guessed
     assert not Guesses("both", 1.0, plan).near
+
+
+def test_a_guess_that_was_not_chosen_is_given_up_when_its_period_is_computed() -> None:
+    plan = Plan.of(6, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
+    left: list[tuple[int, int, list[int]]] = []
+    packs: Any = SimpleNamespace(
+        only_ahead=lambda which, group, chunks: left.append((which, group, chunks.tolist())),
+        ahead=lambda *_, **__: None,
+    )
+    window: Any = SimpleNamespace(
+        held=True, lookup=lambda _, c: (np.full(len(c), -1), np.full(len(c), -1))
+    )
+    guesses = Guesses("next", 2.0, plan)
+    assert not guesses.near
+    assert [guesses.asks_after(period) for period in range(3)] == [True, True, False]
+    for period in (0, 1):
+        guesses.next_period(period, window, lambda: [np.array([4])] * len(plan.choices_of(1)))
+        guesses.start(period, lambda: packs)
+        given_up = [
+            (0, group, []) for choice in plan.choices_of(1) for group in plan.groups(choice)
+        ]
+        assert left == (given_up if period else [])
+    guesses.forget()  # its token failed
+    guesses.start(2, lambda: packs)
+    assert left == given_up
+
+
+def test_what_recurred_is_a_share_of_what_was_best() -> None:
+    """Half of it is enough to read it ahead, where periods are guessed at all."""
+    paper = SYSTEMS["contiguous-kv"]
+    ahead = ReadAhead(paper)
+    resident: Any = SimpleNamespace(opening=np.array([4, 2, 6]), recurrence=0.5)
+    assert ahead.opening(resident, 2).tolist() == [4, 2]
+    assert ReadAhead(dataclasses.replace(paper, prefetch="none")).opening(resident, 2).size == 0
+    resident.recurrence = 0.49
+    assert ahead.opening(resident, 2).size == 0
+
+
+def test_what_is_guessed_comes_once_and_in_order() -> None:
+    ahead = ReadAhead(dataclasses.replace(SYSTEMS["ckv"], speculate_always=True))
+    told: list[bool] = []
+
+    def guess(pays: bool) -> Any:
+        told.append(pays)
+        return np.array([[7, 0, -1], [2, 7, -1]])
+
+    wait = ahead.next_period(np.array([1]), 0, guess)
+    assert (wait().tolist(), told) == ([0, 2, 7], [True])

@@ -1,0 +1,194 @@
+"""What a window pins, keeps and lets go of, by the numbers: no device has any of it.
+
+Three layers in two periods: a choice of the first is of two packs a chunk, one of the second of
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ckv_jax.cache.policy import POLICIES
+from ckv_jax.cache.tiers import Tiers
+from ckv_jax.cache.window import CLOSED, FREE
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.window import Kept, Window
+from ckv_jax.pipeline.windows import Moving, Windows
+from ckv_jax.reads.resident import Resident
+from ckv_jax.systems import SYSTEMS
+
+PLAN = Plan.of(3, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
+GROUPS, CHUNKS = 3, 6
+
+
+class Rows:
+    """A prefix of six chunks, of which the first four are on the device, the fifth in host memory
+    and the last nowhere; and rows that stand on it."""
+
+    def __init__(self) -> None:
+        self.tiers = Tiers(60, 60, 0, POLICIES["lru"])
+        first = self.tiers.register(GROUPS * CHUNKS)
+        self.resident = Resident(
+            prefix=None,  # type: ignore[arg-type]
+            first_page=first + np.arange(CHUNKS),
+            page_stride=np.full(CHUNKS, CHUNKS),
+            chunk_lengths=np.array([16] * 5 + [9], np.int32),
+        )
+        pages = self.pages(range(4), range(GROUPS))
+        self.tiers.own(pages, self.tiers.take(len(pages)))
+        self.memory: Any = SimpleNamespace(tiers=self.tiers, trim=lambda: None)
+        hosted = self.pages([4], range(GROUPS))
+        self.tiers._table.host_slot[hosted] = np.arange(len(hosted))
+
+    def pages(self, chunks: Any, groups: Any) -> np.ndarray:
+        return np.concatenate([self.resident.pages(group, np.array(chunks)) for group in groups])
+
+    def window(self, *choices: list[int], held: bool = True) -> Window:
+        made = Window(self.resident, self.memory, PLAN, held=held)
+        for choice, ids in enumerate(choices):
+            made.choose(choice, np.array(ids))
+        return made
+
+    def pinned(self) -> dict[int, list[int]]:
+        """How often each chunk is pinned in each layer group, where it is."""
+        pins = self.tiers._table.pins[self.pages(range(CHUNKS), range(GROUPS))]
+        by_group = pins.reshape(GROUPS, CHUNKS).T
+        return {chunk: some.tolist() for chunk, some in enumerate(by_group) if some.any()}
+
+
+def test_a_window_pins_a_chunk_in_the_groups_of_its_choice() -> None:
+    rows = Rows()
+    window = rows.window([0, 2, 3], [1])
+    assert rows.pinned() == {0: [1, 1, 0], 1: [0, 0, 1], 2: [1, 1, 0], 3: [1, 1, 0]}
+    assert (window.widest, window.slots_held, window.excess) == (3, 7, 0)
+    assert window.kept.open.tolist() == [3, 1]
+    assert [window.ids(choice).tolist() for choice in range(2)] == [[0, 2, 3], [1]]
+    assert window.cached(0, np.array([1, 3])) and not window.cached(0, np.array([1, 4]))
+    device, valid = window.attended(np.array([0, 1]), np.array([1, 2]))
+    assert device[1, 1:].tolist() == [-1, -1] and (device[0] >= 0).all()
+    assert valid.tolist() == [[16, 16, 16], [16, 0, 0]]
+    window.close()
+    window.close()
+    assert rows.pinned() == {} and window.slots_held == 0
+
+
+def test_who_holds_nothing_knows_what_was_chosen_and_pins_none() -> None:
+    rows = Rows()
+    window = rows.window([0, 5], [1], held=False)
+    assert rows.pinned() == {} and window.excess == 0
+    assert window.lengths(0).tolist() == [16, 9]
+    window.resize(np.array([4, 4]))
+    assert window.kept.open.tolist() == [2, 1]
+
+
+def test_what_a_row_says_is_added_to_what_it_attends_to() -> None:
+    rows = Rows()
+    window = rows.window([0, 2], [1])
+    window.add(0, np.array([1, 3]))
+    assert window.ids(0).tolist() == [0, 1, 2, 3] and window.ids(1).tolist() == [1]
+    assert rows.pinned()[3] == [1, 1, 0]
+    assert window.kept.chunk.tolist() == [[0, 1, 2, 3], [1, CLOSED, CLOSED, CLOSED]]
+    assert window.kept.last.tolist() == [[0] * 4, [0, -1, -1, -1]]
+    assert window.kept.uses.tolist() == [[1] * 4, [1, 0, 0, 0]]
+
+
+def test_a_window_that_narrows_keeps_its_choice_and_then_what_was_chosen_last() -> None:
+    rows = Rows()
+    window = rows.window([0, 2], [1])
+    window.resize(np.array([4, 1]))
+    assert window.kept.chunk.tolist() == [[2, 0, FREE, FREE], [1, CLOSED, CLOSED, CLOSED]]
+    window._pin(np.zeros(2, int), np.array([1, 3]))
+    window.kept.chunk[0], window.kept.last[0] = [3, 2, 1, 0], [8, 1, 9, 1]  # 2 and 0 are chosen
+    assert window.excess == 4
+    window.resize(np.array([3, 1]))
+    assert sorted(window.kept.chunk[0].tolist()) == [0, 1, 2]  # 3 was chosen before 1
+    window.resize(np.array([1, 0]))
+    assert sorted(window.kept.chunk[0].tolist()) == [0, 2]
+    assert window.kept.chunk[1].tolist() == [1, CLOSED]
+    assert rows.pinned() == {0: [1, 1, 0], 1: [0, 0, 1], 2: [1, 1, 0]}
+
+
+def test_a_prefix_that_goes_on_takes_what_lies_elsewhere_from_the_window() -> None:
+    """Its last chunk was partial and is stored anew, at an earlier place than it was."""
+    rows = Rows()
+    short = dataclasses.replace(
+        rows.resident, first_page=rows.resident.first_page[:4].copy(),
+        page_stride=rows.resident.page_stride[:4], chunk_lengths=rows.resident.chunk_lengths[:4],
+    )  # fmt: skip
+    for moved in (rows.resident.first_page[5], rows.resident.first_page[0]):
+        window = Window(short, rows.memory, PLAN, held=True)
+        window.choose(0, np.array([1, 3]))
+        window.choose(1, np.array([2]))
+        longer = dataclasses.replace(rows.resident, first_page=rows.resident.first_page.copy())
+        longer.first_page[3] = moved
+        assert window.absent(longer).tolist() == [3, 4, 5]
+        window.onto(longer)
+        assert window.resident is longer
+        assert window.ids(0).tolist() == [1] and window.ids(1).tolist() == [2]
+        assert window.kept.chunk.tolist() == [[1, FREE], [2, CLOSED]]
+        assert rows.pinned() == {1: [1, 1, 0], 2: [0, 0, 1]}
+        window.close()
+
+
+def test_slots_are_counted_of_every_choice_of_every_row() -> None:
+    kept = Kept.nothing(2, 3, count=1, slots=4)
+    kept.chunk[1, 2, :3] = FREE
+    assert kept.open.tolist() == [[0, 0, 0], [0, 0, 3]]
+
+
+def of_batch(rows: Rows, *windows: Window) -> Windows:
+    return Windows(
+        dict(enumerate(windows)), rows.memory, PLAN, rows=2, count=3, slots=4
+    )  # fmt: skip
+
+
+def test_what_choices_lack_is_told_by_where_it_is_and_named_once() -> None:
+    """Two rows of one prefix choose in the first period, one of them in the second."""
+    rows = Rows()
+    windows = of_batch(rows, rows.window([0, 1], [2]), rows.window([0], [1]))
+    moving = Moving(
+        place=np.array([0, 1, 1]), choice=np.array([0, 0, 1]),
+        ids=np.array([[0, 3, 4], [0, 4, 5], [1, 5, -1]], np.int32),
+        table=np.array([[0, 1, 2], [0, 1, 2], [0, 1, -1]], np.int32),
+        misses=np.array([[-1, 3, 4], [-1, 4, 5], [-1, 5, -1]], np.int32),
+    )  # fmt: skip
+    assert windows.found(moving).tolist() == [[4, 3], [2, 2], [0, 3]]
+    lacking = np.stack(windows.lacking(moving, np.array([0, 0]))).T.tolist()
+    assert lacking == [
+        [0, 0, 3], [0, 0, 4], [0, 0, 5], [0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 2, 5]
+    ]  # fmt: skip
+    apart = np.stack(windows.lacking(moving, np.array([0, 1]))).T.tolist()
+    assert apart == [
+        [0, 0, 3], [0, 0, 4], [0, 1, 3], [0, 1, 4],
+        [1, 0, 4], [1, 0, 5], [1, 1, 4], [1, 1, 5], [1, 2, 5],
+    ]  # fmt: skip
+
+
+def test_misses_take_the_slots_of_what_leaves_and_are_pinned_in_its_place() -> None:
+    rows = Rows()
+    window, other = rows.window([0, 1], [2]), rows.window([0], [1])
+    window.resize(np.array([3, 1]))
+    windows = of_batch(rows, window, other)
+    before = window.kept.chunk[0].tolist()
+    slot = before.index(1)
+    moving = Moving(
+        place=np.array([0]), choice=np.array([0]), ids=np.array([[0, 3]], np.int32),
+        table=np.array([[before.index(0), slot]], np.int32),
+        misses=np.array([[-1, 3]], np.int32),
+    )  # fmt: skip
+    windows.make_way(moving)
+    assert window.kept.chunk[0, slot] == FREE and 1 not in (window.kept.chunk[0]).tolist()
+    assert rows.pinned() == {0: [2, 2, 0], 1: [0, 0, 1], 2: [0, 0, 1]}
+    windows.move(moving, 7)
+    assert rows.pinned() == {0: [2, 2, 0], 1: [0, 0, 1], 2: [0, 0, 1], 3: [1, 1, 0]}
+    assert window.ids(0).tolist() == [0, 3]
+    kept, left = window.kept, before.index(0)
+    assert kept.last[0, [left, slot]].tolist() == [7, 7]
+    assert kept.uses[0, [left, slot]].tolist() == [2, 1]
+    state = windows.state(range(1))
+    assert state.shape == (3, 2, 4) and state[0, 0].tolist() == kept.chunk[0].tolist()
+    assert state[0, 1].tolist() == [0, CLOSED, CLOSED, CLOSED]
