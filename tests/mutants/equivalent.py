@@ -128,8 +128,8 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/cache/heap.py",
         "core/ReplaceTrueWithFalse",
-        "return list(zip(scores.view(np.uint64).tolist(), (_LAST - pages).tolist(), strict=True)) "
-        "~0 @82 #0",
+        "return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True)) "
+        "~0 @75 #0",
     ): "a score for each page",
     (
         "ckv_jax/serving/worker.py",
@@ -173,6 +173,16 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
     ): "what is put there is thrown away: it is to be compiled",
+    (
+        "ckv_jax/cache/heap.py",
+        "core/NumberReplacer",
+        "self._run, self._heap, self._bound = [], [], 0 ~0 @45 #1",
+    ): "no score is below 0, nor below less than that",
+    (
+        "ckv_jax/cache/window.py",
+        "core/NumberReplacer",
+        "spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot) ~0 @37 #0",
+    ): "a slot below 0 is none, whatever it is",
 }
 """(file, operator, place) -> why."""
 

@@ -1,4 +1,4 @@
-"""What a choice has beside its budget: how many chunks that are, which, and what systems have it."""
+"""What a choice has beside its budget: how many chunks, which, and what systems have it."""
 
 from __future__ import annotations
 
