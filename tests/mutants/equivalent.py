@@ -6,11 +6,6 @@ from tests.mutants.draw import Mutant
 
 REASONS: dict[tuple[str, str, str], str] = {
     (
-        "ckv_jax/memory/device.py",
-        "core/AddNot",
-        "if self._pinned is not None:  # pageable copies reach a tenth of the bus ~0 @3 #0",
-    ): "only another order of copies on a machine without pinned memory",
-    (
         "ckv_jax/pipeline/prefill.py",
         "core/NumberReplacer",
         "STEP_LAYERS = 4 ~0 @14 #1",
