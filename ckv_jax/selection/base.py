@@ -140,7 +140,7 @@ def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:
         found = jnp.max(jnp.stack(beside(value, -jnp.inf)), axis=0) + _OWN * value
     else:
         count = sum(beside(real.astype(jnp.float32), 0.0))
-        found = sum(beside(value, 0.0)) / count  # what is real counts itself
+        found = jnp.divide(sum(beside(value, 0.0)), count)  # what is real counts itself
     out: Array = jnp.where(real, found, -jnp.inf)
     return out
 

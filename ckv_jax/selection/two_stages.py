@@ -107,6 +107,7 @@ def scored(
         held = jnp.clip(num_tokens - ids * chunk_tokens, 0, chunk_tokens)
         tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
         gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
+        found: Array
         [found] = by_head([q[None] for q in queries], gathered, count[None], tokens)
         return found  # [K, room]
 

@@ -331,6 +331,18 @@ def test_where_there_is_room_nobody_leaves() -> None:
     assert not len(tiers.trim().freed) and tiers.device_pages == 2
 
 
+def test_a_page_whose_score_has_fallen_is_the_first_to_leave_the_host() -> None:
+    latest = Policy(lambda importance, *_: importance, newest=1)
+    tiers = Tiers(0, 2, 2, latest)
+    tiers.register(4)
+    use(tiers, {0: 5.0, 1: 3.0})
+    use(tiers, {2: 1.0})  # worth less than both
+    assert tiers.lookup(ids(0, 1, 2))[1].tolist() == [0, 1, -1]
+    use(tiers, {0: 0.5})
+    use(tiers, {3: 2.0})
+    assert tiers.lookup(ids(0, 1, 3))[1].tolist() == [-1, 1, 0]
+
+
 def test_worth_is_the_policys_and_no_score_is_below_zero() -> None:
     tiers = Tiers(1, 0, 1, ATTENTION)
     tiers.register(2)
