@@ -19,8 +19,6 @@ from segment_support import hurt, segment_folder
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
 from ckv_jax.selection.select import Select
-from ckv_jax.selection.zones import Zones
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
@@ -224,38 +222,6 @@ def test_an_estimate_by_single_tokens_is_dense_attention(tmp_path: Path, heads: 
         with engine.variant(dataclasses.replace(engine.config, system=plain)) as other:
             nothing = made(other, 0.05)
     assert scale_error(estimated, dense) < TIGHT < 1e-2 < scale_error(nothing, dense)
-
-
-def test_counts_are_whole_and_of_what_there_is() -> None:
-    layout = Layout(num_layers=2, num_kv_heads=2, head_dim=8, chunk_tokens=8)
-    zones = SYSTEMS["shadowkv"].zones
-    assert [zones.always(layout, 8 * n) for n in (16_384, 4096, 512, 1)] == [48, 12, 2, 1]
-    assert Zones().always(layout, 4096) == 0 == Zones().outliers_of(512)
-    assert Zones(estimate=0.232).estimated_of(1000) == 232
-    assert Zones(estimate=1.0).estimated_of(7) == 7
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"estimate": -0.1}, r"estimate=-0.1, expected a share of the chunks in \[0, 1\]"),
-        ({"estimate": 1.5}, r"estimate=1.5, expected a share"),
-        ({"outliers": 1.01}, r"outliers=1.01, expected a share"),
-        ({"outliers": "48"}, r"outliers='48', expected a number"),
-        ({"estimate": 0.2, "digest": "means"}, r"expected digest='means\+values', with which"),
-        ({"outliers": 0.1}, r"expected digest='means\+cosines', with which texts have to be"),
-        ({"estimate": 0.2, "period": 2, "subperiod": 2}, "each head of every layer"),
-        ({"estimate": 0.2, "decode": None}, "every token chooses"),
-        ({"estimate": 0.2, "decode": Select(every=2)}, "every token chooses"),
-        ({"estimate": 0.2, "decode": Select(drift=0.9)}, "every token chooses"),
-        ({"estimate": 0.2, "decode": Select(guessed=True)}, "the layer's own queries"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
-    base = dataclasses.replace(SYSTEMS["retroinfer"], digest="means+values")
-    with pytest.raises(ValueError, match=says):
-        dataclasses.replace(base, **wrong)  # type: ignore[arg-type]
 
 
 def test_what_was_stored_without_mean_values_says_what_is_missing(

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from ckv_jax.cache.slots import SlotArray, Slots
 
-MAX_PAGES = 1 << 32
-_LAST = MAX_PAGES - 1
 _EVERYTHING = 1 << 64
 
 Pages = npt.NDArray[np.int64]
@@ -33,7 +31,7 @@ class ScoreHeap:
     Of two equal scores the higher page id is lower: ids grow with the layer, and a later layer
     leaves more time to read a page again.
 
-    Entries are (bit pattern of the score, `_LAST` - page); a float64 >= 0 orders as its bits do.
+    Entries are (bit pattern of the score, -page); a float64 >= 0 orders as its bits do.
     Only the lowest pages have any: every member below a bound has an entry that is at most its
     present one, and members past the bound need none. A score that rises leaves its entry alone;
     the entry is corrected, or let go past the bound, once its turn comes. Entries of pages that
@@ -95,7 +93,7 @@ class ScoreHeap:
                         break
                     continue
                 score, low = entry
-                page = _LAST - low
+                page = -low
                 present = bits[page]
                 if slot_of[page] < 0 or page in taken:
                     continue
@@ -128,9 +126,9 @@ class ScoreHeap:
         low = np.full(len(pages), len(free) > 0)
         self._bound = _EVERYTHING if len(free) else 0
         if len(free) > count:
-            limit = np.partition(free, count)[count : count + 1]
+            limit = np.partition(free, count)[count]
             low = scores <= limit
-            self._bound = int(limit.view(np.uint64)[0]) + 1
+            self._bound = int(limit.view(np.uint64)) + 1
         found, values = pages[low & ~pinned], scores[low & ~pinned]
         order = np.lexsort((found, -values))
         self._run, self._heap = _entries(values[order], found[order]), []
@@ -139,4 +137,4 @@ class ScoreHeap:
 
 
 def _entries(scores: npt.NDArray[np.float64], pages: Pages) -> list[tuple[int, int]]:
-    return list(zip(scores.view(np.uint64).tolist(), (_LAST - pages).tolist(), strict=True))
+    return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True))

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ckv_jax.cache.heap import MAX_PAGES, Pages
+from ckv_jax.cache.heap import Pages
 from ckv_jax.cache.policy import Policy
 
 T = TypeVar("T", bound=np.generic)
@@ -52,6 +52,7 @@ class PageTable:
         self.importance[part] = importance
         self.frequency[part] = frequency
         self.last_used[part] = 0
+        self.device_slot[part] = self.host_slot[part] = -1
         self.score[part] = _checked(
             self._policy.score(self.importance[part], self.frequency[part], self.last_used[part])
         )
@@ -112,24 +113,21 @@ class PageTable:
 
     def _append(self, n: int) -> int:
         base = self._count
-        if base + n > MAX_PAGES:
-            raise ValueError(f"got {base + n} pages, expected at most {MAX_PAGES}")
         self._count += n
-        more = max(self._count, 2 * len(self.score)) - len(self.score)
         if self._count > len(self.score):
-            self.importance = _grown(self.importance, more, 0)
-            self.frequency = _grown(self.frequency, more, 0)
-            self.last_used = _grown(self.last_used, more, 0)
-            self.score = _grown(self.score, more, 0)
-            self.device_slot = _grown(self.device_slot, more, -1)
-            self.host_slot = _grown(self.host_slot, more, -1)
-            self.pins = _grown(self.pins, more, 0)
-            self._mark = _grown(self._mark, more, 0)
+            self.importance = _grown(self.importance, self._count)
+            self.frequency = _grown(self.frequency, self._count)
+            self.last_used = _grown(self.last_used, self._count)
+            self.score = _grown(self.score, self._count)
+            self.device_slot = _grown(self.device_slot, self._count)
+            self.host_slot = _grown(self.host_slot, self._count)
+            self.pins = _grown(self.pins, self._count)
+            self._mark = _grown(self._mark, self._count)
         return base
 
 
-def _grown(column: npt.NDArray[T], more: int, fill: int) -> npt.NDArray[T]:
-    return np.concatenate([column, np.full(more, fill, column.dtype)])
+def _grown(column: npt.NDArray[T], more: int) -> npt.NDArray[T]:
+    return np.concatenate([column, np.zeros(more, column.dtype)])
 
 
 def _checked(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -126,10 +126,10 @@ def advance(
     hit = jnp.where(choice.ids < 0, -1, jnp.take_along_axis(spot, choice.ids, axis=1))
     missing = (choice.ids >= 0) & (hit < 0)
     worst = _victims(window, choice, hit, keep)[:, :count]
-    turn = jnp.maximum(jnp.cumsum(missing, axis=1) - 1, 0)
+    turn = jnp.cumsum(missing, axis=1) - 1  # of those that are missing
     table = jnp.where(missing, jnp.take_along_axis(worst, turn, axis=1), hit)
     touched = jnp.where(table < 0, width, table)  # past the last slot: dropped
-    before = jnp.take_along_axis(window.uses, jnp.maximum(table, 0), axis=1)
+    before = jnp.take_along_axis(window.uses, table, axis=1)
     after = Window(
         chunk=window.chunk.at[row, touched].set(choice.ids, mode="drop"),
         last=window.last.at[row, touched].set(step, mode="drop"),
@@ -140,7 +140,7 @@ def advance(
 
 def _victims(window: Window, choice: Choice, hit: Array, keep: Keep) -> Int32[Array, "R W"]:
     """Slots of each row in the order in which they are taken; never to be taken ones at the end."""
-    now = jnp.take_along_axis(choice.scores, jnp.maximum(window.chunk, 0), axis=1)
+    now = jnp.take_along_axis(choice.scores, window.chunk, axis=1)
     worth = jnp.where(window.chunk == FREE, -jnp.inf, keep(now, window, choice))
     worth = jnp.where(_chosen(window, hit) | (window.chunk == CLOSED), jnp.inf, worth)
     # A free slot was never chosen: its -1 puts it before residents whose worth is -inf, too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +51,16 @@ class MappedPool:
         if decode is not None:
             rows = np.asarray(decode(rows)).view(self.packs.dtype)
             rows = rows.reshape(-1, *self.packs.shape[1:])
-        for row, slot in zip(rows, slots.tolist(), strict=True):
-            if slot >= 0:
-                self.packs[slot] = row
+        _copy(rows, self.packs, slots)
 
     def load(self, host: HostPool, host_slots: np.ndarray, slots: np.ndarray) -> int:
         """Packs from host slots [n] to device slots [n]. Returns the bytes moved."""
-        for row, slot in zip(host_slots.tolist(), slots.tolist(), strict=True):
-            self.packs[slot] = host.packs[row]
+        _copy((host.packs[row] for row in host_slots), self.packs, slots)
         return len(slots) * host.pack_bytes
 
     def save(self, host: HostPool, slots: np.ndarray, host_slots: np.ndarray) -> None:
         """Packs from device slots [n] to host slots [n]."""
-        for slot, row in zip(slots.tolist(), host_slots.tolist(), strict=True):
-            host.packs[row] = self.packs[slot]
+        _copy((self.packs[slot] for slot in slots), host.packs, host_slots)
 
     def flush(self, host: HostPool) -> None:
         """Nothing is ever on its way; see `DevicePool.flush`."""
@@ -73,6 +69,13 @@ class MappedPool:
         """Gives the memory back once no read or call has it. There are no pages any more."""
         self.packs = self.packs[:0].copy()  # a view would keep all of it
         del self._pages
+
+
+def _copy(packs: Iterable[np.ndarray], to: np.ndarray, slots: np.ndarray) -> None:
+    """Each pack into its slot, one by one: no array of all of them in between."""
+    for pack, slot in zip(packs, slots.tolist(), strict=True):
+        if slot >= 0:
+            to[slot] = pack
 
 
 def _same_memory(packs: np.ndarray) -> Array:

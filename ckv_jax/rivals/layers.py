@@ -193,10 +193,10 @@ def _by_keys_of(target: Target, shardings: Shardings) -> Callable[..., tuple[Arr
         keys = _keys(pages, key_slots, k, target)
         sums = _sums(q, keys, k, num_tokens, q_lengths)  # [B, K, T]
         scores = shardings.sum(jnp.sum(sums, axis=1))
-        ids = choose(scores, n, limits).ids
-        counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
+        chosen = choose(scores, n, limits)
+        counts = chunk_counts(chosen.ids, chunk_tokens=chunk_tokens, chunks=key_slots.shape[0])
         agreement = jnp.ones(scores.shape[:1], jnp.float32)
-        return ids, counts, share_held(scores, ids), agreement, _importance(scores)
+        return chosen.ids, counts, chosen.mass, agreement, _importance(scores)
 
     return by_keys
 
@@ -210,17 +210,17 @@ def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
         rows, heads = k.shape[0], k.shape[2]
         sums = _sums(q, _keys(pages, key_slots, k, target), k, num_tokens, q_lengths)  # [B, K, T]
         flat = sums.reshape(rows * heads, -1)
-        own = choose(flat, n, jnp.repeat(limits, heads)).ids  # [B*K, n]
-        counts = chunk_counts(own, chunk_tokens=pages.shape[3], chunks=key_slots.shape[0])
+        chosen = choose(flat, n, jnp.repeat(limits, heads))  # [B*K, n]
+        counts = chunk_counts(chosen.ids, chunk_tokens=pages.shape[3], chunks=key_slots.shape[0])
         counts = jnp.mean(counts.reshape(rows, heads, -1).astype(jnp.float32), axis=1)
-        own = own.reshape(rows, heads, n)
-        held = jnp.take_along_axis(sums, jnp.maximum(own, 0), axis=2)
-        held = jnp.sum(jnp.where(own >= 0, held, 0.0), axis=(1, 2))
+        held = jnp.sum(chosen.attention.reshape(rows, -1), axis=1)
         scores = jnp.sum(sums, axis=1)
         total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
         mass = held / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
         return (
-            jnp.where(agreed[:, None, None], trusted.ids[:, None], own),
+            jnp.where(
+                agreed[:, None, None], trusted.ids[:, None], chosen.ids.reshape(rows, heads, n)
+            ),
             jnp.where(agreed[:, None], trusted.counts.astype(jnp.float32), counts),
             jnp.where(agreed, trusted.mass, mass),
             trusted.similarity,
@@ -327,7 +327,7 @@ def _sums(q: Array, keys: Array, k_new: Array, num_tokens: Array, q_lengths: Arr
 
 def _keys(pages: Array, key_slots: Array, k_new: Array, target: Target) -> Array:
     """The keys of a layer in stored order, [T, K, D], given those of the suffix [B, S, K, D]."""
-    keys = gather(_pages(pages), key_slots[None, :], target=target)[0]  # [M, C, K*D]
+    [keys] = gather(_pages(pages), key_slots[None, :], target=target)  # [M, C, K*D]
     return as_bits(keys.reshape(-1, *k_new.shape[2:]), k_new.dtype)
 
 

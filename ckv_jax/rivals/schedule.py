@@ -79,19 +79,19 @@ class LayerSchedule:
     def prepare_fallback(self, hidden: Array) -> None:
         """Compiles what a later layer or request needs unexpectedly: all keys, every head its own
         tokens."""
-        nowhere = np.full(self._resident.probe_chunks, -1, np.int32)
+        anywhere = np.zeros(self._resident.probe_chunks, np.int32)  # what comes of it is not used
         qkv = self._layers.project(0, hidden, self._batch.start)
         rows, chunks = len(self._batch.lengths), self._resident.probe_chunks
         nothing = Choice(
-            ids=jnp.full((rows, self._budget), -1, jnp.int32),
+            ids=jnp.zeros((rows, self._budget), jnp.int32),
             counts=jnp.zeros((rows, chunks), jnp.int32),
             mass=jnp.zeros(rows, jnp.float32),
             similarity=jnp.zeros(rows, jnp.float32),
             importance=jnp.zeros(chunks * self._chunk_tokens, jnp.float32),
         )
-        choice = self._choose_by_heads(qkv, nowhere, nothing, np.ones(rows, bool))
+        choice = self._choose_by_heads(qkv, anywhere, nothing, np.zeros(rows, bool))
         self._layers.attend_tokens(
-            0, hidden, qkv, self._memory.pool.pages, nowhere, nowhere, choice.ids
+            0, hidden, qkv, self._memory.pool.pages, anywhere, anywhere, choice.ids
         )
 
     def attend_all(self, layer: int, hidden: Array) -> Array:

@@ -140,7 +140,7 @@ def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:
         found = jnp.max(jnp.stack(beside(value, -jnp.inf)), axis=0) + _OWN * value
     else:
         count = sum(beside(real.astype(jnp.float32), 0.0))
-        found = sum(beside(value, 0.0)) / jnp.maximum(count, 1.0)
+        found = jnp.divide(sum(beside(value, 0.0)), count)  # what is real counts itself
     out: Array = jnp.where(real, found, -jnp.inf)
     return out
 
@@ -169,7 +169,7 @@ def top_mask(
 def share_held(scores: Float32[Array, "B T"], ids: Int32[Array, "B n"]) -> Float32[Array, " B"]:
     """The share of each row's score (-inf counts for nothing) that the units `ids` hold."""
     scores = jnp.where(scores > -jnp.inf, scores, 0.0)
-    held = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=1)
+    held = jnp.take_along_axis(scores, ids, axis=1)
     held = jnp.sum(jnp.where(ids >= 0, held, 0.0), axis=1)
     return held / jnp.maximum(jnp.sum(scores, axis=1), jnp.finfo(jnp.float32).tiny)
 

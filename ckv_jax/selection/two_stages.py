@@ -107,10 +107,12 @@ def scored(
         held = jnp.clip(num_tokens - ids * chunk_tokens, 0, chunk_tokens)
         tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
         gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
-        return by_head([q[None] for q in queries], gathered, count[None], tokens)[0]  # [K, room]
+        found: Array
+        [found] = by_head([q[None] for q in queries], gathered, count[None], tokens)
+        return found  # [K, room]
 
     fine = _each(of_row, ids, q_lengths, *queries)  # [B, K, room]
-    on_them = jnp.take_along_axis(first, jnp.maximum(ids, 0)[:, None, :], axis=2)
+    on_them = jnp.take_along_axis(first, ids[:, None, :], axis=2)
     on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
     share = on_them / jnp.maximum(jnp.sum(first, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
     decided = whole(jnp.sum(fine * share[:, :, None], axis=1))  # [B, room]
@@ -141,10 +143,10 @@ def _last(q: Array, q_lengths: Array, count: int) -> Array:
     return jnp.take_along_axis(q, at[:, :, None, None], axis=1)
 
 
-def _each(function: Callable[..., Array], *rows: Array) -> Array:
+def _each(function: Callable[..., Array], ids: Array, *rows: Array) -> Array:
     """`function` of each row; of several one after the other in a loop, so that it is compiled
     once and every row's gathered probe is in memory alone."""
-    if rows[0].shape[0] == 1:
-        return function(*(row[0] for row in rows))[None]
-    out: Array = lax.map(lambda row: function(*row), rows)
+    if len(ids) == 1:
+        return function(*(jnp.squeeze(row, 0) for row in (ids, *rows)))[None]
+    out: Array = lax.map(lambda row: function(*row), (ids, *rows))
     return out

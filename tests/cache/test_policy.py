@@ -72,6 +72,9 @@ def test_an_average_begins_with_its_first_value() -> None:
 def test_a_weight_is_a_share(newest: float) -> None:
     with pytest.raises(ValueError, match="newest"):
         Policy(POLICIES["lru"].score, newest=newest)
+    with pytest.raises(ValueError, match="sees_all=True"):
+        Policy(POLICIES["lru"].score, sees_all=True, newest=0.5)
+    assert Policy(POLICIES["lru"].score, newest=1).newest == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -29,13 +29,17 @@ def test_memory_starts_on_a_page_and_counts_its_bytes() -> None:
     pool = HostPool(3, SHAPE, np.float32)
     assert pool.packs.ctypes.data % PAGE_BYTES == 0
     assert pool.pack_bytes == 512 and pool.nbytes == 1536
+    pool.close()
+    assert pool.nbytes == 0
     assert aligned_bytes(0).size == 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is mapped how")
-@pytest.mark.parametrize("size", [3 * PAGE_BYTES, 8 << 20])
+@pytest.mark.parametrize("size", [3 * PAGE_BYTES, (4 << 20) - PAGE_BYTES, 4 << 20])
 def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: int) -> None:
+    files = len(list(Path("/proc/self/fd").iterdir()))
     memory = aligned_bytes(size)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files, "it is of no file"
     start, smaps = memory.ctypes.data, Path("/proc/self/smaps").read_text(encoding="utf-8")
     found = []  # of the mapping that begins there, or of one that the kernel joined it to
     for part in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
@@ -46,7 +50,7 @@ def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: 
     assert kind == "rw-p"
     assert "dc" in flags, "not for a forked process: reads into it may be under way"
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        assert ("hg" in flags) == (size >= 8 << 20)
+        assert ("hg" in flags) == (size == 4 << 20)
 
 
 def test_an_empty_pool_is_fine() -> None:
@@ -69,6 +73,19 @@ def test_slots_for_rounds_down() -> None:
         (lambda: slots_for(4, 0), "packs of 0"),
         (lambda: HostPool(-1, SHAPE, np.float32), "-1 slots"),
         (lambda: HostPool(1, (), np.float32), "slot shape"),
+        (lambda: HostPool(1, (2, 0), np.float32), "slot shape"),
+        (
+            lambda: HostPool(1, (2, 4), np.float32).write(
+                np.zeros(1, np.int32), np.zeros((1, 2, 3), np.float32)
+            ),
+            "got packs float32",
+        ),
+        (
+            lambda: HostPool(1, SHAPE, np.float32).read(
+                np.array([-1], np.int32), np.zeros((1, *SHAPE), np.float32)
+            ),
+            "got slots -1",
+        ),
         (lambda: HostPool(1, SHAPE, np.float32).write(np.zeros(1, np.int32), packs(1)), "bfloat16"),
         (
             lambda: HostPool(1, SHAPE, np.float32).read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckv_jax.cache import POLICIES, PoolExhausted, Tiers
+from ckv_jax.cache import POLICIES, Policy, PoolExhausted, Tiers
 from ckv_jax.cache.tiers import counted
 
 ATTENTION = POLICIES["attention"]
@@ -303,6 +303,57 @@ def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
     assert tiers.device_pages == 0 and tiers.free_slots == 4
     assert tiers.register(3) == base
     assert tiers.scores(base, 3)[1].tolist() == [0, 0, 0]
+    assert [slots.tolist() for slots in tiers.lookup(ids(0, 1, 2))] == [[-1] * 3] * 2
+    latest = Tiers(2, 2, 2, POLICIES["lru"])
+    latest.register(3)
+    use(latest, {0: 1.0})
+    latest.forget(0, 3)
+    assert latest.worth(ids(latest.register(3))).tolist() == [0.0]
+
+
+def test_pages_kept_beyond_the_cache_leave_no_room_for_others() -> None:
+    tiers = Tiers(1, 0, 4, ATTENTION)
+    tiers.register(5)
+    tiers.own(ids(0, 1, 2), tiers.take(3))
+    tiers.pin(ids(0, 1, 2))
+    slots = tiers.take(2)
+    tiers.record(ids(3, 4), np.array([9.0, 8.0]))
+    moves = tiers.admit(ids(3, 4), slots)
+    assert not moves.kept.any() and tiers.device_pages == 3
+
+
+def test_where_there_is_room_nobody_leaves() -> None:
+    tiers = Tiers(3, 0, 1, ATTENTION)
+    tiers.register(2)
+    use(tiers, {0: 0.5, 1: 0.25})
+    for wanted in (1, 2):
+        assert not len(tiers.make_room(wanted).freed)
+    assert not len(tiers.trim().freed) and tiers.device_pages == 2
+
+
+def test_a_page_whose_score_has_fallen_is_the_first_to_leave_the_host() -> None:
+    latest = Policy(lambda importance, *_: importance, newest=1)
+    tiers = Tiers(0, 2, 2, latest)
+    tiers.register(4)
+    use(tiers, {0: 5.0, 1: 3.0})
+    use(tiers, {2: 1.0})  # worth less than both
+    assert tiers.lookup(ids(0, 1, 2))[1].tolist() == [0, 1, -1]
+    use(tiers, {0: 0.5})
+    use(tiers, {3: 2.0})
+    assert tiers.lookup(ids(0, 1, 3))[1].tolist() == [-1, 1, 0]
+
+
+def test_worth_is_the_policys_and_no_score_is_below_zero() -> None:
+    tiers = Tiers(1, 0, 1, ATTENTION)
+    tiers.register(2)
+    tiers.record(ids(0), np.array([0.5]))
+    tiers.record(ids(0), np.array([0.25]))
+    assert tiers.worth(ids(0, 1)).tolist() == [1.5, 0.0]
+    odd = Tiers(1, 0, 1, Policy(lambda importance, *_: np.where(importance > 0, 1.0, -0.0)))
+    odd.register(2)
+    use(odd, {0: 0.0})  # -0.0: the sign would make it the highest of all
+    use(odd, {1: 0.5})
+    assert (odd.lookup(ids(0, 1))[0] >= 0).tolist() == [False, True]
 
 
 def test_what_is_let_go_leaves_both_tiers() -> None:
@@ -356,7 +407,8 @@ def test_no_cache_at_all_frees_everything() -> None:
     [
         (lambda t: t.pin(ids(1, 1)), "twice"),
         (lambda t: t.pin(ids(-1)), "got pages -1"),
-        (lambda t: t.pin(ids(8)), "expected 0 to 3"),
+        (lambda t: t.pin(ids(4)), "expected 0 to 3"),
+        (lambda t: t.release(np.array([4], np.int32)), "got slots 4 to 4, expected 0 to 3"),
         (lambda t: t.unpin(ids(0)), "not pinned"),
         (lambda t: t.release(np.array([0], np.int32)), "not lent"),
         (lambda t: t.release(np.array([-1], np.int32)), "got slots -1"),
@@ -370,6 +422,8 @@ def test_no_cache_at_all_frees_everything() -> None:
         (lambda t: t.record(ids(0), np.array([-1.0])), "below 0"),
         (lambda t: t.register(0), "expected 1 or more"),
         (lambda t: t.register(2, np.zeros(3), np.zeros(2, np.uint32)), "expected 2"),
+        (lambda t: t.register(2, np.zeros(2), np.zeros(3, np.uint32)), "expected 2"),
+        (lambda t: t.register(2, np.zeros(2), np.zeros(1, np.uint32)), "expected 2"),
         (lambda t: Tiers(-1, 0, 0, POLICIES["lru"]), "expected 0 or more"),
     ],
 )

@@ -47,6 +47,7 @@ class TiersAgainstModel(RuleBasedStateMachine):
         self.requests: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.held: dict[int, bytes] = {}  # device slot -> page written there, as the engine would
         self.host_held: dict[int, int] = {}
+        self.demoted = self.dropped = self.promoted = 0
         self.register(n=12)
 
     @rule(n=st.integers(1, 6))
@@ -98,7 +99,8 @@ class TiersAgainstModel(RuleBasedStateMachine):
         attention = masses[: len(pages)]
         self.tiers.record(pages, np.array(attention))
         self.model.record(pages.tolist(), attention)
-        before = self.tiers.free_slots
+        before, on_host = self.tiers.free_slots, set(self.model.host)
+        in_memory = on_host | set(self.model.device)
         moves = self.tiers.admit(pages, slots)
         self.model.admit(dict(zip(pages.tolist(), slots.tolist(), strict=True)))
 
@@ -110,8 +112,14 @@ class TiersAgainstModel(RuleBasedStateMachine):
         ):
             assert self.held[source] == page, "a demotion must name the slot that has the pack"
             self.host_held[target] = page
-        device, host = self.tiers.lookup(moves.dropped)
-        assert (device < 0).all() and (host < 0).all()
+        left = in_memory - self.model.host - set(self.model.device)
+        assert sorted(moves.dropped.tolist()) == sorted(left)
+        self.demoted += len(moves.demote_pages)
+        self.dropped += len(left)
+        self.promoted += len(on_host & set(self.model.device))
+        stats = self.tiers.stats
+        found = (stats.demotions, stats.dropped, stats.promotions)
+        assert found == (self.demoted, self.dropped, self.promoted)
 
     @rule(data=st.data(), mass=st.sampled_from([0.25, 1.0, 4.0]))
     def observe(self, data: st.DataObject, mass: float) -> None:
@@ -143,6 +151,7 @@ class TiersAgainstModel(RuleBasedStateMachine):
             return
         known = np.array(sorted(self.model.importance), np.int64)
         device, host = self.tiers.lookup(known)
+        assert min(device.min(), host.min()) >= -1
         on_device = {p: s for p, s in zip(known.tolist(), device.tolist(), strict=True) if s >= 0}
         on_host = {p: s for p, s in zip(known.tolist(), host.tolist(), strict=True) if s >= 0}
         assert on_device == self.model.device

@@ -129,6 +129,18 @@ def test_what_cannot_be_spread_is_refused() -> None:
         spread(np.zeros((2, 2)), cost[:, ::-1], 100)
     with pytest.raises(ValueError, match="ascending costs"):
         spread(np.zeros((2, 3)), cost, 100)
+    with pytest.raises(ValueError, match="ascending costs"):
+        spread(np.zeros(2), np.array([4, 8]), 100)
+    with pytest.raises(ValueError, match="ascending costs"):
+        spread(np.zeros((1, 2)), np.array([[4, 4]]), 100)
+
+
+def test_room_is_spent_on_what_gains_most_for_it_and_on_nothing_else() -> None:
+    benefit = np.array([[0.0, 3.0], [0.0, 4.0], [0.0, 2.5], [0.0, 0.0]])
+    cost = np.array([[1, 2], [1, 3], [1, 2], [1, 2]])
+    assert spread(benefit, cost, 6).tolist() == [1, 0, 1, 0]  # 3 and 2.5 a slot, not 2
+    assert spread(benefit, cost, 99).tolist() == [1, 1, 1, 0]
+    assert spread(benefit, cost, 4).tolist() == [0] * 4
 
 
 def test_slots_share_the_room_of_even_windows() -> None:
@@ -166,6 +178,37 @@ def test_what_texts_chose_says_how_wide_windows_are() -> None:
     assert ids.shape == (60, 1, 2, 4) and scores.shape == (60, 1, 2, 32)
 
 
+def test_what_is_written_down_is_of_whole_tokens() -> None:
+    text = Recorded()
+    ids, scores = text.arrays(2)
+    assert ids.shape[:3] == scores.shape[:3] == (0, 1, 2)
+    for token, (first, second) in enumerate((([3, 5], [1]), ([2], [4, 6, 7]), ([0], []))):
+        text.add(0, np.array(first), np.full(8, token, np.float32))
+        if second:
+            text.add(1, np.array(second), np.full(8, -token, np.float32))
+    ids, scores = text.arrays(2)
+    wanted = [[[[3, 5, -1], [1, -1, -1]]], [[[2, -1, -1], [4, 6, 7]]]]
+    assert ids.tolist() == wanted and ids.dtype == np.int32
+    assert scores[..., 0].tolist() == [[[0, 0]], [[1, -1]]] and scores.shape == (2, 1, 2, 8)
+
+
+def test_heads_have_widths_of_their_own_and_packs_weigh() -> None:
+    """Two periods of two heads: of each the second one comes back to what it chose."""
+    text, rng = Recorded(), np.random.default_rng(2)
+    for step in range(40):
+        for choice in range(4):
+            chosen = 2 * (step % 2) * (choice % 2) + np.arange(2)
+            text.add(choice, chosen, rng.random(16).astype(np.float32))
+    short = Recorded()
+    short.add(0, np.arange(2), np.ones(16, np.float32))
+    for packs, times, wanted in (
+        ([1, 1], 1.5, ((1.0, 2.0), (1.0, 2.0))),
+        ([1, 3], 1.4, ((1.0, 1.0), (1.0, 2.0))),
+    ):
+        found = widths_of([short, text], np.array(packs), times, KEEP["lru"], rows=2)
+        assert found.times == wanted
+
+
 def test_texts_that_say_nothing_are_refused() -> None:
     short = Recorded()
     for _ in range(16):
@@ -173,14 +216,28 @@ def test_texts_that_say_nothing_are_refused() -> None:
     for texts in ([], [Recorded()], [short]):
         with pytest.raises(ValueError, match="no text that chose for more than 16 tokens"):
             widths_of(texts, np.array([1]), 2.0, KEEP["lru"])
-    with pytest.raises(ValueError, match="window=1, expected more than one choice"):
-        widths_of([short], np.array([1]), 1.0, KEEP["lru"])
+    for times in (1.0, 0.5):
+        with pytest.raises(ValueError, match=f"window={times:g}, expected more than one choice"):
+            widths_of([short], np.array([1]), times, KEEP["lru"])
 
 
 def test_widths_are_whole_choices_at_least() -> None:
-    for bad in ((), ((1.0,), (1.0, 2.0)), ((0.5,),), ((float("nan"),),), ((2000.0,),), ((True,),)):
+    for bad in (
+        (),
+        ((),),
+        ((), ()),
+        ((1.0,), (1.0, 2.0)),
+        ((0.5,),),
+        ((float("nan"),),),
+        ((2000.0,),),
+        ((True,),),
+    ):
         with pytest.raises(ValueError, match="got width"):
             Widths(times=bad)
+    assert Widths(times=((1, 1024.0),)).times == ((1, 1024.0),)
+    assert len(Widths.even(1.0, groups=256, rows=256).times) == 256
+    with pytest.raises(ValueError, match=r"widths of 256 groups of \[257\] rows"):
+        Widths.even(1.0, groups=256, rows=257)
 
 
 @pytest.fixture

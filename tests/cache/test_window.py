@@ -215,5 +215,9 @@ def test_what_holds_no_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 1 rows"):
         rows = Choice(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 5), jnp.float32))
         advance(window, rows, jnp.int32(0), KEEP["lru"])
+    for ids, scores in ((2, 1), (1, 2)):
+        with pytest.raises(ValueError, match="expected 1 rows"):
+            rows = Choice(jnp.zeros((ids, 2), jnp.int32), jnp.zeros((scores, 5), jnp.float32))
+            advance(window, rows, jnp.int32(0), KEEP["lru"])
     with pytest.raises(ValueError, match="pool of 0"):
         lookahead_within(0)

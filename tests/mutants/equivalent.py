@@ -8,11 +8,6 @@ from tests.mutants.draw import Mutant
 
 REASONS: dict[tuple[str, str, str], str] = {
     (
-        "ckv_jax/memory/device.py",
-        "core/AddNot",
-        "if self._pinned is not None:  # pageable copies reach a tenth of the bus ~0 @3 #0",
-    ): "only another order of copies on a machine without pinned memory",
-    (
         "ckv_jax/pipeline/prefill.py",
         "core/NumberReplacer",
         "STEP_LAYERS = 4 ~0 @14 #1",
@@ -130,8 +125,8 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/cache/heap.py",
         "core/ReplaceTrueWithFalse",
-        "return list(zip(scores.view(np.uint64).tolist(), (_LAST - pages).tolist(), strict=True)) "
-        "~0 @82 #0",
+        "return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True)) "
+        "~0 @75 #0",
     ): "a score for each page",
     (
         "ckv_jax/serving/worker.py",
@@ -356,6 +351,16 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "Request(prefix=prefix, suffix=[0]), ~0 @31 #1",
     ): "a request has to have a suffix; what is computed is placed",
+    (
+        "ckv_jax/cache/heap.py",
+        "core/NumberReplacer",
+        "self._run, self._heap, self._bound = [], [], 0 ~0 @45 #1",
+    ): "no score is below 0, nor below less than that",
+    (
+        "ckv_jax/cache/window.py",
+        "core/NumberReplacer",
+        "spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot) ~0 @37 #0",
+    ): "a slot below 0 is none, whatever it is",
 }
 """(file, operator, place) -> why."""
 

@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compilations import compilations
-from kernel_targets import CPU
+from kernel_targets import CPU, H100
 
 from ckv_jax.memory.device import DevicePool
 from ckv_jax.memory.device_room import device_room
 from ckv_jax.memory.host import HostPool
 from ckv_jax.memory.mapped import MappedPool
-from ckv_jax.memory.pages import as_bits
+from ckv_jax.memory.pages import as_bits, layer_pages, storage_dtype
 from ckv_jax.memory.staging import Staging
 
 SHAPE = (2, 2, 4, 8)
@@ -39,6 +39,51 @@ def test_write_and_read_are_bit_exact(dtype: object) -> None:
     np.testing.assert_array_equal(content(pool, dtype), expected)
     back = np.asarray(pool.read(np.array([3, 6, 0])))[:3].view(dtype)
     np.testing.assert_array_equal(back, rows[[3, 0, 2]])
+
+
+def test_a_write_takes_the_memory_of_the_pages_before() -> None:
+    """The array of all packs is not copied."""
+    pool = DevicePool(3, SHAPE, np.dtype(np.float32), CPU)
+    before = pool.pages
+    pool.write(packs(1, np.float32), np.array([1])).block_until_ready()
+    assert before.is_deleted() and not pool.pages.is_deleted()
+    pool.close()
+
+
+def test_16_bit_floats_are_bits_where_updates_would_widen_them() -> None:
+    for dtype, target, wanted in (
+        (ml_dtypes.bfloat16, CPU, np.uint16), (np.float16, CPU, np.uint16),
+        (np.float32, CPU, np.float32), (ml_dtypes.bfloat16, H100, ml_dtypes.bfloat16),
+    ):  # fmt: skip
+        assert storage_dtype(jnp.dtype(dtype), target) == wanted
+
+
+def test_pages_of_a_layer_are_its_keys_and_values_and_none_is_minus_one() -> None:
+    pages = np.arange(4 * 2 * 2 * 3 * 5.0).reshape(4, 2, 2, 3, 5)  # packs of two layers
+    slots = jnp.asarray([[3, -1, 0], [1, 2, -1]], jnp.int32)
+    for layer in range(2):
+        pool, tables = layer_pages(jnp.asarray(pages), slots, layer)
+        for kind, table in enumerate(tables):
+            assert (np.asarray(table) == -1).tolist() == [[0, 1, 0], [0, 0, 1]]
+            np.testing.assert_array_equal(pool[table[0, 0]], pages[3, layer, kind])
+            np.testing.assert_array_equal(pool[table[0, 2]], pages[0, layer, kind])
+            np.testing.assert_array_equal(pool[table[1, 1]], pages[2, layer, kind])
+
+
+def test_every_pack_of_a_mapped_pool_has_a_slot() -> None:
+    pool, host = (
+        MappedPool(4, SHAPE, np.dtype(np.float32), CPU), HostPool(4, SHAPE, np.float32),
+    )  # fmt: skip
+    two, three = np.arange(2), np.arange(3)
+    for call in (
+        lambda: pool.write(packs(2, np.float32), three),
+        lambda: pool.load(host, two, three),
+        lambda: pool.save(host, three, two),
+    ):
+        with pytest.raises(ValueError, match="zip"):
+            call()
+    pool.close()
+    assert pool.slots == 0
 
 
 def test_the_same_bits_of_another_type() -> None:

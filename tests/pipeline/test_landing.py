@@ -22,10 +22,10 @@ PACKS = job_packs(SMALL)
 SYSTEM = replace(SYSTEMS["ckv"], chunk_tokens=SMALL.chunk_tokens)
 
 
-def memory() -> Memory:
+def memory(slots: int = SLOTS) -> Memory:
     """Eight work slots and no caches."""
     config = EngineConfig(
-        device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=SLOTS * SMALL.pack_bytes
+        device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=slots * SMALL.pack_bytes
     )
     return Memory(SMALL, config, SYSTEM, CPU)
 
@@ -54,6 +54,23 @@ def test_demand_has_every_block_and_speculation_what_is_left_beyond_those_spared
     assert taken(landing, 1).array is second.array  # no block is made for it
     landing.give_back(third, lambda: False)  # its read may still write
     assert landing.take(1, demand=True) is None
+
+
+def test_half_of_the_work_slots_are_for_steps_and_one_at_least() -> None:
+    assert [memory(slots).hold_slots for slots in (1, 2, 3, 8)] == [0, 1, 2, 4]
+    config = EngineConfig(prefetch_device_bytes=SMALL.pack_bytes - 1)
+    with pytest.raises(ValueError, match="expected room for at least one chunk"):
+        Memory(SMALL, config, SYSTEM, CPU)
+
+
+def test_there_is_one_block_at_least_and_none_is_made_while_one_is_free() -> None:
+    assert taken(blocks(0), 1).array.nbytes == PACKS * SMALL.stored_bytes
+    landing = blocks(3)
+    first = taken(landing, 1)
+    landing.give_back(first, None)
+    assert taken(landing, 1).array is first.array
+    landing.give_back(first, None)
+    assert landing.force(1).array is first.array
 
 
 def test_a_block_comes_back_once_its_read_has_ended() -> None:

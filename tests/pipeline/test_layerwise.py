@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,10 @@ from compilations import compilations
 from engine_support import SMALL, scale_error, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
+from ckv_jax.pipeline.probes import Probes
+from ckv_jax.reads.packs import Packs
 from ckv_jax.rivals.reorder import reordered
+from ckv_jax.rivals.schedule import LayerSchedule
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import REORDER_EVERY, SYSTEMS
 
@@ -122,6 +125,46 @@ def test_an_unreadable_store_costs_time_and_no_accuracy(
     result = ask(engine, prefix, 0.25)
     assert result.trace.counters["recomputed_packs"] > 0
     assert scale_error(result.logits, expected.logits) < 1e-4
+
+
+def test_what_two_layers_need_in_any_case_is_asked_for_before_they_compute(
+    served: tuple[Engine, Prefix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing where nothing is to be read ahead."""
+    engine, prefix = served
+    asked: set[int] = set()
+    began: dict[int, set[int]] = {}
+
+    def noting(kind: type, name: str, layer_of: Callable[..., int]) -> None:
+        real = getattr(kind, name)
+
+        def noted(self: object, *args: object, **named: object) -> object:
+            asked.add(layer_of(*args))
+            return real(self, *args, **named)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    def beginning(name: str) -> None:
+        real = getattr(LayerSchedule, name)
+
+        def noted(self: LayerSchedule, layer: int, hidden: object) -> object:
+            began[layer] = set(asked)
+            return real(self, layer, hidden)
+
+        monkeypatch.setattr(LayerSchedule, name, noted)
+
+    for name in ("demand", "ahead"):
+        noting(Packs, name, lambda _, group, *more: group // 2)
+    noting(Probes, "ahead", lambda layer: layer)
+    beginning("attend_all")
+    beginning("attend_chosen")
+    ask(engine, prefix, 0.05)
+    assert began == {0: {0, 1}, 1: {0, 1, 2}, 2: {0, 1, 2}}
+    alone = dataclasses.replace(engine.system, prefetch="none")
+    with engine.variant(dataclasses.replace(engine.config, system=alone)) as other:
+        asked.clear()
+        ask(other, prefix, 0.05)
+    assert began == {0: set(), 1: {0}, 2: {0, 1}}
 
 
 @pytest.mark.parametrize("agree", [True, False])

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ckv_jax.selection.base import choose
+from ckv_jax.selection.base import Share, choose
+from ckv_jax.selection.chunks import last_queries
 
 
 def test_the_best_in_order_up_to_each_rows_limit() -> None:
@@ -39,3 +40,58 @@ def test_rows_are_padded_and_ties_go_to_the_earlier(n: int, count: int, wanted: 
     limits = jnp.full((1,), n, jnp.int32)
     found = choose(jnp.full((1, 4), 0.5), n, limits, count=jnp.int32(count))
     assert np.asarray(found.ids)[0].tolist() == wanted
+
+
+def test_what_may_not_be_chosen_holds_nothing_of_a_share() -> None:
+    """Of four chunks of a prefix, and two that are none."""
+    scores = jnp.asarray([[4.0, 3.0, 2.0, 1.0, 99.0, 99.0]], jnp.float32)
+    for mass, wanted in ((0.39, [0]), (0.41, [0, 1]), (0.71, [0, 1, 2])):
+        share = Share(np.array([mass], np.float32), np.array([1], np.int32))
+        none = jnp.asarray([[False] * 4 + [True] * 2])
+        given = jnp.where(none, -jnp.inf, scores)
+        for count, of in ((jnp.int32(4), scores), (None, given)):
+            found = choose(of, 6, jnp.full(1, 6, jnp.int32), count=count, share=share)
+            assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (6 - len(wanted))
+
+
+def test_a_share_of_nothing_is_the_least_and_all_of_it_is_all() -> None:
+    """Where no chunk has any attention: a share of all is all that the limit allows."""
+    share = Share(np.array([0.5, 1.0, 2.0], np.float32), np.array([2, 1, 0], np.int32))
+    found = choose(jnp.zeros((3, 5)), 4, jnp.full(3, 4, jnp.int32), share=share)
+    np.testing.assert_array_equal(found.ids, [[0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, 3]])
+    assert not np.asarray(found.mass).any()
+
+
+def test_only_some_may_be_chosen_of_which_the_best_are() -> None:
+    scores = jnp.asarray([[1.0, 5.0, 3.0, 4.0], [1.0, 5.0, 3.0, 4.0]], jnp.float32)
+    among = jnp.asarray([[1, 0, 1, 1], [0, 0, 0, 1]], bool)
+    found = choose(scores, 2, jnp.full(2, 2, jnp.int32), among=among)
+    np.testing.assert_array_equal(found.ids, [[2, 3], [3, -1]])
+    np.testing.assert_allclose(found.mass, [7 / 13, 4 / 13])  # of all scores
+    np.testing.assert_array_equal(found.scores, scores)
+
+
+def test_choices_of_a_row_stand_one_after_the_other() -> None:
+    scores = jnp.asarray(np.random.default_rng(0).random((6, 9)), jnp.float32)
+    whole = choose(scores, 3, jnp.full(6, 3, jnp.int32))
+    for number, part in enumerate(whole.parts(3)):
+        rows = [number, number + 3]
+        for mine, all_ in zip(part, whole, strict=True):
+            assert isinstance(mine, np.ndarray)
+            np.testing.assert_array_equal(mine, np.asarray(all_)[rows])
+
+
+@pytest.mark.parametrize("window", [2, 3, None, 9])
+def test_the_last_tokens_of_each_row_ask(window: int | None) -> None:
+    """Of a row with fewer its own, wherever in the call they stand."""
+    hidden = np.arange(15.0, dtype=np.float32).reshape(3, 5, 1)
+    at, lengths = np.arange(15).reshape(3, 5) + 100, np.array([5, 3, 1])
+    found = last_queries(*map(jnp.asarray, (hidden, at, lengths)), window)
+    states, positions, counts = map(np.asarray, found)
+    for row, length in enumerate(lengths.tolist()):
+        count = min(length, window or 5)
+        assert counts[row] == count
+        wanted = np.arange(length - count, length)
+        np.testing.assert_array_equal(states[row, :count, 0], hidden[row, wanted, 0])
+        np.testing.assert_array_equal(positions[row, :count], at[row, wanted])
+    assert states.shape[1] == positions.shape[1] == min(window or 5, 5)

@@ -61,3 +61,12 @@ def test_votes_come_before_sums() -> None:
     # Tokens 1 and 2 have two votes each, 2 the larger sum; of those with one, token 0 has more.
     assert list(np.argsort(-ballots)) == [2, 1, 0, 3, 4]
     assert ballots[4] == -np.inf
+
+
+def test_no_sums_outweigh_a_vote() -> None:
+    """However many tokens there are that are none, and however little the sums are."""
+    sums = jnp.asarray([[0.3, 0.1, 0.1] + [-jnp.inf] * 9] * 2, jnp.float32)
+    sets = jnp.asarray([[0, 1, 0] + [0] * 9, [0, 1, 1] + [0] * 9], bool)
+    found = np.asarray(votes(sums, sets))
+    np.testing.assert_allclose(found[:3], [0.6 / 2, 2 + 0.2 / 2, 1 + 0.2 / 2])
+    assert (found[3:] == -np.inf).all()

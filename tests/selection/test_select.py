@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.select import Select
 from ckv_jax.systems import SYSTEMS
 
@@ -45,7 +46,11 @@ def test_queries_are_nothing_that_is_stored(select: Select) -> None:
     [
         ({"every": 2}, "a question chooses once"),
         ({"guessed": True}, "by its own queries"),
+        ({"drift": 0.9}, "drift=0.9"),
         ({"queries": 0}, "queries=0"),
+        ({"every": 0}, "every=0"),
+        ({"ahead": "far"}, "ahead='far', expected one of near, next, both"),
+        ({"ahead": "next", "guessed": True}, "ahead='next' with guessed=True"),
         ({"queries": 1.5}, "queries=1.5"),
         ({"score_layers": 0}, "score_layers=0"),
     ],
@@ -53,6 +58,16 @@ def test_queries_are_nothing_that_is_stored(select: Select) -> None:
 def test_a_question_chooses_once_by_its_own_queries(choose: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         dataclasses.replace(SYSTEMS["ckv"], choose=Select(**choose))  # type: ignore[arg-type]
+
+
+def test_what_is_at_the_edge_is_a_way_to_choose() -> None:
+    for select in (
+        Select(drift=-1), Select(drift=1), Select(queries=64), Select(guessed=True),
+        Select(score=attention_mass), Select(ahead="both"),
+    ):  # fmt: skip
+        select.check_text()
+    for choose in (Select(queries=None), Select(ahead="next")):
+        choose.check_question()
 
 
 @pytest.mark.parametrize("queries", [None, 65])

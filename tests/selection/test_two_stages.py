@@ -25,7 +25,7 @@ from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.select import Select
-from ckv_jax.selection.two_stages import Scored, scored
+from ckv_jax.selection.two_stages import Scored, rows_of, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
@@ -124,20 +124,59 @@ def test_rows_of_a_batch_are_scored_as_equation_1_says_of_what_is_left(coarse: C
         # Nothing of Equation 1's whole is lost: shares of it are of all attention.
         total = lengths[row] * LAYERS * K * G
         np.testing.assert_allclose(found.scores[row].sum(), total, rtol=1e-4)
-    assert not found.left[2].any()
+    assert not found.left[2].any() and not found.scores[2].any()
 
 
 def test_the_last_query_of_the_middle_layer_asks_unless_others_are_named() -> None:
     assert Coarse().layers(LAYERS) == [1]
     assert Coarse() == Coarse(score_layers=1, queries=1, survivors=8, fewest=None, least=1)
+    parts = [
+        Coarse(score_layers=count).layers(of) for count, of in ((2, 8), (3, 3), (2, 3), (4, 2))
+    ]
+    assert parts == [[2, 6], [0, 1, 2], [0, 2], [0, 1]]
+
+
+def test_rooms_for_what_is_left_are_powers_of_two() -> None:
+    coarse = Coarse(survivors=4, least=3)
+    for limits, left in (([0, 1, 4, 5], [0, 4, 16, 0]), ([16, 17, 0, 1], [64, 0, 0, 4])):
+        chunks = 64 if left[2] else 256
+        assert coarse.left(np.array(limits, np.int32), chunks).tolist() == left
+    assert (
+        coarse.left(np.array([1]), 12).tolist() == [0] == Coarse().left(np.array([9]), 12).tolist()
+    )
+    assert coarse.stages(np.array([0, 5]), 64) is None
+    assert coarse.stages(np.array([0, 4]), 64) == Stages(coarse, 64, some_whole=False)
+    assert coarse.stages(np.array([17, 33]), 512) == Stages(coarse, 128, some_whole=True)
+    assert Coarse(survivors=1).stages(np.array([9, 0]), 64) == Stages(
+        Coarse(survivors=1), 64, some_whole=False
+    )
+    assert Coarse(survivors=1024, least=1024, fewest=1024).fewest == 1024
+
+
+def test_every_head_by_itself_says_what_equation_1_says_of_it() -> None:
+    lengths, asked = [4, 2], queries_of(2)
+    found = scored(
+        list(asked), list(map(Keys, keys_of(0))), score=attention_mass, stages=None,
+        num_tokens=jnp.int32(T), num_chunks=jnp.int32(M), q_lengths=jnp.asarray(lengths),
+        limits=jnp.asarray([3, 3]), chunk_tokens=C, target=CPU, whole=lambda x: x, each=True,
+    )  # fmt: skip
+    assert found.left is None and found.scores.shape == (2 * K, M)
+    for row, length in enumerate(lengths):
+        wanted = sum(
+            by_chunk(asked[i, row, :length], keys_of(0)[i], np.arange(M)) for i in range(LAYERS)
+        )
+        mine = np.asarray(found.scores)[row * K : (row + 1) * K]
+        np.testing.assert_allclose(mine, wanted, rtol=2e-4, atol=1e-5)
+    of_row = rows_of(jnp.asarray([[5, 6], [7, 8]]), jnp.zeros((6, M)))
+    assert of_row.tolist() == [[5, 6]] * 3 + [[7, 8]] * 3  # as many heads, one after the other
 
 
 def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
     coarse, before = Coarse(survivors=2), np.zeros((1, M), np.float32)
-    before[0, 40] = 100
+    before[0, [0, 40]] = 100  # the first chunk, and one in the middle
     found = run(coarse, [2], [1], before=before)
     wanted, left = two_stages(coarse, 2, queries_of(1)[:, 0, :1], before[0])
-    assert 40 in left and found.left is not None
+    assert {0, 40} <= set(left.tolist()) and found.left is not None
     assert np.flatnonzero(found.left[0]).tolist() == left.tolist()
     np.testing.assert_allclose(found.scores[0], wanted, rtol=2e-4, atol=1e-5)
 
@@ -271,11 +310,12 @@ def test_texts_choose_in_two_stages_whatever_is_kept_where(sharp: Sharp, tmp_pat
 def test_one_loop_serves_any_number_of_rows() -> None:
     """A batch of rows is one program of one kernel each, not one for every row."""
     text = {}
-    for rows in (2, 8):
+    for rows in (1, 2, 8):
         limits, lengths = np.full(rows, 1, np.int32), np.full(rows, 4, np.int32)
         made = jitted.trace(
             list(queries_of(rows)), list(map(Keys, keys_of(0))), limits, lengths, None,
             stages=Coarse().stages(limits, M),
         )  # fmt: skip
-        text[rows] = str(made.jaxpr).count("dot_general")
-    assert text[2] == text[8]
+        text[rows] = str(made.jaxpr)
+    assert text[2].count("dot_general") == text[8].count("dot_general")
+    assert [" scan[" in one for one in text.values()] == [False, True, True]  # one needs no loop
