@@ -204,7 +204,7 @@ def test_pages_of_a_probe_are_shared_where_segments_alone_cut_them(
     whole = residents.open(prefix("w", ("a", 0, of, of), tokens=16 * of, layout=PROBED))
     rows = [whole.probe_pages(row).tolist() for row in range(len(PROBED.probe_layers))]
     assert len(rows) == 2 and [len(row) for row in rows] == [3, 3]
-    assert sum(rows, []) == list(range(rows[0][0], rows[0][0] + 6))
+    assert [*rows[0], *rows[1]] == list(range(rows[0][0], rows[0][0] + 6))
     registered = tiers.pages
     part = residents.open(
         prefix("p", ("a", 0, most + 1, of), tokens=16 * (most + 1), layout=PROBED)

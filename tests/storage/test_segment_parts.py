@@ -301,13 +301,11 @@ def test_the_manifest_not_asked_for_longest_makes_room(
         cache.forget("d")
         cache.load(name)
     shelf.reads.clear()
-    for name in (
-        "a",
-        "b",
-        "large",
-        "large",
-        "a",
-    ):  # what is too large is kept as long as it is last
+    for name in "abcaca":  # a makes room for c, and b for a
+        cache.load(name)
+    assert shelf.reads == ["c", "a"]
+    shelf.reads.clear()
+    for name in ("a", "c", "large", "large", "a"):  # what is too large is kept while it is last
         cache.load(name)
     assert shelf.reads == ["large", "a"]
 
