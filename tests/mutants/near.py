@@ -26,8 +26,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         for name in (
             "segment_parts", "round_trip", "landmarks", "quantised", "codec", "provenance",
             "limits", "mending", "remaking", "tensorstore", "direct_reads", "writer_memory",
-            "promises", "durability", "faults", "unknown", "hidden_names", "tenants", "probe_spans", "alike",
-            "mending_alike",
+            "promises", "durability", "faults", "unknown", "hidden_names", "tenants", "probe_spans",
+            "alike", "mending_alike",
         )
     ),
     "storage/tools": (
