@@ -157,7 +157,7 @@ def test_a_checksum_is_of_what_lies_where() -> None:
 
 LAYOUTS = [
     Layout(num_layers=6, num_kv_heads=2, head_dim=8, pack_layers=4, chunk_tokens=8),
-    Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2, chunk_tokens=8),
+    Layout(num_layers=5, num_kv_heads=2, head_dim=8, pack_layers=2, chunk_tokens=8),
     Layout(num_layers=3, num_kv_heads=2, head_dim=8, pack_layers=1, kv_together=False,
            chunk_tokens=8),
     Layout(num_layers=3, num_kv_heads=2, head_dim=8, pack_layers=1, heads_apart=True,
