@@ -26,10 +26,10 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/segment": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "round_trip", "landmarks", "quantised", "codec", "provenance", "limits", "mending",
-            "remaking", "tensorstore", "direct_reads", "writer_memory", "promises", "durability",
-            "faults", "unknown", "hidden_names", "tenants", "probe_spans", "alike",
-            "mending_alike",
+            "segment_parts", "round_trip", "landmarks", "quantised", "codec", "provenance",
+            "limits", "mending", "remaking", "tensorstore", "direct_reads", "writer_memory",
+            "promises", "durability", "faults", "unknown", "hidden_names", "tenants", "probe_spans",
+            "alike", "mending_alike",
         )
     ),
     "storage/tools": (

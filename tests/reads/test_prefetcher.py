@@ -127,6 +127,24 @@ def test_what_is_dropped_is_not_read_and_what_runs_is_waited_for(prefetcher, rea
     assert prefetcher.stats.cancelled == 1
 
 
+def test_what_has_ended_is_no_longer_cancelled_nor_promoted_twice(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    guess = read(prefetcher, reader, 1, demand=False)
+    prefetcher.promote(guess)
+    prefetcher.promote(guess)
+    prefetcher.promote(held)  # a demand already
+    assert (prefetcher.stats.running, prefetcher.stats.queued) == (1, 1)
+    finish(prefetcher, reader, held, guess)
+    prefetcher.drop(guess)
+    assert guess.ok.all() and len(reader.calls) == 2
+    assert (prefetcher.stats.promoted, prefetcher.stats.cancelled) == (1, 0)
+    assert (prefetcher.stats.packs, prefetcher.stats.bad_packs, prefetcher.stats.errors) == (
+        2,
+        0,
+        0,
+    )
+
+
 def test_bad_packs_are_not_ok_and_the_others_are() -> None:
     reader = SlowReader(bad=frozenset({4}))
     with Prefetcher(1) as prefetcher:
