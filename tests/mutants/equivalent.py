@@ -73,16 +73,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "values = np.nan_to_num(values, nan=0.0, posinf=1e30, neginf=-1e30) ~0 @61 #0",
     ): "1e30 + 1 is 1e30",
     (
-        "ckv_jax/selection/two_stages.py",
-        "core/NumberReplacer",
-        "if rows[0].shape[0] == 1: ~0 @8 #0",
-    ): "all arrays have as many rows",
-    (
-        "ckv_jax/selection/two_stages.py",
-        "core/ReplaceComparisonOperator_Eq_LtE",
-        "if rows[0].shape[0] == 1: ~0 @20 #0",
-    ): "there is a row at least",
-    (
         "storage/index/database.py",
         "core/ReplaceComparisonOperator_Eq_Is",
         'if db.execute("PRAGMA user_version").fetchone()[0] == self._version: ~0 @51 #0',
@@ -145,11 +135,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), "
         "prefix.num_chunks) ~0 @67 #1",
     ): "one pack less than one read has at most is compiled for as many",
-    (
-        "ckv_jax/memory/pages.py",
-        "core/ReplaceBinaryOperator_Add_BitOr",
-        "keys = jnp.where(slot >= 0, (slot * pack + index % pack) * 2, -1) ~0 @41 #0",
-    ): "a pack has 1, 2 or 4 layers: the sum has no carry",
     (
         "storage/tools/inspect.py",
         "core/ReplaceBinaryOperator_Sub_BitOr",
