@@ -311,6 +311,20 @@ def test_forgotten_pages_leave_and_their_ids_start_anew() -> None:
     assert latest.worth(ids(latest.register(3))).tolist() == [0.0]
 
 
+def test_forgotten_pages_are_not_pushed_out_once_more() -> None:
+    tiers = Tiers(2, 0, 2, ATTENTION)
+    gone = tiers.register(1)
+    tiers.register(4)
+    use(tiers, {gone: 0.125, 1: 0.5})
+    use(tiers, {2: 0.0625})  # worth less than both, which are in order now
+    tiers.forget(gone, 1)
+    use(tiers, {3: 0.75})
+    slot = tiers.take(1)
+    tiers.record(ids(4), np.array([0.625]))
+    assert tiers.admit(ids(4), slot).dropped.tolist() == [1]
+    assert (tiers.lookup(ids(0, 1, 2, 3, 4))[0] >= 0).tolist() == [False] * 3 + [True] * 2
+
+
 def test_pages_kept_beyond_the_cache_leave_no_room_for_others() -> None:
     tiers = Tiers(1, 0, 4, ATTENTION)
     tiers.register(5)

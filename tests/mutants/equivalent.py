@@ -339,6 +339,11 @@ REASONS: dict[tuple[str, str, str], str] = {
     (
         "ckv_jax/cache/heap.py",
         "core/NumberReplacer",
+        "if entry[0] < self._bound: ~0 @9 #1",
+    ): "an entry more than is needed changes no order",
+    (
+        "ckv_jax/cache/heap.py",
+        "core/NumberReplacer",
         "self._run, self._heap, self._bound = [], [], 0 ~0 @45 #1",
     ): "no score is below 0, nor below less than that",
     (
