@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ckv_jax.storage.place.workspace import LocalWorkspace, write_file
@@ -12,9 +13,13 @@ ID, OTHER = "ab" * 16, "cd" * 16
 """Names of two segments."""
 
 
-def open_files() -> int:
-    """How many descriptors this process has."""
-    return len(os.listdir("/proc/self/fd"))
+def open_files(folder: Path) -> int:
+    """How many files in a folder, and itself, this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found += Path(os.readlink(f"/proc/self/fd/{name}")).is_relative_to(folder)
+    return found
 
 
 def never() -> bool:

@@ -27,6 +27,7 @@ for name in ("storage", "kernels_pallas", "bench", "tests"):
         continue
     raise AssertionError(f"{name} is importable by itself")
 assert "jax" not in sys.modules, "the store must not need jax"
+assert "scipy" not in sys.modules, "only what trains codebooks needs it, which takes long to import"
 """
 
 

@@ -127,6 +127,7 @@ class PageTable:
 
 
 def _grown(column: npt.NDArray[T], more: int) -> npt.NDArray[T]:
+    """With room for so many more: for as many as there are, so that it seldom has to grow."""
     return np.concatenate([column, np.zeros(more, column.dtype)])
 
 

@@ -50,8 +50,10 @@ class DevicePool:
         here = self._pages.sharding
         if pinned:  # pageable copies reach a tenth of the bus
             self._way = [here.with_memory_kind("pinned_host"), here]
-        else:  # each device its part, or the call takes it, at a quarter of `device_put`'s overhead
-            self._way = [] if shardings.mesh is None else [here]
+        elif shardings.mesh is not None:  # each device its part
+            self._way = [here]
+        else:  # the call itself takes it, at a quarter of `device_put`'s overhead
+            self._way = []
         self._staging = Staging(STAGING_ROWS, slot_shape, np.dtype(dtype), self.write)
         self._copies: list[tuple[Array, np.ndarray]] = []
 
@@ -129,7 +131,7 @@ class DevicePool:
         self._pages.delete()
 
     def _transfer(self, rows: np.ndarray) -> Array | np.ndarray:
-        """By way of each of these places in turn."""
+        """Puts rows into each place of the way in turn."""
         fresh: Array | np.ndarray = rows
         for place in self._way:
             fresh = jax.device_put(fresh, place)

@@ -37,17 +37,16 @@ def test_memory_starts_on_a_page_and_counts_its_bytes() -> None:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is mapped how")
 @pytest.mark.parametrize("size", [3 * PAGE_BYTES, (4 << 20) - PAGE_BYTES, 4 << 20])
 def test_memory_is_of_this_process_alone_and_large_pools_want_large_pages(size: int) -> None:
-    files = len(list(Path("/proc/self/fd").iterdir()))
     memory = aligned_bytes(size)
-    assert len(list(Path("/proc/self/fd").iterdir())) == files, "it is of no file"
     start, smaps = memory.ctypes.data, Path("/proc/self/smaps").read_text(encoding="utf-8")
     found = []  # of the mapping that begins there, or of one that the kernel joined it to
     for part in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
         first, last = (int(end, 16) for end in part.split()[0].split("-"))
         if first <= start < last:
-            found.append((part.split()[1], part.split("VmFlags:")[1].split()))
-    ((kind, flags),) = found
-    assert kind == "rw-p"
+            kind, _, _, file = part.split()[1:5]
+            found.append((kind, file, part.split("VmFlags:")[1].split()))
+    ((kind, file, flags),) = found
+    assert (kind, file) == ("rw-p", "0"), "it is of no file"
     assert "dc" in flags, "not for a forked process: reads into it may be under way"
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert ("hg" in flags) == (size == 4 << 20)

@@ -20,7 +20,8 @@ LEFT_OUT = ("core/RemoveDecorator", "core/VariableReplacer", "core/VariableInser
 """Operators that need arguments, or whose mutants mostly cannot be imported."""
 
 DOTLESS = "core/ExceptionReplacer"
-"""An operator that fails where a name has a dot (`sqlite3.Error`)."""
+"""An operator that fails where a name has a dot (`sqlite3.Error`): what it would make cannot be
+drawn."""
 
 
 @dataclass(frozen=True, slots=True)

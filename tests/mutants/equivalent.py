@@ -354,9 +354,6 @@ REASONS: dict[tuple[str, str, str], str] = {
 }
 """(file, operator, place) -> why."""
 
-_BY_NAME = re.compile(r"(.*) ~\d+ @(\d+) #\d+", re.DOTALL)
-
-
 _FLAGS = re.compile(r"os\.O_\w+(?: \| os\.O_\w+)+")
 _SUMS = ("core/ReplaceBinaryOperator_BitOr_BitXor", "core/ReplaceBinaryOperator_BitOr_Add")
 
@@ -366,8 +363,4 @@ def reason(mutant: Mutant) -> str | None:
     flags = _FLAGS.search(mutant.place) and "|" not in _FLAGS.sub("", mutant.place)
     if flags and mutant.operator in _SUMS:
         return "flags of an open that share no bit"
-    found = _BY_NAME.fullmatch(mutant.place)
-    named = found is not None and found[1][int(found[2]) :].startswith("*,")
-    if named and mutant.operator == "core/ReplaceBinaryOperator_Mul_Div":
-        return "types check what is said by name alone"
     return REASONS.get((mutant.file, mutant.operator, mutant.place))

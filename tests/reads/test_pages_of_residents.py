@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents, _summed
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix, Span
@@ -153,13 +152,9 @@ def test_the_probe_of_a_prefix_has_room_for_what_is_asked(residents: Residents) 
     resident = residents.open(two_spans())
     assert resident.probe_chunks == 64  # 1,024 tokens
     assert residents.open(two_spans()).probe_chunks == 64
-    assert Resident.probe_chunks.fget(_sized(resident, 64)) == 64  # type: ignore[attr-defined]
-    assert Resident.probe_chunks.fget(_sized(resident, 65)) == 128  # type: ignore[attr-defined]
-
-
-def _sized(resident: Resident, room: int) -> Resident:
-    resident.room = room
-    return resident
+    for room, chunks in ((64, 64), (65, 128)):
+        resident.room = room
+        assert resident.probe_chunks == chunks
 
 
 def test_a_pack_is_used_once_with_all_the_attention_it_got(

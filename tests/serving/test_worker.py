@@ -82,7 +82,7 @@ def test_only_the_batch_that_waits_for_a_recovery_has_no_token(tmp_path: Path) -
     with tiny_engine(tmp_path, max_batch=1) as engine:
         prefix, running = engine.ingest(tokens(40)), engine.worker._running
         requests = [Request(prefix=prefix, suffix=[n]) for n in range(2)]
-        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
+        with engine.generate(requests, SamplingParams(max_tokens=900)) as stream:
             begun: set[int] = set()
             while len(begun) < 2:
                 begun.add(next(stream).index)
@@ -157,7 +157,7 @@ def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> N
                         held = chooser.window.kept.chunk[choice]
                         assert len(held) == times * chooser.limit
 
-        sampling = SamplingParams(max_tokens=400)
+        sampling = SamplingParams(max_tokens=900)
         with engine.generate(requests[-1], sampling) as first:
             begun(first, 1)
             with engine.generate(requests[:-1], sampling) as others:
@@ -262,7 +262,7 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
                 assert widths() == left
             return before, after
 
-        with engine.generate(requests, SamplingParams(max_tokens=400)) as stream:
+        with engine.generate(requests, SamplingParams(max_tokens=900)) as stream:
             begun(stream, 2)
             assert engine._scheduler.call(leave) == ({2}, {4})
             stream.cancel()
@@ -275,7 +275,7 @@ def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int
         requests = [Request(prefix=[], suffix=tokens(n).tolist()) for n in lengths]
         with ExitStack() as stack:
             for request in requests:  # in this order
-                text = engine.generate(request, SamplingParams(max_tokens=400))
+                text = engine.generate(request, SamplingParams(max_tokens=900))
                 begun(stack.enter_context(text), 1)
             batches = engine.worker._running._batches
             found = engine._scheduler.call(
@@ -287,7 +287,7 @@ def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int
 def test_a_batch_takes_no_more_than_it_may(tmp_path: Path) -> None:
     """Of two that come together one finds a place beside the first, and one does not."""
     with tiny_engine(tmp_path, max_batch=2) as engine:
-        prefix, sampling = engine.ingest(tokens(40)), SamplingParams(max_tokens=400)
+        prefix, sampling = engine.ingest(tokens(40)), SamplingParams(max_tokens=900)
         requests = [Request(prefix=prefix, suffix=[n]) for n in range(3)]
         with engine.generate(requests[0], sampling) as first:
             begun(first, 1)
@@ -379,7 +379,7 @@ def test_each_token_is_told_with_what_it_took(
 def test_a_follower_makes_the_leaders_steps_or_says_that_they_differ(tmp_path: Path) -> None:
     with tiny_engine(tmp_path) as engine:
         request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
-        with engine.generate([request] * 2, SamplingParams(max_tokens=400)) as stream:
+        with engine.generate([request] * 2, SamplingParams(max_tokens=900)) as stream:
             begun(stream, 2)
             worker, (one, other) = engine.worker, stream._sequences
 

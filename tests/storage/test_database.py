@@ -41,10 +41,12 @@ def path(tmp_path: Path) -> Path:
 def busy(path: Path) -> Iterator[None]:
     """Somebody else writes and does not end."""
     rival = sqlite3.connect(path, isolation_level=None)
-    rival.execute("BEGIN IMMEDIATE")
-    yield
-    rival.execute("ROLLBACK")
-    rival.close()
+    try:
+        rival.execute("BEGIN IMMEDIATE")
+        yield
+        rival.execute("ROLLBACK")
+    finally:
+        rival.close()
 
 
 def rows(path: Path) -> list[int]:

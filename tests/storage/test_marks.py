@@ -133,9 +133,10 @@ def test_prefixes_are_told_to_their_tenant_and_in_the_order_of_their_ids(
     assert [p.id for p in store.prefixes(salt="a")] == sorted(p.id for p in mine)
     assert [p.id for p in store.prefixes(salt="")] == sorted(p.id for p in public)
     assert store.prefixes(salt="b") == []
-    for given in ("", "a"):
-        found = store.prefix(mine[0].id[:12]) if given else store.prefix(public[0].id[:12])
-        assert found.num_tokens == 20
+    for prefix, salt, other in ((mine[0], "a", ""), (public[0], "", "a")):
+        assert store.prefix(prefix.id[:12], salt=salt) == prefix
+        with pytest.raises(PrefixNotFound):
+            store.prefix(prefix.id[:12], salt=other)
 
 
 def test_manifests_that_cannot_be_used_are_counted(folder: Path) -> None:
@@ -158,7 +159,7 @@ def test_manifests_that_cannot_be_used_are_counted(folder: Path) -> None:
         assert [isinstance(found, SegmentDamaged) for _, found, *_ in told] == [True, True, False]
 
 
-def test_what_another_process_stored_is_not_asked_for_by_a_wrong_id(store: ChunkStore) -> None:
+def test_hits_and_misses_are_counted(store: ChunkStore) -> None:
     prefix = ingest(store, some_tokens(40))
     other = store.longest_prefix(some_tokens(40, 1), fingerprint=FINGERPRINT, layout=SMALL)
     assert other.num_tokens == 0 and counts(store) == {"misses": 2}

@@ -68,18 +68,18 @@ def test_locks_are_of_one_segment_and_mending_is_beside_reading(two: tuple[Holds
 
 
 def test_a_lock_file_is_closed_when_nothing_is_held_through_it(tmp_path: Path) -> None:
-    before, holds = open_files(), Holds(tmp_path)
+    before, holds = open_files(tmp_path), Holds(tmp_path)
     held, claim = holds.hold(ID), holds.claim(OTHER)
-    assert held is not None and claim is not None and open_files() == before + 2
+    assert held is not None and claim is not None and open_files(tmp_path) == before + 2
     assert stat.S_IMODE((tmp_path / "holds").stat().st_mode) == 0o600
     holds.close()
-    assert open_files() == before + 2
+    assert open_files(tmp_path) == before + 2
     watching = Holds(tmp_path)
     assert watching.claim(ID) is None and watching.hold(OTHER) is None
     held.release()
     claim.release()
     watching.close()
-    assert open_files() == before
+    assert open_files(tmp_path) == before
     holds.close()
 
 

@@ -18,13 +18,13 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    before = open_files()
+    before = open_files(tmp_path)
     os.close(plain.open_plain(tmp_path / "file", os.O_RDONLY))
     for name in ("folder", "pipe"):
         with pytest.raises(OSError, match="no plain file") as error:
             plain.open_plain(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
         assert error.value.errno == errno.ENXIO
-    assert open_files() == before
+    assert open_files(tmp_path) == before
     folder = os.open(tmp_path, os.O_RDONLY)
     os.close(plain.open_plain("file", os.O_RDONLY, folder))
     os.close(folder)

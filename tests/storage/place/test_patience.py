@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import queue
+import gc
 import threading
 import time
-from pathlib import Path
+import weakref
 
 import pytest
 
@@ -14,18 +14,26 @@ from ckv_jax.storage.place import patience
 from ckv_jax.storage.place.patience import Patience, Refused, may_be_left_behind, progress
 
 
+def rested(waiting: Patience, threads: int) -> None:
+    """Waits until so many threads of it wait for work: a caller goes on a little before."""
+    end = time.monotonic() + 20
+    while len(waiting._idle) < threads and time.monotonic() < end:
+        time.sleep(0.001)
+    assert len(waiting._idle) == threads
+
+
 def test_work_is_done_on_a_thread_of_its_own_that_is_used_again() -> None:
     waiting = Patience(5.0)
     first = waiting.run("work", threading.current_thread)
     assert first is not threading.current_thread() and first.daemon
-    end = time.monotonic() + 5
-    while not waiting._idle and time.monotonic() < end:
-        time.sleep(0.001)
+    rested(waiting, 1)
     assert waiting.run("work", threading.current_thread) is first
+    rested(waiting, 1)
     inner = waiting.run("out", lambda: waiting.run("in", threading.current_thread))
     assert inner is first  # part of other such work
+    rested(waiting, 1)
     waiting.close()
-    first.join(5)
+    first.join(20)
     assert not first.is_alive()
     assert waiting.run("work", lambda: 3) == 3  # new work may still come
     waiting.close()
@@ -68,12 +76,10 @@ def test_only_a_result_that_came_too_late_is_given_away(fails: bool) -> None:
         waiting.run("work", work)  # which nobody wants
     assert waiting._stuck == 2
     go.set()
-    end = time.monotonic() + 5
-    while waiting._stuck and time.monotonic() < end:
-        time.sleep(0.001)
-    assert waiting._stuck == 0 and len(waiting._idle) == 2
+    rested(waiting, 2)
+    assert waiting._stuck == 0
     assert late == ([] if fails else [7])
-    assert waiting.run("work", lambda: 5, seconds=5, late=late.append) == 5
+    assert waiting.run("work", lambda: 5, seconds=20, late=late.append) == 5
     assert 5 not in late
     waiting.close()
 
@@ -90,10 +96,18 @@ def test_no_more_threads_are_given_to_a_disk_that_does_not_answer(
     go.set()
 
 
-def test_a_worker_keeps_no_result(tmp_path: Path) -> None:
-    jobs: queue.SimpleQueue[patience._Job | None] = queue.SimpleQueue()
+def test_a_thread_that_waits_for_work_keeps_no_result() -> None:
+    waiting = Patience(20.0)
+    gone = weakref.ref(waiting.run("work", threading.Event))
+    rested(waiting, 1)
+    gc.collect()
+    assert gone() is None
+    waiting.close()
+
+
+def test_a_job_that_nobody_waits_for_says_so() -> None:
     job = patience._Job(lambda: 3, None)
-    assert not job.run() and job.result == 3 and job.done.is_set() and jobs.empty()
+    assert not job.run() and job.result == 3 and job.done.is_set()
     assert not job.leave()
     left = patience._Job(lambda: 3, None)
     assert left.leave() and left.run() and not left.done.is_set()

@@ -52,7 +52,7 @@ def test_direct_reads_are_tried_before_they_are_promised(
             raise OSError(code, os.strerror(code))
         return real(path, flags & ~os.O_DIRECT, *rest)  # type: ignore[arg-type]
 
-    before = open_files()
+    before = open_files(root)
     monkeypatch.setattr(os, "open", call)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -69,7 +69,7 @@ def test_direct_reads_are_tried_before_they_are_promised(
         else:
             assert not place._use_direct_io(root, wish)
     assert len(told) == (wish is None and code in (errno.EINVAL, errno.ENOTSUP))
-    assert open_files() == before
+    assert open_files(root) == before
 
 
 def reads_past_the_cache(path: Path) -> bool:
@@ -78,7 +78,7 @@ def reads_past_the_cache(path: Path) -> bool:
     if calls is None or not hasattr(os, "O_DIRECT"):
         return False
     made, call = ctypes.c_ulong(0), ctypes.CDLL(None).syscall
-    if call(ctypes.c_long(calls[0]), ctypes.c_long(1), ctypes.byref(made)):
+    if call(ctypes.c_long(calls[0]), ctypes.c_long(kernel_queue._DEPTH), ctypes.byref(made)):
         return False
     call(ctypes.c_long(calls[1]), made)
     try:
@@ -93,17 +93,26 @@ def reads_past_the_cache(path: Path) -> bool:
         os.close(fd)
 
 
+TRIES = 20
+
+
+def works(queues: KernelQueues, path: Path) -> bool:
+    """Whether one of several trials does, each of which waits for a busy disk a second."""
+    return any(queues.works(path) for _ in range(TRIES))
+
+
 def test_where_the_kernel_has_queues_they_are_used(file: Path, root: Path) -> None:
     """Else all that tests them is passed over, and nobody knows."""
     if not reads_past_the_cache(file):
         pytest.skip("no asynchronous direct reads here")
-    before = open_files()
+    before, late = open_files(file), set(kernel_queue._IN_FLIGHT)
     queues = KernelQueues()
-    assert queues.works(file) and queues.align in (512, FILE_ALIGN)
-    assert not kernel_queue._IN_FLIGHT and len(queues._idle) == 1 and open_files() == before
+    assert works(queues, file) and queues.align in (512, FILE_ALIGN)
+    assert late >= kernel_queue._IN_FLIGHT and len(queues._idle) == 1
+    assert open_files(file) == before
     queues.close()
-    found = place._queues(root)  # a marker is shorter than a block
-    assert found is not None
+    tries = (place._queues(root) for _ in range(TRIES))  # a marker is shorter than a block
+    found = next(found for found in tries if found is not None)
     found.close()
 
 
@@ -151,7 +160,7 @@ def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     read = queues.read(fd, np.array([5, 8, 0]) * FILE_ALIGN, out, slice(None), sizes=sizes)
     landed: list[int] = []
-    while (some := read.landed(5.0)) is not None:
+    while (some := read.landed(20.0)) is not None:
         assert some.dtype == np.int64
         landed += some.tolist()
     assert sorted(landed) == [0, 1, 2] and read.landed(0.0) is None
@@ -159,12 +168,12 @@ def test_rows_may_be_filled_in_part(queues: KernelQueues, file: Path) -> None:
     assert (out[1].reshape(2, -1) == pages[8:10]).all() and (out[2, :FILE_ALIGN] == pages[0]).all()
     last = (len(pages) - 1) * FILE_ALIGN
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    queues.read(fd, np.array([last]), out[:1], slice(None), expect=FILE_ALIGN).result(5.0)
+    queues.read(fd, np.array([last]), out[:1], slice(None), expect=FILE_ALIGN).result(20.0)
     assert (out[0, :FILE_ALIGN] == pages[-1]).all()
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     short = queues.read(fd, np.array([0, last]), out[:2], slice(None))
     with pytest.raises(OSError) as error:
-        short.result(5.0)
+        short.result(20.0)
     assert error.value.errno == errno.EIO
 
 
@@ -183,7 +192,7 @@ def test_a_quarter_of_a_queue_is_waited_for(queues: KernelQueues, file: Path) ->
         asked.clear()
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
         offsets = np.arange(count) * FILE_ALIGN
-        queues.read(fd, offsets, out[:count], slice(None)).result(5.0)
+        queues.read(fd, offsets, out[:count], slice(None)).result(20.0)
         assert asked[0] == least and sum(asked) <= count
 
 
@@ -191,12 +200,12 @@ def test_a_trial_that_reads_too_little_is_none(
     queues: KernelQueues, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "short").write_bytes(b"x" * 100)
-    assert queues.works(tmp_path / "short")
-    before = open_files()
+    assert works(queues, tmp_path / "short")
+    before, late = open_files(tmp_path), set(kernel_queue._IN_FLIGHT)
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", lambda _: SimpleNamespace(st_size=FILE_ALIGN))
         found = queues.works(tmp_path / "short")
-    assert not found and open_files() == before and not kernel_queue._IN_FLIGHT
+    assert not found and open_files(tmp_path) == before and late >= kernel_queue._IN_FLIGHT
 
 
 def test_a_trial_that_cannot_start_is_none(
@@ -205,12 +214,12 @@ def test_a_trial_that_cannot_start_is_none(
     def refuse(_: KernelQueues) -> int:
         raise OSError(errno.EAGAIN, "no more queues")
 
-    before, idle = open_files(), queues._idle
+    before, idle = open_files(file), queues._idle
     monkeypatch.setattr(KernelQueues, "_new", refuse)
     queues._idle = []
     assert not queues.works(file)
     queues._idle = idle
-    assert open_files() == before
+    assert open_files(file) == before
 
 
 def test_a_read_that_is_given_up_is_forgotten_once_it_has_landed(
@@ -225,10 +234,10 @@ def test_a_read_that_is_given_up_is_forgotten_once_it_has_landed(
     with pytest.raises(TimeoutError):
         read.result(0.0)
     queues.events = real  # type: ignore[method-assign]
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while read in kernel_queue._IN_FLIGHT and time.monotonic() < end:
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-        queues.read(fd, np.zeros(1, np.int64), out[1:], slice(None)).result(5.0)
+        queues.read(fd, np.zeros(1, np.int64), out[1:], slice(None)).result(20.0)
     assert read not in kernel_queue._IN_FLIGHT and read.done()
 
 
@@ -250,7 +259,7 @@ def test_what_a_full_queue_does_not_take_is_handed_over_as_others_land(
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, slice(None))
     assert calls == [8, 5]  # and no more before some have landed
-    read.result(5.0)
+    read.result(20.0)
     assert calls[2] == 5 and (out == pages[:8]).all()
 
 
@@ -259,7 +268,8 @@ def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     queues: KernelQueues, file: Path, first: int, code: int
 ) -> None:
     """After those that it took have landed."""
-    before, real = open_files(), queues.submit
+    before, real = open_files(file), queues.submit
+    late = set(kernel_queue._IN_FLIGHT)
     pages = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, FILE_ALIGN)
     left = [first]
 
@@ -274,7 +284,7 @@ def test_a_queue_that_takes_no_reads_is_an_error_of_the_read(
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     read = queues.read(fd, np.arange(8) * FILE_ALIGN, out, slice(None))
     with pytest.raises(OSError) as error:
-        read.result(5.0)
+        read.result(20.0)
     assert error.value.errno == code and read.done()
-    assert (out[:first] == pages[:first]).all() and open_files() == before
-    assert not kernel_queue._IN_FLIGHT and len(queues._idle) == 1
+    assert (out[:first] == pages[:first]).all() and open_files(file) == before
+    assert late >= kernel_queue._IN_FLIGHT and len(queues._idle) == 1

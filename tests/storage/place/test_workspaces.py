@@ -28,7 +28,7 @@ def published(root: Path) -> str:
 
 
 def test_of_two_writers_the_first_is_kept_where_it_is_good(root: Path) -> None:
-    before = open_files()
+    before = open_files(root)
     first, second, third = (filled(root, text) for text in ("first", "second", "third"))
     assert len(bytes.fromhex(first.name)) == 16  # as a sweep knows it
     assert first.publish(ID, never) and published(root) == "first"
@@ -39,7 +39,7 @@ def test_of_two_writers_the_first_is_kept_where_it_is_good(root: Path) -> None:
     for made in (first, second, third):
         made.discard()
         made.discard()
-    assert not list((root / "tmp").iterdir()) and open_files() == before
+    assert not list((root / "tmp").iterdir()) and open_files(root) == before
     assert stat.S_IMODE(segment_folder(root, ID).parent.stat().st_mode) == 0o700
 
 
@@ -107,8 +107,10 @@ def test_names_change_places_at_once(tmp_path: Path) -> None:
         exchange(tmp_path / "a", tmp_path / "none")
 
 
-def test_an_entry_is_locked_by_one_under_the_name_that_it_has(tmp_path: Path) -> None:
-    before, path = open_files(), tmp_path / "entry"
+def test_an_entry_is_locked_by_one_under_the_name_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, path = open_files(tmp_path), tmp_path / "entry"
     assert lock_entry(path) is None
     path.touch()
     fd = lock_entry(path)
@@ -117,11 +119,9 @@ def test_an_entry_is_locked_by_one_under_the_name_that_it_has(tmp_path: Path) ->
     path.rename(tmp_path / "old")
     (tmp_path / "new").touch()
     real = os.lstat
-    try:
-        os.lstat = lambda at, **more: real(tmp_path / "old", **more)  # type: ignore[assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lambda at, **more: real(tmp_path / "old", **more))
         assert lock_entry(tmp_path / "new") is None  # another has its name by now
-    finally:
-        os.lstat = real
     (tmp_path / "link").symlink_to(tmp_path / "new")
     with pytest.raises(OSError, match="symbolic links"):
         lock_entry(tmp_path / "link")
@@ -129,13 +129,11 @@ def test_an_entry_is_locked_by_one_under_the_name_that_it_has(tmp_path: Path) ->
     def fails(*_: object, **__: object) -> os.stat_result:
         raise OSError(errno.EIO, "broken")
 
-    try:
-        os.lstat = fails
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", fails)
         with pytest.raises(OSError, match="broken"):
             lock_entry(tmp_path / "new")
-    finally:
-        os.lstat = real
-    assert open_files() == before
+    assert open_files(tmp_path) == before
 
 
 def test_small_files_are_replaced_as_a_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
