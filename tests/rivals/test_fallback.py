@@ -17,9 +17,10 @@ from ckv_jax.identity import random_fingerprint
 from ckv_jax.kernels_pallas.attend.api import attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.weights import load_pretrained, random_model
 from ckv_jax.rivals import layers
-from ckv_jax.rivals.layers import Choice, _attend_tokens_of, _by_heads_of
+from ckv_jax.rivals.layers import Choice, _attend_tokens_of, _by_heads_of, _by_keys_of
 from ckv_jax.selection.h2o import column_sums
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
@@ -121,9 +122,30 @@ def test_each_head_has_its_own_tokens_where_it_falls_back() -> None:
     held = sum(float(sums[head, token]) for head in range(heads) for token in own[head])
     valid = sums[:, :20]
     assert float(mass[1]) == pytest.approx(held / valid.sum(), rel=1e-5)
-    assert counts[1].sum() == pytest.approx(n)
+    expected = np.mean([np.bincount(one // size, minlength=chunks) for one in own], axis=0)
+    np.testing.assert_allclose(counts[1], expected)
     np.testing.assert_array_equal(ids[0], np.broadcast_to(np.arange(n), (heads, n)))
     assert float(mass[0]) == 0.5 and set(counts[0].tolist()) == {7.0}
+
+
+def test_tokens_that_full_keys_choose_are_counted_by_chunk() -> None:
+    rng = np.random.default_rng(12)
+    chunks, size, heads, dim, n = 3, 8, 2, 8, 7  # a row of keys is longer than a chunk
+    pages = rng.normal(size=(chunks, 1, 1, size, heads * dim)).astype(np.float32)
+    q = rng.normal(size=(1, 6, 2 * heads, dim)).astype(np.float32) * 3
+    k = rng.normal(size=(1, 6, heads, dim)).astype(np.float32)
+    by_keys = jax.jit(_by_keys_of(Target.here(), Shardings()), static_argnames="n")
+    limits = np.array([n], np.int32)
+    slots = np.array([2, 0, 1], np.int32)
+    found = by_keys(
+        (q, k, k), np.array([6], np.int32), pages, slots, np.int32(20), limits, n=n
+    )  # fmt: skip
+    (ids,), (counts,), *_ = map(np.asarray, found)
+    keys = pages[slots].reshape(-1, heads, dim)
+    sums = np.asarray(jax.jit(column_sums)(q[0], keys, k[0], np.arange(24) < 20, np.int32(6)))
+    best = np.argsort(-sums.sum(axis=0), kind="stable")[:n]
+    np.testing.assert_array_equal(np.sort(ids), np.sort(best))
+    np.testing.assert_array_equal(counts, np.bincount(best // size, minlength=chunks))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])

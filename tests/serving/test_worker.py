@@ -269,7 +269,7 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
             stream.results()
 
 
-@pytest.mark.parametrize("lengths", [(1024, 1023, 1), (1, 1024)])
+@pytest.mark.parametrize("lengths", [(1024, 1023, 1), (1, 1100)])
 def test_long_texts_have_a_batch_of_their_own(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     with tiny_engine(tmp_path) as engine:
         requests = [Request(prefix=[], suffix=tokens(n).tolist()) for n in lengths]
