@@ -351,6 +351,16 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot) ~0 @37 #0",
     ): "a slot below 0 is none, whatever it is",
+    (
+        "ckv_jax/reads/residents.py",
+        "core/NumberReplacer",
+        "got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0) ~0 @22 #0",
+    ): "numpy takes every number below 0 as what is left",
+    (
+        "ckv_jax/rivals/schedule.py",
+        "core/NumberReplacer",
+        "table = np.full(self._resident.probe_chunks, -1, np.int32) ~0 @46 #0",
+    ): "a slot below 0 is none, whatever it is",
 }
 """(file, operator, place) -> why."""
 
