@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -211,7 +211,7 @@ class Running:
     def _step(self, batch: _Batch) -> None:
         for going in batch.going.values():
             self._check(going.sequence)
-        self._drop(batch)
+        self._drop(batch, {})
         if not batch.going:
             return
         self._put_behind(batch)
@@ -221,13 +221,12 @@ class Running:
             tokens[place] = going.sequence.token_ids[-1]
         choices, began = batch.choosing(), time.perf_counter_ns()
         logits = decoder.step(tokens, choices=choices)
-        left = {}
+        left, kept = {}, {}
         for place, going in batch.going.items():
             if going.sequence.reason is None:
                 left[place] = going
             else:  # only its last token's KV was missing; it leaves with its row of the logits
-                batch.rest()
-                _retire(going, going.kv(decoder, place))
+                kept[place] = going.kv(decoder, place)
         if left:
             chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
             spent_ms = (time.perf_counter_ns() - began) / 1e6
@@ -236,7 +235,7 @@ class Running:
                     going.chooser.told.ms = spent_ms
                     going.sequence.note(going.chooser.told)
                 _push(going.sequence, int(chosen[place]), logits, place)
-        self._drop(batch)
+        self._drop(batch, kept)
 
     def _put_behind(self, batch: _Batch) -> None:
         """What texts generated leaves their buffers, where that is due."""
@@ -283,38 +282,35 @@ class Running:
                     going.chooser.resize(times)
             batch.stale = True
 
-    def _drop(self, batch: _Batch) -> None:
-        """Sequences that have ended leave."""
-        over = [place for place, going in batch.going.items() if _over(going)]
-        if over:
-            batch.rest()
-        for place in over:
-            _retire(batch.going[place], None)
-        self._leave(batch, over)
-
-    def _leave(self, batch: _Batch, places: list[int]) -> None:
-        if not places:
+    def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray]) -> None:
+        """Sequences that have ended leave, those at the places of `kept` with their KV."""
+        going = batch.going
+        over = {place: one for place, one in going.items() if place in kept or _over(one)}
+        if not over:
             return
-        for place in places:
-            batch.going.pop(place).close()
-        moved = batch.decoder.leave(places)
-        batch.going = {moved[place]: going for place, going in batch.going.items()}
+        batch.rest()
+        moved = batch.decoder.leave(list(over))
+        batch.going = {moved[place]: one for place, one in going.items() if place not in over}
         batch.sampling = None
         batch.stale = True
+        for place, one in over.items():  # whoever is told finds them gone
+            _retire(one, kept.get(place))
 
     def _fail(self, batch: _Batch, error: CkvError | ValueError) -> None:
-        batch.rest()
-        for going in batch.going.values():
-            going.close()
+        for going in self._emptied(batch):
             going.sequence.fail(error)
-        batch.going.clear()
 
     def _crash(self, batch: _Batch, error: Exception) -> None:
-        batch.rest()
-        for going in batch.going.values():
-            going.close()
+        for going in self._emptied(batch):
             going.sequence.crash(error)
-        batch.going.clear()
+
+    def _emptied(self, batch: _Batch) -> list[Going]:
+        """Whose rows were in it; they hold nothing any more."""
+        batch.rest()
+        left, batch.going = list(batch.going.values()), {}
+        for going in left:
+            going.close()
+        return left
 
 
 class _Batch:

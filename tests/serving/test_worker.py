@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -339,6 +339,36 @@ def test_who_gave_up_while_a_batch_was_computed_is_told_and_others_are_answered(
         engine._scheduler.submit(batch)
         first, second = (sequence.settled_result() for sequence in batch)
         assert isinstance(first.error, Cancelled) and second.error is None
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+@pytest.mark.parametrize("fault", [None, ValueError, RuntimeError])
+def test_whoever_is_told_that_a_text_has_ended_finds_it_gone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keep_kv: bool,
+    fault: type[Exception] | None,
+) -> None:
+    found, settle = [], Sequence.settle
+    with tiny_engine(tmp_path) as engine:
+
+        def settled(sequence: Sequence) -> None:
+            running = engine.worker._running.sequences
+            found.append((sequence in running, sum(text.done() for text in running)))
+            settle(sequence)
+
+        def fails(*_: object, **__: object) -> None:
+            raise fault("broken")  # type: ignore[misc]
+
+        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
+        monkeypatch.setattr(Sequence, "settle", settled)
+        if fault is not None:
+            monkeypatch.setattr(Decoder, "step", fails)
+        stream = engine.generate([request] * 2, SamplingParams(max_tokens=4), keep_kv=keep_kv)
+        for sequence in stream._sequences:
+            with suppress(RuntimeError):
+                sequence.settled_result()
+    assert found == [(False, 0)] * 2
 
 
 def test_where_a_process_is_lost_no_text_goes_on(
