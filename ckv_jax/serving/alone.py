@@ -92,7 +92,6 @@ class Alone:
     ) -> None:  # fmt: skip
         if sequence.sampling is None:
             self._finish(sequence, token, logits[0].copy(), trace)
-            sequence.settle()
             return
         self._begin_text(sequence, trace)
         self._running.start(logits, kv, [(0, Going(sequence=sequence, row=row))])

@@ -39,18 +39,24 @@ class Job:
         """Whether `advance` could do something now."""
         return self._cancelled or self._ready()
 
-    def advance(self) -> bool:
-        """One block, in the engine thread; False once nothing is left to do."""
+    def advance(self, leave: Callable[[], None] = lambda: None) -> bool:
+        """One block, in the engine thread; False once nothing is left to do.
+
+        `leave` is called then, before anybody is told: who is told finds the job gone.
+        """
         if self._cancelled:
+            leave()
             self.end(None)
             return False
         try:
             next(self._steps)
         except StopIteration as end:
+            leave()
             with suppress(InvalidStateError):
                 self.future.set_result(end.value)
             return False
         except Exception as error:  # raised in the thread that waits for the job
+            leave()
             self.fail(error)
             return False
         return True

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
+from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
@@ -219,11 +220,14 @@ class Scheduler:
             self._first_tokens(batch)
         if self._worker.running:
             self._add_front(self._worker.step())
-        if job is not None and not job.advance():
-            with self._changed:
-                self._jobs.remove(job)
-                self._begun.remove(job)
+        if job is not None:
+            job.advance(partial(self._leave, job))
         return True
+
+    def _leave(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.remove(job)
+            self._begun.remove(job)
 
     def _drop_lapsed(self) -> list[Sequence]:
         """Takes out of the queue whom nobody waits for, soon but not between any two tokens."""
@@ -348,13 +352,14 @@ class Scheduler:
         error = self._abandoned or EngineClosed("the engine was closed before this request's turn")
         with self._changed:  # first: who is told that all has ended is refused from then on
             self._closed = True
+            jobs = list(self._jobs)
+            self._jobs.clear()
         self._worker.end(error)
-        for job in list(self._jobs):
+        for job in jobs:
             job.end(error)
         with self._changed:
             left = list(self._waiting)
             self._waiting.clear()
-            self._jobs.clear()
         for sequence in left:
             sequence.fail(error)
 

@@ -11,7 +11,7 @@ from ckv_jax.serving.sequence import Sequence
 
 
 def sequence_job(sequence: Sequence, steps: Generator[None, None, Any], num_bytes: int) -> Job:
-    """A job whose errors are the sequence's."""
+    """A job whose errors are the sequence's, which settles with the job where it has ended."""
     job = Job(steps, num_bytes=num_bytes)
 
     def ended(_: object) -> None:
@@ -20,6 +20,8 @@ def sequence_job(sequence: Sequence, steps: Generator[None, None, Any], num_byte
             sequence.fail(error)
         elif error is not None:
             sequence.crash(error)
+        elif sequence.done():
+            sequence.settle()
 
     job.future.add_done_callback(ended)
     return job

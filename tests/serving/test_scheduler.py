@@ -7,8 +7,9 @@ import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Several
+from concurrent.futures import wait
 
 import pytest
 
@@ -259,9 +260,9 @@ def test_who_waits_for_room_beside_a_job_that_waits_itself_is_told_when_late() -
     job = Job(steps(), num_bytes=1, ready=lambda: not begun.is_set())
     job_advance = job.advance
 
-    def advance() -> bool:
+    def advance(leave: Callable[[], None]) -> bool:
         begun.set()
-        return job_advance()
+        return job_advance(leave)
 
     job.advance = advance  # type: ignore[method-assign]
     desk.scheduler.add(job)
@@ -316,6 +317,31 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
     assert desk.run() == ["a1"]
     assert isinstance(failing.future.exception(SECONDS), StoreError)
     assert given_up.future.cancelled() and desk.scheduler.jobs == 0
+
+
+@pytest.mark.parametrize("ends", ["done", "broken", "cancelled", "closed"])
+def test_who_hears_that_a_job_has_ended_finds_it_gone(ends: str) -> None:
+    desk, counts = Desk(), list[int]()
+    begun, waiting = threading.Event(), ends == "closed"
+    desk.notes.gate.set()
+
+    def blocks() -> Generator[None, None, None]:
+        begun.set()
+        yield
+        if ends == "broken":
+            raise StoreError("full")
+
+    job = Job(blocks(), ready=lambda: not (waiting and begun.is_set()))
+    job.future.add_done_callback(lambda _: counts.append(desk.scheduler.jobs))
+    if ends == "cancelled":
+        job.cancel()
+    desk.scheduler.add(job)
+    if ends == "closed":
+        assert begun.wait(SECONDS)
+    else:
+        wait([job.future], SECONDS)
+    desk.scheduler.close()
+    assert counts == [0]
 
 
 def test_one_failing_request_fails_alone() -> None:

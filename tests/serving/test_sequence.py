@@ -233,6 +233,36 @@ def test_a_cancelled_job_ends_whatever_it_waits_for() -> None:
     assert isinstance(failed.future.exception(0), CkvError)
 
 
+@pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
+def test_a_job_leaves_before_anybody_is_told(ends: str) -> None:
+    told: list[bool] = []
+    job = Job(steps(error=ValueError("bad") if ends == "broken" else None))
+
+    def leave() -> None:
+        told.append(job.future.done())
+
+    assert job.advance(leave) and told == []
+    if ends == "cancelled":
+        job.cancel()
+    assert not job.advance(leave)
+    assert told == [False] and job.future.done()
+
+
+def test_a_sequence_that_its_job_has_answered_settles_with_the_job() -> None:
+    made, told = asked(), list[tuple[bool, bool]]()
+
+    def answered() -> Generator[None, None, None]:
+        made.finish(Result(request=made.request, trace=Trace()))
+        return
+        yield
+
+    job, waits = sequence_job(made, answered(), 5), threading.Thread(target=made.settled_result)
+    waits.start()
+    assert not job.advance(leave=lambda: told.append((made.done(), waits.is_alive())))
+    waits.join()
+    assert told == [(True, True)]
+
+
 def test_what_goes_wrong_in_a_sequences_job_is_its_own_outcome() -> None:
     for error in (ValueError("bad"), CkvError("bad")):
         made = asked()
