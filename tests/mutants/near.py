@@ -26,9 +26,9 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/segment": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "segment_parts", "round_trip", "landmarks", "quantised", "codec", "provenance",
-            "limits", "mending", "remaking", "tensorstore", "direct_reads", "writer_memory",
-            "promises", "durability", "faults", "unknown", "hidden_names", "tenants", "probe_spans",
+            "segment_parts", "array_files", "manifests", "round_trip", "landmarks", "quantised",
+            "codec", "provenance", "limits", "mending", "remaking", "tensorstore", "direct_reads",
+            "writer_memory", "segment_writer", "promises", "durability", "faults", "unknown", "hidden_names", "tenants", "probe_spans",
             "alike", "mending_alike",
         )
     ),
