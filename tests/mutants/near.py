@@ -28,8 +28,8 @@ NEAR: dict[str, tuple[str, ...]] = {
         for name in (
             "segment_parts", "array_files", "manifests", "round_trip", "landmarks", "quantised",
             "codec", "provenance", "limits", "mending", "remaking", "tensorstore", "direct_reads",
-            "writer_memory", "segment_writer", "promises", "durability", "faults", "unknown", "hidden_names", "tenants", "probe_spans",
-            "alike", "mending_alike",
+            "writer_memory", "segment_writer", "promises", "durability", "faults", "unknown",
+            "hidden_names", "tenants", "probe_spans", "alike", "mending_alike",
         )
     ),
     "storage/tools": (

@@ -77,6 +77,7 @@ def wrapped(body: Any) -> bytes:
     [
         made(), made(first=3), made(first=1 << 40), made(FIRST_LAYERS), made(REORDERED),
         made(BY_LAYER), made(ALIKE), made(salt="s"), made(salt="s", first=2),
+        made(first=2, provenance="budget:0.5"),
     ],
 )  # fmt: skip
 def test_what_was_written_is_read_again(manifest: Manifest) -> None:
@@ -88,6 +89,7 @@ def test_what_was_written_is_read_again(manifest: Manifest) -> None:
     for field in dataclasses.fields(Manifest):
         want, got = getattr(manifest, field.name), getattr(found, field.name)
         assert np.array_equal(got, want) if isinstance(want, np.ndarray) else got == want
+    assert ("provenance" in body_of(manifest)) == (manifest.provenance != chain.EXACT)
     assert found.chunks == 3 and found.links == manifest.links and found.files == manifest.files
 
 
@@ -115,7 +117,8 @@ LIES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a tenant with a shorter name": ("tenant", lambda body: OTHER[2:]),
     "a start that is longer": ("start", lambda body: body["start"] + "00"),
     "another start": ("start", lambda body: "01" * chain.BYTES),
-    "another format": ("format", lambda body: "ckv-segment-2"),
+    "a later format": ("format", lambda body: "ckv-segment-2"),
+    "an earlier format": ("format", lambda body: "ckv-segment-0"),
 }
 
 
@@ -148,6 +151,23 @@ def test_a_manifest_is_exactly_what_was_written(before: bytes, after: bytes) -> 
     data = manifest.encode()[0]
     with pytest.raises(SegmentDamaged, match="bad manifest"):
         Manifest.decode(data.replace(before, after, 1), manifest.segment_id)
+
+
+@pytest.mark.parametrize("digit", [b"0", b"f"])
+def test_a_manifest_of_another_checksum_or_name_is_damaged(digit: bytes) -> None:
+    manifest = made()
+    data, checksum = manifest.encode()
+    with pytest.raises(SegmentDamaged, match="checksum does not match"):
+        Manifest.decode(data.replace(checksum.encode(), digit * 64), manifest.segment_id)
+    with pytest.raises(SegmentDamaged, match="does not belong to these tokens"):
+        Manifest.decode(data, digit.decode() * 32)
+
+
+@pytest.mark.parametrize("length", [chain.BYTES - 1, chain.BYTES + 1])
+def test_a_link_of_another_length_is_none(length: int) -> None:
+    manifest = dataclasses.replace(made(first=2), start=bytes(length))
+    with pytest.raises(SegmentDamaged, match="bad manifest"):
+        Manifest.decode(manifest.encode()[0], manifest.segment_id)
 
 
 @pytest.mark.parametrize("version", [0, 10**6])

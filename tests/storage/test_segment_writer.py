@@ -1,0 +1,297 @@
+"""A segment's writer: what it takes, what it hands to the disk, what it says of a bad one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
+from ckv_jax.storage import Layout
+from ckv_jax.storage.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable
+from ckv_jax.storage.place.files import Workspace
+from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.workspace import LocalWorkspace
+from ckv_jax.storage.segment import crc
+from ckv_jax.storage.segment import writer as writers
+from ckv_jax.storage.segment.array_writer import ArrayWriter
+from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
+from ckv_jax.storage.segment.writer import SegmentWriter
+
+SECONDS = 20.0
+ONE = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")
+"""A chunk is one write."""
+
+
+class Desk:
+    """Where segments are written, and what becomes of them."""
+
+    def __init__(self, root: Path) -> None:
+        (root / "tmp").mkdir()
+        self.root = root
+        self.files: dict[str, bytes] = {}
+        self.draft: Any = None
+        self.released = threading.Semaphore(0)
+        self._patience = Patience(SECONDS)
+
+    def publish(self, draft: Manifest, workspace: Workspace) -> Any:
+        paths = [path for path in workspace.path.rglob("*") if path.is_file()]
+        self.files = {str(p.relative_to(workspace.path)): p.read_bytes() for p in paths}
+        self.draft = draft
+        return "published"
+
+    def writer(
+        self,
+        tokens: np.ndarray,
+        layout: Layout = SMALL,
+        write_s: float = SECONDS,
+        codec: Any = None,
+    ) -> SegmentWriter:
+        draft = draft_manifest(
+            layout=layout, fingerprint=FINGERPRINT, tenant="", provenance="exact", tokens=tokens,
+            start=bytes(16), parent=None, first_chunk=0, order=None,
+        )  # fmt: skip
+        return SegmentWriter(
+            draft, LocalWorkspace(self.root), direct=False, params=None, codec=codec,
+            publish=self.publish, release=self.released.release, patience=self._patience,
+            write_s=write_s,
+        )  # fmt: skip
+
+    def is_left(self) -> bool:
+        """Whether one writer has let go of all it had, and has done so once."""
+        assert self.released.acquire(timeout=SECONDS)
+        return not self.released.acquire(blocking=False) and not list((self.root / "tmp").iterdir())
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made._patience.close()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until this is set."""
+    go, real = threading.Event(), ArrayWriter.put
+
+    def put(self: ArrayWriter, entry: int, data: np.ndarray, offset: int = 0) -> None:
+        assert go.wait(SECONDS)
+        real(self, entry, data, offset)
+
+    monkeypatch.setattr(ArrayWriter, "put", put)
+    yield go
+    go.set()
+
+
+# -- what it takes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 2, 16, 2, 8), (5, 2, 16, 2, 8), (4, 1, 16, 2, 8), (4, 3, 16, 2, 8), (4, 2, 16, 1, 8),
+        (4, 2, 16, 3, 8), (4, 2, 16, 2, 7), (4, 2, 16, 2, 9), (4, 2, 0, 2, 8), (4, 2, 16, 2),
+        (4, 2, 16, 2, 8, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kv_of_another_shape_is_refused(desk: Desk, shape: tuple[int, ...]) -> None:
+    with desk.writer(some_tokens(40)) as writer:
+        with pytest.raises(ValueError, match="kv: got"):
+            writer.write(0, np.zeros(shape, SMALL.numpy_dtype))
+        with pytest.raises(ValueError, match="kv: got float32"):
+            writer.write(0, np.zeros((4, 2, 16, 2, 8), np.float32))
+        writer.write(0, np.zeros((4, 2, 16, 2, 8), SMALL.numpy_dtype))
+
+
+def test_blocks_follow_each_other_and_only_the_last_ends_within_a_chunk(desk: Desk) -> None:
+    tokens = some_tokens(40)
+    kv = kv_of(SMALL, tokens)
+    with desk.writer(tokens) as writer:
+        for first, block in ((16, kv[:, :, 16:32]), (0, kv_of(SMALL, some_tokens(41)))):
+            with pytest.raises(ValueError, match=rf"got {first} .* from token 0 on, up to 40"):
+                writer.write(first, block)
+        writer.write(0, kv[:, :, :16])
+        for first in (0, 32):
+            with pytest.raises(ValueError, match="from token 16 on"):
+                writer.write(first, kv[:, :, 16:24])
+        writer.write(16, kv[:, :, 16:24])
+        with pytest.raises(ValueError, match=r"got 24 .* each but the last whole"):
+            writer.write(24, kv[:, :, 24:])
+        with pytest.raises(ValueError, match="got KV of 24, expected all 40"):
+            writer.commit()
+    assert desk.is_left() and desk.draft is None
+
+
+def test_a_writer_lets_go_once(desk: Desk) -> None:
+    tokens = some_tokens(16)
+    with desk.writer(tokens, ONE) as writer:
+        writer.write(0, kv_of(ONE, tokens))
+        done: Any = writer.commit()
+        assert done == "published" and len(desk.files) == 4
+        with pytest.raises(StoreClosed):
+            writer.commit()
+        writer.close()
+    assert desk.is_left()
+
+
+def test_a_writer_whose_files_cannot_be_made_lets_go(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Path, "mkdir", lambda path, mode=0: os.mkdir(path, mode))
+    with monkeypatch.context() as patch:
+        patch.setattr(writers, "ArrayWriter", refuse)
+        with pytest.raises(StoreFull, match="no room on the disk"):
+            desk.writer(some_tokens(16))
+    assert desk.is_left()
+
+
+# -- what lies on the disk -----------------------------------------------------------------------
+
+APART = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "pack_layers": 1, "heads_apart": True}
+LAYOUTS = {
+    "probe": SMALL,
+    "digest": Layout(num_layers=3, num_kv_heads=2, head_dim=8, digest="bounds", probe="heads"),
+    "alike": Layout(**APART, probe="none", grouping="alike"),
+    "alike, digest": Layout(**APART, probe="none", grouping="alike", digest="means"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_how_much_is_written_at_once_does_not_matter(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    tokens = some_tokens(16 * 9 + 5)
+    kv, found = kv_of(layout, tokens), []
+    for chunks in (1, 4, 100):
+        monkeypatch.setattr(writers, "_BLOCK_BYTES", chunks * layout.groups * layout.pack_bytes)
+        with desk.writer(tokens, layout) as writer:
+            writer.write(0, kv[:, :, : 16 * 3])
+            writer.write(16 * 3, kv[:, :, 16 * 3 :])
+            writer.commit()
+        assert desk.is_left()
+        tables = (desk.draft.pack_crc, desk.draft.probe_crc, desk.draft.digest_crc)
+        data = {name: data for name, data in desk.files.items() if name != "manifest.json"}
+        found.append((data, [table.tolist() for table in tables]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_probe_keys_lie_in_blocks_of_1024_tokens_layer_by_layer(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(num_layers=2, num_kv_heads=2, head_dim=4, probe="heads", probe_width=1)
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 50 * layout.pack_bytes)
+    tokens = some_tokens(16 * 130 + 3)
+    kv = kv_of(layout, tokens)
+    with desk.writer(tokens, layout) as writer:
+        writer.write(0, kv)
+        writer.commit()
+    data = np.frombuffer(desk.files["probe/c.0.0.0.0"], np.uint16)[: 2 * 3 * 1024 * 4]
+    rows = data.reshape(2, 3 * 1024, 4)
+    keys = np.ascontiguousarray(kv[:, 0, :, 0]).view(np.uint16)
+    np.testing.assert_array_equal(rows[:, : len(tokens)], keys)
+    assert not rows[:, len(tokens) :].any()
+    seed = crc.seed(desk.draft.segment_id, "probe")
+    for row, chunk in ((0, 0), (0, 130), (1, 49), (1, 50), (1, 130)):
+        part = np.ascontiguousarray(keys[row, chunk * 16 : chunk * 16 + 16]).view(np.uint8).ravel()
+        assert desk.draft.probe_crc[row, chunk] == crc.checksum(seed, row, chunk, part)
+
+
+def test_what_is_read_back_has_been_written(
+    desk: Desk, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: chunks of three blocks, the first and last of them in part."""
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 2 * SMALL.groups * SMALL.pack_bytes)
+    tokens = some_tokens(16 * 6)
+    out = np.zeros((4, *SMALL.pack_shape), SMALL.numpy_dtype)
+    with desk.writer(tokens) as writer:
+        writer.write(0, kv_of(SMALL, tokens))
+        threading.Timer(0.05, held.set).start()
+        writer.read_back(1, 1, out)
+    truth = packs_of(SMALL, tokens, 1, np.arange(len(tokens)))[1:5]
+    np.testing.assert_array_equal(out.view(np.uint8), truth.view(np.uint8))
+
+
+# -- bad disks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(errno.ENOSPC, StoreFull), (errno.EIO, StoreUnavailable)]
+)
+def test_an_error_of_the_disk_is_told_by_whatever_is_called_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[StoreError]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    tokens = some_tokens(32)
+    kv = kv_of(ONE, tokens)
+    for call in ("write", "commit"):
+        with desk.writer(tokens, ONE) as writer, monkeypatch.context() as patch:
+            patch.setattr(ArrayWriter, "put", refuse)
+            writer.write(0, kv if call == "commit" else kv[:, :, :16])
+            with pytest.raises(expected, match=str(desk.root / "tmp")):
+                writer.read_back(0, 0, np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype))
+            with pytest.raises(expected):
+                writer.write(16, kv[:, :, 16:]) if call == "write" else writer.commit()
+        assert desk.is_left() and desk.draft is None
+
+
+def test_a_codec_s_error_is_told_as_it_is(desk: Desk) -> None:
+    class Bad:
+        def of_group(self, group: int, layout: Layout) -> Any:
+            raise ArithmeticError("no such number")
+
+    tokens = some_tokens(32)
+    kv = kv_of(ONE, tokens)
+    with desk.writer(tokens, ONE, codec=Bad()) as writer:
+        writer.write(0, kv[:, :, :16])
+        with pytest.raises(ArithmeticError):
+            writer.read_back(0, 0, np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype))
+        with pytest.raises(ArithmeticError, match="no such number"):
+            writer.write(16, kv[:, :, 16:])
+    assert desk.is_left()
+
+
+def test_a_disk_that_has_taken_one_write_goes_on(desk: Desk) -> None:
+    tokens = some_tokens(32)
+    kv, out = kv_of(ONE, tokens), np.zeros((1, *ONE.pack_shape), ONE.numpy_dtype)
+    with desk.writer(tokens, ONE) as writer:
+        writer.write(0, kv[:, :, :16])
+        writer.read_back(0, 0, out)
+        writer.write(16, kv[:, :, 16:])
+    with desk.writer(tokens[:16], ONE) as writer:
+        writer.write(0, kv[:, :, :16])
+        writer.read_back(0, 0, out)
+        assert writer.commit() is not None
+
+
+@pytest.mark.parametrize("last", ["write", "commit"])
+def test_a_disk_that_takes_nothing_is_given_up(
+    desk: Desk, held: threading.Event, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """What was begun ends behind the caller's back, and then everything is let go."""
+    monkeypatch.setattr(writers, "_BLOCK_BYTES", 1)
+    tokens = some_tokens(64 if last == "write" else 16)
+    kv = kv_of(ONE, tokens)
+    with desk.writer(tokens, ONE, write_s=0.05) as writer:
+        calls: list[Callable[[], Any]] = [
+            lambda at=at: writer.write(at, kv[:, :, at : at + 16]) for at in (0, 16, 32, 48)
+        ]
+        for call in calls[:3] if last == "write" else calls[:1]:
+            call()
+        with pytest.raises(StoreUnavailable, match=r"the disk has taken nothing for 0\.05 s"):
+            calls[3]() if last == "write" else writer.commit()
+    assert list((desk.root / "tmp").iterdir())
+    held.set()
+    assert desk.is_left() and desk.draft is None
