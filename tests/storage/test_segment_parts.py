@@ -53,6 +53,13 @@ def test_every_chunk_is_found_in_the_segment_that_holds_it(order: range | tuple[
     assert found == wanted
 
 
+def test_chunks_that_are_asked_for_one_after_the_other_are_read_into_one_view() -> None:
+    parts = [(segment, rows) for segment, rows, _ in THREE.split(np.array([2, 0, 4, 5, 7, 6, 3]))]
+    (first, apart), *others = parts
+    assert first == "a" and apart.tolist() == [0, 1, 6]
+    assert others == [("b", slice(2, 3)), ("c", slice(3, 6))]
+
+
 def test_the_chunks_of_one_run_are_counted_from_where_it_begins() -> None:
     ((segment, rows, local),) = runs(span("a", 3, 4), tokens=64).split(np.array([2, 0]))
     assert segment == "a" and np.arange(2)[rows].tolist() == [0, 1] and local.tolist() == [5, 3]
@@ -305,9 +312,9 @@ def test_the_manifest_not_asked_for_longest_makes_room(
         cache.load(name)
     assert shelf.reads == ["c", "a"]
     shelf.reads.clear()
-    for name in ("a", "c", "large", "large", "a"):  # what is too large is kept while it is last
+    for name in ("a", "c", "large", "large", "c", "a"):  # what is too large is kept while last
         cache.load(name)
-    assert shelf.reads == ["large", "a"]
+    assert shelf.reads == ["large", "c", "a"]
 
 
 def test_a_segment_is_open_until_its_last_user_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,3 +295,30 @@ def test_a_disk_that_takes_nothing_is_given_up(
     assert list((desk.root / "tmp").iterdir())
     held.set()
     assert desk.is_left() and desk.draft is None
+
+
+def test_a_disk_that_goes_on_is_waited_for(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long all of it takes: four runs of alike tokens are grouped, one in each wait."""
+    go, told, waits, real = threading.Semaphore(0), threading.Semaphore(0), [], writers.wait
+
+    def grouping(done: int, total: int) -> None:
+        assert 0 < done <= total == 4
+        told.release()
+        assert go.acquire(timeout=SECONDS)
+
+    def wait(jobs: Any, seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 1:
+            assert told.acquire(timeout=SECONDS)
+        go.release()
+        if len(waits) < 4:
+            assert told.acquire(timeout=SECONDS)
+        else:
+            real(jobs, SECONDS)
+
+    monkeypatch.setattr(writers, "wait", wait)
+    tokens, layout = some_tokens(16 * 9 + 5), LAYOUTS["alike"]
+    with desk.writer(tokens, layout) as writer:
+        writer.write(0, kv_of(layout, tokens))
+        assert writer.commit(grouping) is not None
+    assert waits == [SECONDS] * 4 and desk.is_left()
