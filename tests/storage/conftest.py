@@ -13,8 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.fault_kinds.tally import make_store
-from ckv_jax.storage import ChunkStore
+from ckv_jax.storage import ChunkStore, StoreConfig
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
+from ckv_jax.storage.place.patience import Patience
+from ckv_jax.storage.place.place import Place, open_place
 
 
 @pytest.fixture
@@ -25,6 +27,21 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(folder: Path) -> Iterator[ChunkStore]:
     with ChunkStore.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def place(folder: Path) -> Iterator[Place]:
+    """Where the segments of `placed` lie."""
+    made = open_place(folder, StoreConfig(), Patience(5))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def placed(place: Place) -> Iterator[ChunkStore]:
+    """A store in `place`."""
+    with ChunkStore(place, StoreConfig()) as opened:
         yield opened
 
 
