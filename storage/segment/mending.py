@@ -43,7 +43,8 @@ def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]
     if (*kv.shape[:2], *kv.shape[3:]) != shape:
         raise ValueError(f"kv: got shape {kv.shape}, expected {(*shape[:2], 't', *shape[2:])}")
     end = first_chunk * layout.chunk_tokens + kv.shape[2]
-    if not 0 <= first_chunk < prefix.num_chunks or layout.num_chunks(end) > starts[which + 1]:
+    known = 0 <= first_chunk < prefix.num_chunks
+    if not known or end > min(starts[which + 1] * layout.chunk_tokens, prefix.num_tokens):
         raise ValueError(
             f"first_chunk: got {first_chunk} with {kv.shape[2]} tokens, expected chunks of one "
             f"segment; they start at {starts[:-1].tolist()}, of {prefix.num_chunks}"

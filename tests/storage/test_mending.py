@@ -22,6 +22,8 @@ from ckv_jax.storage import (
     verify_store,
     writing,
 )
+from ckv_jax.storage.prefix import Span
+from ckv_jax.storage.segment.mending import locate
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
 
@@ -177,6 +179,58 @@ def test_replaced_packs_are_checked_like_written_ones(store: ChunkStore) -> None
     prune_store(store, 0)
     with pytest.raises(SegmentDamaged):
         store.replace_packs(prefix, 0, kv)
+
+
+def of_two_segments() -> Prefix:
+    """Four chunks from the fourth on of one, and two and a part of another."""
+    spans = tuple(
+        Span(segment_id=name, first_chunk=first, num_chunks=n, segment_chunks=9, checksum="c")
+        for name, first, n in (("a", 3, 4), ("b", 0, 3))
+    )
+    tokens = some_tokens(16 * 6 + 5)
+    return Prefix(id="", tokens=tokens, spans=spans, layout=SMALL, fingerprint=FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    ("first", "tokens", "found"),
+    [
+        (0, 16, ("a", 3)),
+        (0, 64, ("a", 3)),
+        (3, 16, ("a", 6)),
+        (4, 16, ("b", 0)),
+        (4, 37, ("b", 0)),
+        (6, 5, ("b", 2)),
+        (3, 32, r"first_chunk: got 3 with 32 tokens, .* they start at \[0, 4\], of 7"),
+        (0, 80, "first_chunk: got 0 with 80 tokens"),
+        (-1, 16, "first_chunk: got -1"),
+        (7, 16, "first_chunk: got 7"),
+        (4, 64, "first_chunk: got 4 with 64 tokens"),
+        (6, 16, "first_chunk: got 6 with 16 tokens"),
+        (4, 20, "kv: got 20 tokens, expected whole chunks"),
+        (6, 4, "kv: got 4 tokens, expected whole chunks"),
+        (6, 0, r"kv: got bfloat16 \(4, 2, 0, 2, 8\)"),
+    ],
+)
+def test_what_is_computed_again_is_located_in_one_segment(
+    first: int, tokens: int, found: tuple[str, int] | str
+) -> None:
+    kv, prefix = np.zeros((4, 2, tokens, 2, 8), SMALL.numpy_dtype), of_two_segments()
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            locate(prefix, first, kv)
+    else:
+        span, chunk = locate(prefix, first, kv)
+        assert (span.segment_id, chunk) == found
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 16, 2, 8), (3, 2, 16, 2, 8), (4, 1, 16, 2, 8), (4, 2, 16, 1, 8), (4, 2, 16, 2, 4)]
+)
+def test_what_is_computed_again_has_the_shape_of_the_layout(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="kv: got"):
+        locate(of_two_segments(), 0, np.zeros(shape, SMALL.numpy_dtype))
+    with pytest.raises(ValueError, match="kv: got uint16"):
+        locate(of_two_segments(), 0, np.zeros((4, 2, 16, 2, 8), np.uint16))
 
 
 def test_a_reordered_segment_that_is_gone_has_no_order(store: ChunkStore) -> None:
