@@ -103,6 +103,26 @@ REASONS: dict[tuple[str, str, str], str] = {
         "heads = dict(zip(layout.digest_layers, layout.digest_heads, strict=True)) ~0 @67 #0",
     ): "a layout names a head for each layer of its digest",
     (
+        "storage/segment/segment.py",
+        "core/ReplaceFalseWithTrue",
+        "_NOTHING.flags.writeable = False ~0 @27 #0",
+    ): "it has no element that could be written",
+    (
+        "storage/segment/reader.py",
+        "core/ReplaceContinueWithBreak",
+        "continue  # as it is by position ~0 @0 #0",
+    ): "where a segment may be missing here, all lie by position",
+    (
+        "storage/segment/probe_reads.py",
+        "core/ReplaceTrueWithFalse",
+        "for at, size in zip(rows.tolist(), sizes.tolist(), strict=True) ~0 @58 #0",
+    ): "a row and a size of each page",
+    (
+        "storage/segment/probe_reads.py",
+        "core/ReplaceTrueWithFalse",
+        "for page, future in zip(left, begun, strict=True): ~0 @44 #0",
+    ): "each that is left is begun",
+    (
         "storage/segment/manifest.py",
         "core/ReplaceComparisonOperator_IsNot_NotEq",
         'if type(value["salt"]) is not str: ~0 @23 #0',

@@ -26,10 +26,11 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/segment": tuple(
         f"tests/storage/test_{name}.py"
         for name in (
-            "segment_parts", "array_files", "manifests", "round_trip", "landmarks", "quantised",
-            "codec", "provenance", "limits", "mending", "remaking", "tensorstore", "direct_reads",
-            "writer_memory", "segment_writer", "promises", "durability", "faults", "unknown",
-            "hidden_names", "tenants", "probe_spans", "alike", "mending_alike",
+            "segment_parts", "array_files", "manifests", "segment_writer", "deadline", "reader",
+            "open_segments", "piecewise_reads", "segment", "alike_continued", "round_trip",
+            "landmarks", "quantised", "codec", "provenance", "limits", "mending", "remaking",
+            "tensorstore", "direct_reads", "writer_memory", "promises", "durability", "faults",
+            "unknown", "hidden_names", "tenants", "probe_spans", "alike", "mending_alike",
         )
     ),
     "storage/tools": (

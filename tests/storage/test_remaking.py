@@ -22,6 +22,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
+from ckv_jax.storage.segment import remaking
 from ckv_jax.storage.segment.segment import Segment
 
 TOKENS = some_tokens(16 * 30 + 5)
@@ -65,6 +66,26 @@ def test_a_digest_is_made_anew(folder: Path, kind: str, part: str) -> None:
         if part == "codes":
             assert again == prefix and digest(store, again) == before
         assert store.remake_probes(again) == 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "means", "bounds"])
+@pytest.mark.parametrize("chunks", [0, 7], ids=["chunk by chunk", "seven at a time"])
+def test_a_digest_is_made_anew_of_packs_that_are_read_in_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chunks: int
+) -> None:
+    layout = layout_of(kind)
+    block = max(1, chunks * layout.groups * layout.pack_bytes)
+    monkeypatch.setattr(remaking, "_BLOCK_BYTES", block)
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, TOKENS, layout=layout)
+        before = digest(store, prefix)
+        (path,) = segment_folder(folder, prefix).glob("digest/c.*")
+        record = sum(layout.digest_record(len(TOKENS)))
+        for row in range(layout.num_layers):
+            hurt(path, (row + 1) * record - 1)
+        assert digest(store, prefix) is None
+        assert store.remake_probes(find(store, TOKENS, layout, marked=True)) == layout.num_layers
+        assert find(store, TOKENS, layout) == prefix and digest(store, prefix) == before
 
 
 def test_lost_parameters_are_those_of_what_continues_it(folder: Path) -> None:
