@@ -16,8 +16,11 @@ BEGIN = 16 * 8
 """Where the second segment begins; of its twelve chunks and a part two runs of four are grouped."""
 TOKENS = some_tokens(BEGIN + 16 * 12 + 5)
 KV = kv_of(ALIKE, TOKENS)
-NEARLY = (KV.astype(np.float32) * np.float32(1 + 2**-7)).astype(KV.dtype)
-"""As if computed again in another order."""
+WIDE = KV.astype(np.float32)
+NEARLY = (WIDE * np.float32(1 + 2**-7)).astype(KV.dtype)
+"""As if computed again in another order: they are grouped as they were."""
+OTHER = (WIDE * np.random.default_rng(2).uniform(0.8, 1.2, KV.shape)).astype(KV.dtype)
+"""Keys that would be grouped otherwise, and are nearest to what they were."""
 
 
 @pytest.fixture
@@ -42,7 +45,9 @@ def test_it_is_grouped_from_its_first_chunk_on(store: ChunkStore, prefix: Prefix
 
 
 @pytest.mark.parametrize(
-    ("kv", "bad"), [(KV, [1, 2, 6]), (NEARLY, [6])], ids=["the same keys", "keys in other bits"]
+    ("kv", "bad"),
+    [(KV, [1, 2, 6]), (NEARLY, [1, 2, 6]), (OTHER, [6])],
+    ids=["the same keys", "keys in other bits", "keys that are near"],
 )
 def test_its_lost_assignment_is_told_for_certain(
     store: ChunkStore, folder: Path, prefix: Prefix, caplog: pytest.LogCaptureFixture,
@@ -56,6 +61,15 @@ def test_its_lost_assignment_is_told_for_certain(
         again = reader.order_by(lambda g, start, end: kv[g // 2, 0, start:end, g % 2])
     np.testing.assert_array_equal(again, before)
     assert not caplog.text
+
+
+def test_near_keys_alone_would_be_grouped_otherwise() -> None:
+    for start in (BEGIN, BEGIN + 64):
+        here, other = (
+            grouping.alike(kv[1, 0, start : start + 64, 0].astype(np.float32), 16)
+            for kv in (KV, OTHER)
+        )
+        assert (here != other).any()
 
 
 def test_its_lost_assignment_and_packs_are_written_as_they_were(
