@@ -88,6 +88,12 @@ def test_each_prefix_has_its_own_rows_of_a_call() -> None:
     assert second.window == "window 2"
 
 
+def test_a_row_that_is_due_has_the_rows_of_the_outcome_at_its_place() -> None:
+    on: Any = SimpleNamespace(choosers=["a", "b", "c"])
+    asking = Asking(0, on, np.array([7, 8, 9]), np.array([0, 3, 1]), PARTS)
+    assert [*asking.choosing()] == [("b", slice(2, 4), 8), ("c", slice(4, 6), 9)]
+
+
 def test_a_guess_is_all_that_was_or_nearly_was_chosen_of_each_choice() -> None:
     _, (first, second) = rows_of_a_call()
     assert [some.tolist() for some in first.guess()] == [[0, 4, 5], [1, 4, 5, 8]]

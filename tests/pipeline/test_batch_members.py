@@ -70,6 +70,17 @@ def test_suffixes_over_several_prefixes_are_padded_for_each(batch: Batch) -> Non
     assert (second.rows.tolist(), second.lengths.tolist()) == ([1], [17])
 
 
+def test_no_row_of_padding_is_real() -> None:
+    suffixes = [np.array([5], np.int32)] * 6
+    prefixes = [prefix(40, 16), prefix(20, 16)]
+    batch = Batch.of(suffixes, [2] * 6, prefixes, [0, 0, 1, 0, 0, 0])
+    first, second = batch.members
+    assert first.rows.tolist() == [0, 1, 3, 4, 5, 0, 0, 0]
+    assert first.lengths.tolist() == [1] * 5 + [0] * 3
+    assert first.limits.tolist() == [2] * 5 + [0] * 3
+    assert (first.real.tolist(), second.real.tolist()) == ([0, 1, 3, 4, 5], [2])
+
+
 def test_suffixes_over_one_prefix_are_padded_once() -> None:
     batch = Batch.of([np.array([5], np.int32)] * 3, [2, 2, 2], [prefix(40, 16)], [0] * 3)
     (member,) = batch.members
@@ -94,6 +105,9 @@ def test_what_each_members_rows_chose_goes_to_their_places(batch: Batch) -> None
         [[8, 0, 0], [16, 4, 4], [16, 0, 0], [16, 8, 0]],
     ]
     assert batch.owners().tolist() == [0, 1, 0, 0]
+    alone = np.array([[[2, 1, 0]]])  # one choice of three chunks
+    chosen = batch.by_row([np.repeat(alone, 4, axis=0), alone])
+    assert chosen.tolist() == [[[2, 1, 0]] * 4]
 
 
 def test_a_rows_share_of_attention_is_the_mean_of_its_choices(batch: Batch) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_support import SMALL, compiled_layers
+from kernel_targets import CPU
 
+from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.kv_rows import KvRows
-from ckv_jax.pipeline.layers import LayerKv
+from ckv_jax.pipeline.layers import LayerKv, Layers
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.systems import SYSTEMS
 
 LAYERS = 2
 """Both of one step."""
@@ -179,3 +186,21 @@ def test_keys_and_values_are_told_from_a_position_on(batch: Batch) -> None:
     np.testing.assert_array_equal(batch.decoder.kv(1, 105), every[:, :, 5:])
     np.testing.assert_array_equal(batch.decoder.kv(1, 111), every[:, :, 11:])
     assert every.shape[2] == 12
+
+
+@pytest.mark.parametrize(("most", "warm"), [(4, True), (2, False), (3, False)])
+def test_a_batch_that_was_warmed_up_grows_without_compiling(most: int, warm: bool) -> None:
+    """To as many rows as were asked for."""
+    layers = Layers(Transformer.abstract(SMALL, dtype="float32", target=CPU))
+    plan = Plan.of(LAYERS, replace(SYSTEMS["ckv"], period=2, subperiod=2, pack_layers=2))
+    memory: Any = SimpleNamespace(pool=SimpleNamespace(pages=jnp.zeros(1)))
+    decoder = Decoder(layers, memory, plan, KvRows(layers))
+    decoder.join(steps(suffixes(1, 16)), [(0, row(9))])
+    decoder.warm_join(2, 16, most)
+    before = layers.programs.made
+    decoder.join(steps(suffixes(2, 16)), [(1, row(16))])
+    assert len(decoder.rows) == 2 and layers.programs.made == before
+    decoder.warm_join(2, 16, most)
+    before = layers.programs.made
+    decoder.join(steps(suffixes(2, 16)), [(0, row(3))])
+    assert len(decoder.rows) == 4 and (layers.programs.made == before) == warm

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_support import SMALL, compiled_layers
 from jax.experimental.pallas import tpu as pltpu
-from kernel_targets import V5E
+from kernel_targets import CPU, V5E
 
 from bench.truth import ingest, kv_of, some_tokens
 from ckv_jax.memory.pages import slot_shape
@@ -82,16 +82,15 @@ def test_a_tpu_brings_the_same_keys() -> None:
     slots = np.array([5, -1, 0, 7, 1, 2, 3, 4], np.int32)
     place = np.array([0, 1, -1, 2, 4, 5, 6, 15], np.int32)
     here, there = (
-        ProbeKeys(layers)
-        for layers in (
-            compiled_layers(SMALL, "float32", 0)[0],
-            Layers(Transformer.abstract(SMALL, dtype="float32", target=V5E)),
-        )
+        Layers(Transformer.abstract(SMALL, dtype="float32", target=target)) for target in (CPU, V5E)
     )
-    wanted = here.bring(pages, slots, place, layout)
+    wanted = ProbeKeys(here).bring(pages, slots, place, layout)
     with pltpu.force_tpu_interpret_mode():
-        found = there.bring(pages, slots, place, layout)
+        found = ProbeKeys(there).bring(pages, slots, place, layout)
     np.testing.assert_array_equal(found, wanted)
+    gathers = [[one.kernel for one in made] for made in there.programs.chosen.values()]
+    assert gathers == [["gather", "gather"]]
+    assert [len(made) for made in here.programs.chosen.values()] == [1]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 6])

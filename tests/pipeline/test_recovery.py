@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded, recover
+from ckv_jax.storage.errors import AssignmentDamaged
 from ckv_jax.storage.layout import Layout
 
 LAYERS, HEADS, DIM, CHUNK, TOKENS = 4, 2, 3, 4, 10
@@ -103,3 +104,59 @@ def test_alike_tokens_come_in_an_order_of_each_head() -> None:
     np.testing.assert_array_equal(pack[0, :, :, 0], KV[2, :, order[5, 4:8], 1].swapaxes(0, 1))
     for head in range(HEADS):
         np.testing.assert_array_equal(one.keys(2)[:, head], KV[2, 0, order[4 + head], head])
+
+
+class Blocks:
+    """Prefills of the text, four tokens a block."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[list[int], int]] = []
+        self.earlier: Any = None
+
+    def begin(self, rest: np.ndarray, *, start: int, earlier: Any) -> Any:
+        self.begun.append((rest.tolist(), start))
+        self.earlier = earlier
+        blocks = iter([SimpleNamespace(
+            first=first, length=min(4, TOKENS - first),
+            tokens_kv=lambda dtype, first=first: KV[:, :, first : first + 4].astype(dtype),
+        ) for first in range(start, TOKENS, 4)])  # fmt: skip
+        return SimpleNamespace(advance=lambda: next(blocks))
+
+
+def anew(order: Any) -> tuple[Recovered, Blocks]:
+    """Nothing of the text is computed yet."""
+    blocks: Any = Blocks()
+    prefix = recovered(pack_layers=2).prefix
+    prefix.tokens = np.arange(100, 100 + TOKENS)  # type: ignore[misc]
+    return Recovered(prefix, blocks, order), blocks
+
+
+def test_what_was_computed_stays_while_the_device_rests() -> None:
+    one, blocks = anew(lambda _: None)
+    one.advance()
+    assert one.tokens == 4
+    one.pause()
+    one.advance()
+    one.advance()
+    assert one.tokens == TOKENS
+    assert blocks.begun == [([*range(100, 110)], 0), ([*range(104, 110)], 4)]
+    np.testing.assert_array_equal(blocks.earlier.read(range(1, 3), 2, 7), KV[1:3, :, 2:7])
+    np.testing.assert_array_equal(one.keys(2), KV[2, 0])
+    np.testing.assert_array_equal(one.values(2), KV[2, 1])
+
+
+def test_an_order_that_is_damaged_is_found_again_by_all_that_is_computed() -> None:
+    order = np.stack([np.roll(np.arange(TOKENS), layer) for layer in range(LAYERS)])
+
+    def damaged(kv: np.ndarray | None) -> np.ndarray:
+        if kv is None:
+            raise AssignmentDamaged("its file has a wrong checksum")
+        np.testing.assert_array_equal(kv, KV)
+        return order
+
+    one, _ = anew(damaged)
+    with pytest.raises(RecoveryNeeded, match=f"the first {TOKENS} tokens"):
+        one.packs(0, np.array([0]))
+    for _ in range(3):
+        one.advance()
+    np.testing.assert_array_equal(one.packs(1, np.array([1]))[0, 0], KV[2][:, order[2, 4:8]])

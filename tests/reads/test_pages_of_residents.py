@@ -103,6 +103,7 @@ def test_a_prefix_has_the_pages_of_its_segments(residents: Residents) -> None:
     assert resident.pages(1, every).tolist() == [105, 106, 107, 114, 115]
     assert resident.pages(np.array([0, 1]), np.array([4, 0])).tolist() == [112, 105]
     assert resident.probe_pages(0).tolist() == []
+    assert resident.opening.tolist() == [] and resident.recurrence == 0
     assert len(resident.all_pages()) == len(set(resident.all_pages().tolist())) == 10
     assert resident.read_bytes(every[:3]) == 3 * LAYOUT.stored_bytes
     other = residents.open(prefix("q", ("a", 1, 2, 5), tokens=32, layout=LAYOUT))

@@ -101,6 +101,29 @@ def test_one_thread_of_several_never_speculates(reader) -> None:
         finish(prefetcher, reader, demand, *guesses)
 
 
+def test_all_threads_but_one_may_speculate(reader) -> None:
+    reader.gate.clear()
+    with Prefetcher(3) as prefetcher:
+        guesses = [read(prefetcher, reader, group, demand=False) for group in (1, 2, 3)]
+        for _ in range(2):
+            assert reader.started.acquire(timeout=10)
+        demand = read(prefetcher, reader, 4)
+        assert reader.started.acquire(timeout=10)
+        assert sorted(group for group, _ in reader.calls) == [1, 2, 4]
+        finish(prefetcher, reader, demand, *guesses)
+
+
+def test_all_that_waits_for_a_thread_is_counted(prefetcher, reader) -> None:
+    held = hold(prefetcher, reader)
+    demand = read(prefetcher, reader, 1)
+    sure = [read(prefetcher, reader, group, demand=False, sure=True) for group in (2, 3)]
+    guesses = [read(prefetcher, reader, group, demand=False) for group in (4, 5, 6)]
+    stats = prefetcher.stats
+    assert (stats.threads, stats.running, stats.queued) == (1, 1, 6)
+    finish(prefetcher, reader, held, demand, *sure, *guesses)
+    assert prefetcher.stats.packs == 7
+
+
 def test_what_is_sure_to_be_demanded_is_no_speculation(reader) -> None:
     with Prefetcher(2) as prefetcher:
         reader.gate.clear()
@@ -204,6 +227,15 @@ def test_reads_are_traced(prefetcher, reader) -> None:
     assert (span.name, span.lane) == ("pack_read", "ssd")
     assert span.args == {"group": 1, "packs": 2, "demanded": False, "bytes": 2 * PACK_BYTES}
     assert trace.bytes["ssd"] == 2 * PACK_BYTES
+
+
+def test_a_read_that_failed_has_brought_no_bytes() -> None:
+    trace, reader = Trace(), SlowReader(broken=frozenset({1}))
+    with Prefetcher(1) as prefetcher:
+        prefetcher.wait(read(prefetcher, reader, 1, 2, 3, trace=trace))
+    (span,) = trace.spans
+    assert span.args == {"group": 1, "packs": 2, "demanded": True, "bytes": 0}
+    assert trace.bytes["ssd"] == 0
 
 
 def test_close_is_idempotent_and_leaves_no_thread(reader) -> None:
