@@ -12,7 +12,7 @@ from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.residents import device_digest
 from ckv_jax.storage.digest.data import DigestData
 
-T, D = 64, 8
+T, D = 64, 16
 
 
 def four_bits(heads: int, seed: int = 0) -> Int4Keys:
@@ -32,7 +32,7 @@ def test_five_eighths_of_the_dimensions_of_turned_keys_are_kept() -> None:
     assert digest.nbytes == size(*probes.values())
     rough = digest.rough([5, 3])
     for layer, found in zip((5, 3), rough, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, turn(probes[layer], dims=5))
+        jax.tree.map(np.testing.assert_array_equal, found, turn(probes[layer], dims=10))
     assert digest.nbytes == size(*probes.values(), *rough)
     assert digest.rough([3])[0] is rough[1]
     assert digest.nbytes == size(*probes.values(), *rough)
@@ -42,7 +42,7 @@ def test_keys_of_one_head_are_turned_and_stay_that_heads() -> None:
     alone = OneHead(four_bits(1), np.int32(1), 2)
     (rough,) = Digest({0: alone}, turns=True).rough([0])
     assert isinstance(rough, OneHead) and rough.head == 1 and rough.shape == alone.shape
-    jax.tree.map(np.testing.assert_array_equal, rough.probe, turn(alone.probe, dims=5))
+    jax.tree.map(np.testing.assert_array_equal, rough.probe, turn(alone.probe, dims=10))
 
 
 def test_other_keys_are_scored_as_they_are() -> None:

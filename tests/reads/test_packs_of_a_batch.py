@@ -189,13 +189,57 @@ def test_what_finds_no_room_is_read_when_it_is_collected(place: Place) -> None:
         assert packs.demand(0, 2, some(7)) == 1
         packs.collect(0, 0, some(0, 1, 2))
         packs.done(0, 0, call)
+        assert packs.demand(0, 3, some(1, 2)) == 2
         assert calls == []
         assert place.found(packs.collect(0, 1, some(0, 1, 2))) == [1000, 1001, 1002]
         assert calls == ["ended"]
         assert place.found(packs.collect(0, 2, some(7))) == [2007]
+        packs.done(0, 1, call)
+        assert place.found(packs.collect(0, 3, some(1, 2))) == [3001, 3002]
         with pytest.raises(ValueError, match="got 1 packs to collect that were not demanded"):
             packs.collect(0, 3, some(0))
+    assert all(span.args["demanded"] for span in place.trace.spans if span.lane == "ssd")
     assert place.memory.free_slots == 4
+
+
+def test_who_comes_later_does_not_overtake_who_waits_for_room(place: Place) -> None:
+    place.open(4)  # three of which may be read into at a time
+    with place.packs("probe") as packs:
+        place.hold()
+        packs.demand(0, 3, some(0))
+        packs.demand(0, np.array([0, 0, 0, 1]), some(0, 1, 2, 0))
+        assert place.memory.free_slots == 3
+        place.go_on()
+        packs.collect(0, 3, some(0))
+        assert place.found(packs.collect(0, np.array([0, 1]), some(2, 0))) == [2, 1000]
+
+
+def test_what_waits_for_room_is_not_read_ahead_as_well(place: Place) -> None:
+    place.open(8)
+    call: Any = SimpleNamespace(block_until_ready=lambda: None)
+    with place.packs() as packs:
+        packs.demand(0, 0, some(0, 1, 2, 3, 4))
+        packs.demand(0, 1, some(5, 6))
+        packs.collect(0, 0, some(0, 1, 2, 3, 4))
+        packs.give_up(0, 0, call)
+        packs.ahead(0, 1, some(6))
+        assert place.memory.free_slots == 8
+        packs.collect(0, 1, some(5, 6))
+    assert place.read() == [(0, [0, 1, 2, 3, 4]), (1, [5, 6])]
+
+
+def test_a_group_that_is_done_stays_while_there_is_room(place: Place) -> None:
+    place.open(8)
+    call: Any = SimpleNamespace(is_ready=lambda: True)
+    with place.packs() as packs:
+        packs.demand(0, 0, some(0, 1, 2, 3))
+        packs.collect(0, 0, some(0, 1, 2, 3))
+        packs.done(0, 0, call)
+        packs.demand(0, 1, some(4, 5, 6, 7))
+        assert place.memory.free_slots == 0
+        packs.demand(0, 2, some(0))
+        assert place.memory.free_slots == 3
+        packs.collect(0, np.array([1, 1, 2]), some(4, 7, 0))
 
 
 def test_a_group_that_is_given_up_waits_for_its_last_call(place: Place) -> None:
@@ -226,11 +270,26 @@ def test_who_gives_way_ends_the_last_groups_reads_first_and_no_more_than_it_take
         assert place.memory.free_slots == 8
         packs.give_way(8)
         assert place.memory.free_slots == 8
-        packs.demand(0, 2, some(0, 1))
+        assert packs.demand(0, 2, some(0, 1)) == 2
         assert place.trace.counters["covered"] == 0
         packs.demand(0, 1, some(0, 1))
         assert place.trace.counters["covered"] == 2
         assert place.found(packs.collect(0, 3, some(6))) == [3006]  # begins again
+
+
+def test_who_gives_way_waits_for_the_call_that_reads_its_slots(place: Place) -> None:
+    ended: list[str] = []
+    call: Any = SimpleNamespace(
+        is_ready=lambda: bool(ended), block_until_ready=lambda: ended.append("call")
+    )
+    with place.packs() as packs:
+        packs.demand(0, 0, some(0, 1))
+        packs.collect(0, 0, some(0, 1))
+        packs.done(0, 0, call)
+        packs.give_way(10)
+        assert ended == [] and place.memory.free_slots == 10
+        packs.give_way(11)
+        assert ended == ["call"] and place.memory.free_slots == 12
 
 
 def test_guesses_that_turn_out_wrong_are_not_read(place: Place) -> None:
