@@ -188,19 +188,33 @@ def test_keys_and_values_are_told_from_a_position_on(batch: Batch) -> None:
     assert every.shape[2] == 12
 
 
-@pytest.mark.parametrize(("most", "warm"), [(4, True), (2, False), (3, False)])
-def test_a_batch_that_was_warmed_up_grows_without_compiling(most: int, warm: bool) -> None:
-    """To as many rows as were asked for."""
+def of_one_row() -> tuple[Layers, Decoder]:
+    """A batch of one row, and layers of which nothing else is compiled."""
     layers = Layers(Transformer.abstract(SMALL, dtype="float32", target=CPU))
     plan = Plan.of(LAYERS, replace(SYSTEMS["ckv"], period=2, subperiod=2, pack_layers=2))
     memory: Any = SimpleNamespace(pool=SimpleNamespace(pages=jnp.zeros(1)))
     decoder = Decoder(layers, memory, plan, KvRows(layers))
     decoder.join(steps(suffixes(1, 16)), [(0, row(9))])
-    decoder.warm_join(2, 16, most)
+    return layers, decoder
+
+
+@pytest.mark.parametrize(("most", "cold"), [(4, 1), (2, 2), (3, 2)])
+def test_a_batch_that_was_warmed_up_compiles_nothing_to_grow(most: int, cold: int) -> None:
+    """To as many rows as were asked for. What writes a row is compiled for each size anew."""
+    layers, decoder = of_one_row()
+    compiled = []
+    for place, length in ((1, 16), (0, 3), (1, 1)):
+        decoder.warm_join(2, 16, most)
+        before = layers.programs.made
+        decoder.join(steps(suffixes(2, 16)), [(place, row(length))])
+        compiled.append(layers.programs.made - before)
+    assert compiled == [1, cold, 0] and len(decoder.rows) == 4  # the last finds a free place
+
+
+def test_a_batch_that_was_warmed_up_may_grow_by_more_than_one_size() -> None:
+    layers, decoder = of_one_row()
+    decoder.warm_join(2, 16, 4)
     before = layers.programs.made
-    decoder.join(steps(suffixes(2, 16)), [(1, row(16))])
-    assert len(decoder.rows) == 2 and layers.programs.made == before
-    decoder.warm_join(2, 16, most)
-    before = layers.programs.made
-    decoder.join(steps(suffixes(2, 16)), [(0, row(3))])
-    assert len(decoder.rows) == 4 and (layers.programs.made == before) == warm
+    decoder.join(steps(suffixes(2, 16)), [(0, row(3)), (1, row(4))])
+    assert len(decoder.rows) == 4
+    assert layers.programs.made == before + 1  # what writes a row of a batch of four
