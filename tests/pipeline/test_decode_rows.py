@@ -199,8 +199,8 @@ def of_one_row() -> tuple[Layers, Decoder]:
 
 
 @pytest.mark.parametrize(("most", "cold"), [(4, 1), (2, 2), (3, 2)])
-def test_a_batch_that_was_warmed_up_compiles_nothing_to_grow(most: int, cold: int) -> None:
-    """To as many rows as were asked for. What writes a row is compiled for each size anew."""
+def test_a_batch_that_was_warmed_up_compiles_only_what_writes_a_row(most: int, cold: int) -> None:
+    """For each size to which it grows, of those that were asked for."""
     layers, decoder = of_one_row()
     compiled = []
     for place, length in ((1, 16), (0, 3), (1, 1)):

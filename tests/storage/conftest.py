@@ -33,7 +33,7 @@ def store(folder: Path) -> Iterator[ChunkStore]:
 @pytest.fixture
 def place(folder: Path) -> Iterator[Place]:
     """Where the segments of `placed` lie."""
-    made = open_place(folder, StoreConfig(), Patience(5))
+    made = open_place(folder, StoreConfig(), Patience(20))
     yield made
     made.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -148,8 +149,9 @@ def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
     assert over.wait(20) and not late.value.settled()  # it has started a read
     read.set_result(None)
     patience.close()
+    until = time.monotonic() + 20
     while not late.value.settled():
-        pass
+        assert time.monotonic() < until
 
 
 def test_what_was_never_started_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,8 +221,8 @@ class Told:
         self.heard: list[Any] = []
         self.released: list[Any] = []
         self.reader = PrefixReader(
-            self.prefix, segments, deadline_s=5, gate=Gate(), patience=Patience(5),
-            proof=Proof(lambda *what: self.heard.append(what), Patience(5)),
+            self.prefix, segments, deadline_s=20, gate=Gate(), patience=Patience(20),
+            proof=Proof(lambda *what: self.heard.append(what), Patience(20)),
             count=lambda _: None, release=self.released.append,
         )  # fmt: skip
 

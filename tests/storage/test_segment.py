@@ -25,13 +25,14 @@ LAYOUT = Layout(num_layers=6, num_kv_heads=2, head_dim=32, pack_layers=1, digest
 TOKENS = some_tokens(16 * 66 + 5)
 KEYS = np.ascontiguousarray(kv_of(LAYOUT, TOKENS)[:, 0]).view(np.uint8)
 HALF = FILE_ALIGN // 2
+SECONDS = 20.0
 
 
 class Stored:
     """A segment's files, and the segment as it is opened now."""
 
     def __init__(self, folder: Path, layout: Layout, tokens: np.ndarray) -> None:
-        self.place = open_place(folder, StoreConfig(), Patience(5))
+        self.place = open_place(folder, StoreConfig(), Patience(SECONDS))
         self.store = ChunkStore(self.place, StoreConfig())
         prefix = ingest(self.store, tokens, layout=layout)
         (span,) = prefix.spans
@@ -126,7 +127,7 @@ def test_nothing_is_read_from_files_that_are_not_there(stored: Stored, direct: N
         ]
         for read in reads:
             if read is not None:
-                read.exception(5) if hasattr(read, "exception") else read.result(5)
+                read.exception(SECONDS) if hasattr(read, "exception") else read.result(SECONDS)
         return [read is not None for read in reads]
 
     for row in range(6):
@@ -141,7 +142,7 @@ def test_tokens_of_a_probe_are_read_directly_by_whole_pages(stored: Stored, dire
         out = aligned(count * 128).view(LAYOUT.disk_dtype).reshape(count, 2, 32)
         read = segment.begin_probe_direct(3, at, out)
         assert read is not None
-        read.result(5)
+        read.result(SECONDS)
         assert np.array_equal(out.view(np.uint8), KEYS[3, at : at + count])
     out = aligned(64 * 128).view(LAYOUT.disk_dtype).reshape(64, 2, 32)
     assert segment.begin_probe_direct(3, 16, out) is None  # not from a page's begin
@@ -163,7 +164,7 @@ def test_runs_of_chunks_of_a_probe_are_read_directly_where_pages_begin(
 
     read = begin([2, 10], [3, 4])
     assert read is not None
-    read.result(5)
+    read.result(SECONDS)
     assert np.array_equal(out[1, : 3 * HALF], KEYS[4, 32:80].reshape(-1))
     assert np.array_equal(out[0], KEYS[4, 160:224].reshape(-1))
     assert begin([3, 10], [3, 4]) is None
@@ -256,7 +257,7 @@ def read_pack(segment: Segment) -> bool:
     read = segment.begin_packs(4, np.array([2]), out, None)
     if read is None:
         return False
-    read.result(5)
+    read.result(SECONDS)
     rows = np.zeros(1, np.int64)
     return bool(segment.packs_good(np.array([4]), np.array([2]), out, rows).all())
 

@@ -148,7 +148,6 @@ def test_a_writer_whose_files_cannot_be_made_lets_go(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(Path, "mkdir", lambda path, mode=0: os.mkdir(path, mode))
     with monkeypatch.context() as patch:
         patch.setattr(writers, "ArrayWriter", refuse)
         with pytest.raises(StoreFull, match="no room on the disk"):
