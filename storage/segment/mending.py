@@ -47,7 +47,8 @@ def locate(prefix: Prefix, first_chunk: int, kv: np.ndarray) -> tuple[Span, int]
     if not known or end > min(starts[which + 1] * layout.chunk_tokens, prefix.num_tokens):
         raise ValueError(
             f"first_chunk: got {first_chunk} with {kv.shape[2]} tokens, expected chunks of one "
-            f"segment; they start at {starts[:-1].tolist()}, of {prefix.num_chunks}"
+            f"segment; they start at {starts[:-1].tolist()}, of {prefix.num_chunks}, for "
+            f"{prefix.num_tokens} tokens"
         )
     if end % layout.chunk_tokens and end != prefix.num_tokens:
         raise ValueError(f"kv: got {kv.shape[2]} tokens, expected whole chunks")

@@ -200,7 +200,7 @@ def of_two_segments() -> Prefix:
         (4, 16, ("b", 0)),
         (4, 37, ("b", 0)),
         (6, 5, ("b", 2)),
-        (3, 32, r"first_chunk: got 3 with 32 tokens, .* they start at \[0, 4\], of 7"),
+        (3, 32, r"got 3 with 32 tokens, .* they start at \[0, 4\], of 7, for 101 tokens"),
         (0, 80, "first_chunk: got 0 with 80 tokens"),
         (-1, 16, "first_chunk: got -1"),
         (7, 16, "first_chunk: got 7"),
