@@ -256,11 +256,15 @@ def test_a_sequence_that_its_job_has_answered_settles_with_the_job() -> None:
         return
         yield
 
-    job, waits = sequence_job(made, answered(), 5), threading.Thread(target=made.settled_result)
-    waits.start()
-    assert not job.advance(leave=lambda: told.append((made.done(), waits.is_alive())))
-    waits.join()
-    assert told == [(True, True)]
+    job, held = sequence_job(made, answered(), 5), waits(made.settled_result)
+
+    def leave() -> None:
+        held.join(0.2)  # who has been told ends meanwhile
+        told.append((made.done(), held.is_alive()))
+
+    assert not job.advance(leave)
+    held.join(20)
+    assert told == [(True, True)] and not held.is_alive()
 
 
 def test_what_goes_wrong_in_a_sequences_job_is_its_own_outcome() -> None:
