@@ -323,7 +323,7 @@ def test_what_is_cached_is_not_read_again(place: Place, where: str) -> None:
     assert place.read() == [(2, [0, 3, 5])]
     moved = {name: size for name, size in place.trace.bytes.items() if size}
     assert moved == {where: 3 * PACK_BYTES}
-    assert ["stage" in {span.name for span in place.trace.spans}] == [where == "host"]
+    assert ("stage" in {span.name for span in place.trace.spans}) == (where == "host")
     assert place.memory.tiers.pinned_slots == 0
 
 

@@ -175,7 +175,7 @@ def test_a_call_has_the_readers_deadline_or_its_own(
     store.gate.leave(1 << 40)
 
 
-def test_a_layout_without_digests_has_none_to_lose(store: ChunkStore, reader: PrefixReader) -> None:
+def test_what_has_no_digests_has_none_to_lose(store: ChunkStore, reader: PrefixReader) -> None:
     assert reader.read_digest() is None
     with store.reader(Prefix.empty(FINGERPRINT, ALIKE, "")) as empty:
         assert empty.read_digest() is None
