@@ -137,7 +137,7 @@ def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
     over = threading.Event()
 
     def hangs() -> None:
-        go_on.wait(20)
+        assert go_on.wait(20)
         deadline.follow(read)
         over.set()
 
@@ -148,10 +148,11 @@ def test_what_starts_reads_too_late_has_settled_when_it_is_over() -> None:
     go_on.set()
     assert over.wait(20) and not late.value.settled()  # it has started a read
     read.set_result(None)
-    patience.close()
     until = time.monotonic() + 20
     while not late.value.settled():
         assert time.monotonic() < until
+        time.sleep(0.001)
+    patience.close()
 
 
 def test_what_was_never_started_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
