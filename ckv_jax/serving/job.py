@@ -45,6 +45,7 @@ class Job:
         `leave` is called then, before anybody is told: who is told finds the job gone.
         """
         if self._cancelled:
+            self._steps.close()  # may raise: whoever ends all that is left finds it there
             leave()
             self.end(None)
             return False
@@ -66,8 +67,7 @@ class Job:
         self._steps.close()
         if error is not None:
             self.fail(error)
-        else:
-            self.future.cancel()
+        elif self.future.cancel():  # unless there is an outcome
             self.future.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:

@@ -352,14 +352,13 @@ class Scheduler:
         error = self._abandoned or EngineClosed("the engine was closed before this request's turn")
         with self._changed:  # first: who is told that all has ended is refused from then on
             self._closed = True
-            jobs = list(self._jobs)
-            self._jobs.clear()
         self._worker.end(error)
-        for job in jobs:
+        for job in list(self._jobs):  # they stay until then: `abandon` tells them if this hangs
             job.end(error)
         with self._changed:
             left = list(self._waiting)
             self._waiting.clear()
+            self._jobs.clear()
         for sequence in left:
             sequence.fail(error)
 

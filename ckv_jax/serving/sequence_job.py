@@ -11,7 +11,7 @@ from ckv_jax.serving.sequence import Sequence
 
 
 def sequence_job(sequence: Sequence, steps: Generator[None, None, Any], num_bytes: int) -> Job:
-    """A job whose errors are the sequence's, which settles with the job where it has ended."""
+    """A job whose errors are the sequence's; one that is answered settles once the job has left."""
     job = Job(steps, num_bytes=num_bytes)
 
     def ended(_: object) -> None:

@@ -319,29 +319,46 @@ def test_a_job_that_fails_or_is_cancelled_ends_alone() -> None:
     assert given_up.future.cancelled() and desk.scheduler.jobs == 0
 
 
-@pytest.mark.parametrize("ends", ["done", "broken", "cancelled", "closed"])
+@pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
 def test_who_hears_that_a_job_has_ended_finds_it_gone(ends: str) -> None:
     desk, counts = Desk(), list[int]()
-    begun, waiting = threading.Event(), ends == "closed"
     desk.notes.gate.set()
 
     def blocks() -> Generator[None, None, None]:
-        begun.set()
         yield
         if ends == "broken":
             raise StoreError("full")
 
-    job = Job(blocks(), ready=lambda: not (waiting and begun.is_set()))
+    job = Job(blocks())
     job.future.add_done_callback(lambda _: counts.append(desk.scheduler.jobs))
     if ends == "cancelled":
         job.cancel()
     desk.scheduler.add(job)
-    if ends == "closed":
-        assert begun.wait(SECONDS)
-    else:
-        wait([job.future], SECONDS)
+    wait([job.future], SECONDS)
     desk.scheduler.close()
     assert counts == [0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_cancelled_job_that_cannot_be_ended_is_told_with_the_others() -> None:
+    desk = Desk()
+
+    def blocks() -> Generator[None, None, None]:
+        try:
+            yield
+            job.cancel()
+            yield
+        finally:
+            raise OSError("what it held cannot be given back")
+
+    job = Job(blocks())
+    other = Job(desk.notes.blocks("other", 1), ready=lambda: False)
+    for one in (job, other):
+        desk.scheduler.add(one)
+    desk.notes.gate.set()
+    for one in (job, other):
+        assert isinstance(one.future.exception(SECONDS), EngineClosed)
+    desk.scheduler.close()
 
 
 def test_one_failing_request_fails_alone() -> None:
@@ -515,6 +532,25 @@ def test_close_does_not_wait_for_a_thread_that_is_abandoned_meanwhile(
     assert isinstance(desk.error("-"), ProcessLost)
     assert isinstance(job.future.exception(SECONDS), ProcessLost)
     desk.notes.gate.set()
+
+
+def test_jobs_are_told_that_the_thread_is_abandoned_while_it_ends_what_runs() -> None:
+    desk, ending, go_on = Desk(), threading.Event(), threading.Event()
+
+    def end(error: CkvError) -> None:  # waits for devices
+        ending.set()
+        go_on.wait(SECONDS)
+
+    desk.notes.end = end  # type: ignore[method-assign]
+    job = desk.scheduler.add(Job(desk.notes.blocks("never", 1), ready=lambda: False))
+    closing = threading.Thread(target=desk.scheduler.close, daemon=True)
+    closing.start()
+    desk.notes.gate.set()
+    assert ending.wait(SECONDS)
+    desk.scheduler.abandon(ProcessLost("process 1 of 2 is gone"))
+    assert job.future.done() and isinstance(job.future.exception(0), ProcessLost)
+    go_on.set()
+    closing.join(SECONDS)
 
 
 def test_an_abandoned_thread_ends_by_itself_and_takes_nothing_more() -> None:

@@ -231,6 +231,9 @@ def test_a_cancelled_job_ends_whatever_it_waits_for() -> None:
     failed = Job(steps())
     failed.end(CkvError("closed"))
     assert isinstance(failed.future.exception(0), CkvError)
+    failed.cancel()
+    assert not failed.advance()  # it has its outcome
+    assert isinstance(failed.future.exception(0), CkvError)
 
 
 @pytest.mark.parametrize("ends", ["done", "broken", "cancelled"])
