@@ -39,11 +39,6 @@ class EarlierKv:
         self._reader = reader
         self._writer = writer
 
-    @property
-    def prefix(self) -> Prefix | None:
-        """See `prefill.Earlier`."""
-        return None if self._reader is None else self._reader.prefix
-
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read.
 

@@ -223,7 +223,7 @@ class HostBlocks:
         where[good] = slots
         decode = self._decode[group] if self._decode else None
         if decode is None:
-            padded = self._memory.mine(padded.reshape(-1, *slot_shape(self._layout)))
+            padded = padded.reshape(-1, *slot_shape(self._layout))
         marker: Any = self._memory.pool.write(padded, where, decode=decode)
         if marker is None:
             self._keep(room.array)

@@ -64,7 +64,6 @@ class ChoiceCalls:
     """The jitted call that scores, chooses and looks up, over the layers of one model."""
 
     def __init__(self, layers: Layers) -> None:
-        self.peers = layers.peers
         self._layers = layers
         anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
@@ -82,7 +81,7 @@ class ChoiceCalls:
         it."""
         states = tuple(self._layers.state(layer) for layer in layers)
         found = self._queries((len(layers), hidden.shape), states, hidden, start)
-        return np.asarray(self._layers.shardings.gathered(found))
+        return np.asarray(found)
 
     def choose(
         self,

@@ -58,7 +58,6 @@ class Choices:
         """`open_packs`: the packs of some prefixes, until the batch's rows change."""
         assert system.decode is not None
         self._calls = calls
-        self._peers = calls.peers
         self._plan = plan
         self._select = system.decode
         self._score = system.decode.score or attention_mass
@@ -136,18 +135,17 @@ class Choices:
             hidden.block_until_ready()
             ready = time.perf_counter_ns()
         try:
-            with self._peers.local():
-                if guesses is None:
-                    self._demand_all(period, asked)
-                selected = time.perf_counter_ns()
-                if self._ahead.asks_after(period):
-                    self._guess(period + 1, hidden, starts, lengths)
-                if asked:
-                    self._residents.record_used(self._groups[period], _selections(asked))
-                self._collect(asked, period)
-                self._chose = asked
-                if self._keeps and asked:
-                    self._on_device[period] = asked[-1].chosen.window
+            if guesses is None:
+                self._demand_all(period, asked)
+            selected = time.perf_counter_ns()
+            if self._ahead.asks_after(period):
+                self._guess(period + 1, hidden, starts, lengths)
+            if asked:
+                self._residents.record_used(self._groups[period], _selections(asked))
+            self._collect(asked, period)
+            self._chose = asked
+            if self._keeps and asked:
+                self._on_device[period] = asked[-1].chosen.window
         except BaseException:
             self._fail()
             raise
@@ -159,13 +157,12 @@ class Choices:
         of what the next period chose, if it was told (`Select.guessed`), or else what it and the
         next token may choose (`guesses.py`). Then notes what was chosen: nobody waits for that."""
         try:
-            with self._peers.local():
-                chose, self._chose = self._chose, []
-                if self._guesses is not None:
-                    self._demand_all(period + 1, self._guesses)
-                self._near_misses(chose, period)
-                self._ahead.start(period, self._opened)
-                self._record(chose, period)
+            chose, self._chose = self._chose, []
+            if self._guesses is not None:
+                self._demand_all(period + 1, self._guesses)
+            self._near_misses(chose, period)
+            self._ahead.start(period, self._opened)
+            self._record(chose, period)
         except BaseException:
             self._fail()
             raise

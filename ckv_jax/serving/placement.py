@@ -123,8 +123,6 @@ class Placement:
         request, sampling = sequence.request, sequence.sampling
         if sampling is not None and sampling.stop and self._tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
-        if sequence.keep_kv and self._config.processes > 1:
-            raise ValueError("got keep_kv over several processes, each of which has only a part")
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
         asked = request.prefix
@@ -178,8 +176,6 @@ class Placement:
             return
         if sequence.keep_kv:
             raise ValueError("got keep_kv with parts, whose KV is not that of their text")
-        if self._config.processes > 1:
-            raise ValueError("got parts over several processes, expected an engine of one")
         if not self._system.chunked or self._system.choose.score is not None:
             raise ValueError(
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "

@@ -182,21 +182,6 @@ def test_what_fills_the_context_fits(store: ChunkStore) -> None:
             place(where, sampling, prefix=[], suffix=suffix)
 
 
-def test_several_processes_keep_no_kv_and_put_nothing_together(
-    store: ChunkStore, prefix: Prefix
-) -> None:
-    alone = placement(store)
-    several = placement(store, tensor_parallel=2, processes=2)
-    sampling = SamplingParams()
-    assert place(alone, sampling, prefix=prefix, keep_kv=True).prefix == prefix
-    assert place(several, sampling, prefix=prefix).prefix == prefix
-    with pytest.raises(ValueError, match="keep_kv over several processes"):
-        place(several, sampling, prefix=prefix, keep_kv=True)
-    assert place(alone, parts=[prefix, prefix]).parts == (prefix, prefix)
-    with pytest.raises(ValueError, match="parts over several processes"):
-        place(several, parts=[prefix, prefix])
-
-
 # -- parts ----------------------------------------------------------------------------------------
 
 
