@@ -19,6 +19,7 @@ from ckv_jax.parts.rotation import check_rotates
 from ckv_jax.request import Request, TokenEvent
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.ways import Way
+from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -229,6 +230,8 @@ class Placement:
             return
         if prefix.layout == self._layout:  # as every request's but a mistaken one's
             return
+        if prefix.layout.codec != self._layout.codec:
+            codec_of(prefix.layout)  # refuses one that no system has
         stored, asked = asdict(prefix.layout), asdict(self._layout)
         differ = [field for field in asked if stored[field] != asked[field]]
         fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)
