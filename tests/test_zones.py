@@ -187,9 +187,7 @@ def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
         assert compilations() == warm
 
 
-def test_what_was_stored_without_cosines_says_what_is_missing(
-    sharp: Sharp, tmp_path: Path
-) -> None:
+def test_what_was_stored_without_cosines_says_what_is_missing(sharp: Sharp, tmp_path: Path) -> None:
     plain = dataclasses.replace(ODD, digest="means", outliers=0.0)
     with sharp.fresh(tmp_path, system=values(plain)) as engine:
         prefix = engine.ingest(tokens(250))

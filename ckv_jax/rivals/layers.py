@@ -234,8 +234,8 @@ def _by_probe(
     heads: int, chunk_tokens: int,
 ) -> tuple[Array, ...]:  # fmt: skip
     q, k, _ = qkv
-    tokens, heads = probe.shape[0], min(heads, q.shape[2])
-    of = np.arange(heads) // (q.shape[2] // k.shape[2])  # KV heads, so that each has sums of its own
+    tokens, heads, group = probe.shape[0], min(heads, q.shape[2]), q.shape[2] // k.shape[2]
+    of = np.arange(heads) // group  # one KV head a query head, so that each has sums of its own
     sums = _sums(q[:, :, :heads], probe[:, of], k[:, :, of], num_tokens, q_lengths)
     sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
     ids = choose(jax.vmap(votes)(sums, sets), n, limits).ids

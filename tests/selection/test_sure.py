@@ -10,7 +10,6 @@ import pytest
 
 from ckv_jax.kernels_pallas.score.probe import MeanKeys
 from ckv_jax.selection.base import Share, before_others, choose, steady_chunks
-from ckv_jax.selection.select import Select
 from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.zones import Zones
 from ckv_jax.storage.layout import Layout
