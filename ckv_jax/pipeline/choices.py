@@ -301,18 +301,9 @@ class Choices:
         for one in (one for call in asked for one in call.asking):
             for part, choice in enumerate(self._plan.choices_of(period)):
                 near = one.outcome.part(part, one.parts).near_misses()
-                self._read_ahead(one.which, one.window, choice, near)
-
-    def _read_ahead(self, which: int, window: Window, choice: int, chunks: np.ndarray) -> None:
-        """Into memory for reads on their way, never into a window's slot."""
-        if not window.held:
-            return  # its packs come through the pool, which has no room to spare
-        for group in self._plan.groups(choice):
-            device, host = window.lookup(group, chunks)
-            absent = chunks[(device < 0) & (host < 0)]
-            self._opened().only_ahead(which, group, absent)
-            if len(absent):
-                self._opened().ahead(which, group, absent, apart=True)
+                read_near_misses(
+                    self._opened, one.which, one.window, self._plan.groups(choice), near
+                )
 
     def _record(self, asked: Sequence[Call], period: int) -> None:
         """Notes what was chosen for a period, by whom it is remembered."""
@@ -335,3 +326,25 @@ def _selections(asked: Sequence[Call]) -> list[tuple[Resident, Selection]]:
     """Each prefix that was asked, with what its rows chose."""
     every = [one for call in asked for one in call.asking]
     return [(one.on.resident, one.outcome.selection) for one in every]
+
+
+def read_near_misses(
+    packs: Callable[[], Packs],
+    which: int,
+    window: Window,
+    groups: Sequence[int],
+    chunks: np.ndarray,
+) -> None:
+    """Reads chunks int [n] of a choice's layer groups, in `packs()`, into memory for reads on their
+    way and never into a window's slot; earlier such reads are given up.
+
+    `which`: the prefix; `window`: of one of its rows.
+    """
+    if not window.held:
+        return  # its packs come through the pool, which has no room to spare
+    for group in groups:
+        device, host = window.lookup(group, chunks)
+        absent = chunks[(device < 0) & (host < 0)]
+        packs().only_ahead(which, group, absent)
+        if len(absent):
+            packs().ahead(which, group, absent, apart=True)
