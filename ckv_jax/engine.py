@@ -155,8 +155,7 @@ class Engine(OpenEngine):
         The widths are kept for this model and system and used by texts that begin from now on, in
         engines to come as well (`SystemConfig.widths`). No answer depends on them. Texts of some
         200 tokens over prefixes of the kind that will be asked tell most. Raises what is wrong
-        with a request, `ValueError` where nothing is chosen anew for long enough, or not by
-        every token (`Select.drift`).
+        with a request, `ValueError` where nothing is chosen anew for long enough.
         """
         profile = self._worker.profile
         if self.system.decode is None or self.system.widths != "profiled":
@@ -164,8 +163,6 @@ class Engine(OpenEngine):
                 f"got system {self.system.name!r}, expected one that chooses anew and has "
                 "widths='profiled', such as 'ckv' or 'kvdrive'"
             )
-        if self.system.decode.drift is not None:
-            raise ValueError(f"got drift={self.system.decode.drift}, expected None while profiling")
         self._scheduler.call(profile.begin)
         try:
             for text in self.generate(requests, sampling).results():

@@ -33,16 +33,14 @@ VERSIONS = tuple(range(VERSION, BESIDE_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
-MEANS_AND = ("means+values", "means+cosines")
-"""Digests that keep the mean key of each chunk and something beside it."""
-LANDMARKS = ("means", "bounds", *MEANS_AND)
+LANDMARKS = ("means", "bounds", "means+cosines")
 """Digests that keep a landmark for each chunk, not for each token."""
 PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _SHORT_CODEC = 64  # letters of a codec's name in older versions
 
 _Needs = Callable[[Mapping[str, Any]], bool]
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
-    (BESIDE_VERSION, (), lambda layout: layout["digest"] in MEANS_AND),
+    (BESIDE_VERSION, (), lambda layout: layout["digest"] == "means+cosines"),
     (ALIKE_VERSION, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
     (HEADS_VERSION, ("digest_heads",), lambda layout: bool(layout["digest_heads"])),

@@ -202,7 +202,6 @@ class Executor:
             "window": self._system.choose.queries,
             "chunk_tokens": self._system.chunk_tokens,
             "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
-            "pool": self._system.choose.pool,
             "each": self._system.heads_apart,
             "zones": self._system.zones,
         }

@@ -24,13 +24,11 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, as_rows, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
-from ckv_jax.pipeline.estimates import Estimate
 from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.select import Pool
 from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import rows_of, scored
 from ckv_jax.selection.zones import NO_ZONES, Zones
@@ -79,7 +77,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score", "stages", "pool", "each", "zones"),
+            static=("n", "window", "chunk_tokens", "score", "stages", "each", "zones"),
         )
         self._run = jit(
             split(
@@ -152,7 +150,6 @@ class Layers:
         chunk_tokens: int,
         stages: Stages | None = None,
         share: Share | None = None,
-        pool: Pool = "none",
         each: bool = False,
         zones: Zones = NO_ZONES,
     ) -> Selection:
@@ -161,32 +158,30 @@ class Layers:
 
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
         token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`;
-        `pool`: see `base.pooled`. `each`: every KV head chooses for itself, so that the selection
-        has K rows for each of these, one after the other. `zones`: chosen first.
+        `each`: every KV head chooses for itself, so that the selection has K rows for each of
+        these, one after the other. `zones`: chosen first.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
             self._select_key(
-                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool, each,
-                zones,
+                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, each, zones
             ),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
             tuple(probes), num_tokens, num_chunks, limits, share,
-            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, pool=pool,
-            each=each, zones=zones,
+            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, each=each,
+            zones=zones,
         )  # fmt: skip
         return found
 
     def selects_without_compiling(
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
         score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None = None, pool: Pool = "none", each: bool = False,
-        zones: Zones = NO_ZONES,
+        stages: Stages | None = None, each: bool = False, zones: Zones = NO_ZONES,
     ) -> bool:  # fmt: skip
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
         key = self._select_key(
-            layers, hidden, probes, score, n, window, chunk_tokens, stages, pool, each, zones
+            layers, hidden, probes, score, n, window, chunk_tokens, stages, each, zones
         )
         return self._select.compiled(key)
 
@@ -225,7 +220,6 @@ class Layers:
         pages: Pages,
         slots: Int32[ArrayLike, "P B N"],
         lengths: Int32[ArrayLike, "*K B N"],
-        estimate: Estimate | None = None,
         *,
         context: int,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
@@ -233,16 +227,15 @@ class Layers:
 
         The new tokens' keys and values go into the (donated) buffers at row `at`; only the
         first `context` rows are attended, so at + S <= context <= R. Dense prefill and decode
-        are this call: `start` is the position of the first new token. `estimate`: joins one
-        layer's attention.
+        are this call: `start` is the position of the first new token.
         """
         rows = buffers[0][0].shape[1]
         key = (
             len(layers), hidden.shape, rows, pages.shape, np.shape(slots), np.shape(lengths),
-            context, estimate is None,
+            context,
         )  # fmt: skip
         out, buffers = self._extend(
-            key, self._states(layers), hidden, start, buffers, at, pages, slots, lengths, estimate,
+            key, self._states(layers), hidden, start, buffers, at, pages, slots, lengths,
             context=context,
         )  # fmt: skip
         return out, buffers
@@ -294,7 +287,7 @@ def _select_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
         share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None, pool: Pool, each: bool, zones: Zones,
+        stages: Stages | None, each: bool, zones: Zones,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
@@ -303,14 +296,13 @@ def _select_of(
             [layer_of(state).query(hidden, at) for state in states], probes, score=score,
             stages=stages, num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths,
             limits=limits, chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-            pool=pool, each=each,
+            each=each,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
         sure = sure_chunks(zones, found.scores, probes[:1], num_tokens, num_chunks, chunk_tokens)
         return choose(
-            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool,
-            sure=sure,
-        )  # fmt: skip
+            found.scores, n, limits, count=num_chunks, among=found.left, share=share, sure=sure
+        )
 
     return select
 
@@ -346,7 +338,7 @@ def _extend_of(
 ) -> Callable[..., tuple[Array, LayerKv]]:
     def extend(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
-        pages: Array, slots: Array, lengths: Array, estimate: Estimate | None, *, context: int,
+        pages: Array, slots: Array, lengths: Array, *, context: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         after: list[tuple[Array, Array]] = []
 
@@ -357,7 +349,7 @@ def _extend_of(
                 after.append((keys, values))
                 return over_pages_and_rows(
                     q, pages, slots, lengths, index, as_bits(keys[:, :context], k.dtype),
-                    as_bits(values[:, :context], v.dtype), at, estimate, target=target,
+                    as_bits(values[:, :context], v.dtype), at, target=target,
                 )  # fmt: skip
 
             hidden = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_both)

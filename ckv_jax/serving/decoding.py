@@ -95,11 +95,7 @@ class Decoding:
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         chooser = None
         if self._system.decode is not None and limit < lease.resident.num_chunks:
-            suffix = len(sequence.suffix)
-            chooser = self.chooser(
-                limit, probes, window, lease.source,
-                first=suffix, always=sequence.made_up, apart=sequence.apart,
-            )  # fmt: skip
+            chooser = self.chooser(limit, probes, window, lease.source, apart=sequence.apart)
         self.begin(sequence, trace)
         return Going(
             sequence=sequence,
@@ -113,15 +109,14 @@ class Decoding:
         )
 
     def chooser(
-        self, limit: int, probes: Probes, window: Window, source: Source, *, first: int = 0,
-        always: bool = False, apart: bool = False,
-    ) -> Chooser:  # fmt: skip
+        self, limit: int, probes: Probes, window: Window, source: Source, *, apart: bool = False
+    ) -> Chooser:
         """What a text of `limit` chunks a choice chooses by (`Chooser`)."""
         assert self._system.decode is not None
         return Chooser(
-            select=self._system.decode, limit=limit, first=first, probes=probes, window=window,
+            select=self._system.decode, limit=limit, probes=probes, window=window,
             source=source, widths=self._profile.widths, packs=self._profile.packs,
-            recorded=self._profile.text(), always=always, apart=apart,
+            recorded=self._profile.text(), apart=apart,
         )  # fmt: skip
 
     def decoder(self, streams: Lease | None) -> Decoder:

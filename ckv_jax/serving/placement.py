@@ -187,11 +187,6 @@ class Placement:
                 f"got parts, but heads of system {self._system.name!r} choose for themselves; ckv "
                 "and contiguous-kv put texts together"
             )
-        if self._system.choose.pool != "none":
-            raise ValueError(
-                f"got parts with pool={self._system.choose.pool!r}, expected 'none': chunks of "
-                "several texts are ranked by themselves"
-            )
         check_rotates(self._model)
         sequence.place(nothing, suffix, budget, tuple(found))
 

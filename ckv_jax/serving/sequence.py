@@ -36,8 +36,6 @@ class Sequence:
     With `sampling` it ends in a `Generation`, without in a `Result`.
     """
 
-    made_up = False
-    """Nobody asks it: it goes through whatever others may need."""
     apart = False
     """Whether it chooses as if nobody else stood on its prefix."""
 

@@ -208,7 +208,6 @@ def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Pre
 def test_systems_that_cannot_put_texts_together_say_why(store: ChunkStore) -> None:
     cases: list[tuple[SystemConfig, str]] = [
         (SYSTEMS["as-lru"], "'as-lru' does not choose chunks by attention"),
-        (replace(CKV, choose=replace(CKV.choose, pool="mean")), "got parts with pool='mean'"),
         (replace(SYSTEMS["quest"], name="apart"), "heads of system 'apart' choose for themselves"),
     ]
     for number, (system, says) in enumerate(cases):

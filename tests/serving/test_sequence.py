@@ -64,7 +64,7 @@ def answer(sequence: Sequence) -> None:
 
 def test_a_request_by_itself_is_the_first_of_its_call_and_keeps_nothing() -> None:
     made = asked(SamplingParams())
-    assert (made.index, made.keep_kv, made.made_up, made.apart) == (0, False, False, False)
+    assert (made.index, made.keep_kv, made.apart) == (0, False, False)
     assert made.grown == 0
     with pytest.raises(ValueError, match="got int, expected SamplingParams"):
         Sequence(made.request, sampling=3)  # type: ignore[arg-type]
