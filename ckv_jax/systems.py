@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from ckv_jax.config import Heads, KeepName, PolicyName, Selector, SystemConfig, WidthsName
-from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec
 from ckv_jax.validate import WrongType
@@ -148,16 +147,18 @@ SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
             SystemConfig(
                 name="ckv",
                 selector="chunk",
-                period=4,
-                subperiod=4,
-                pack_layers=4,
+                chunk_tokens=8,
+                period=2,
+                subperiod=2,
+                pack_layers=2,
                 probe="digest",
                 digest="int4",
+                keep_ends=True,
                 speculate="lookahead",
                 overfetch=1.25,
                 speculate_always=False,
-                choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
-                decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
+                choose=Select(score_layers=2, queries=16, power=2),
+                decode=Select(score_layers=2, queries=4, power=2),
                 widths="profiled",
                 policy="frequency-attention",
             ),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.validate import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore
+
+Power = Literal[1, 2]
 
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every text and period."""
@@ -31,8 +33,12 @@ class Select:
     """Tokens whose scores are summed for one choice. Of a question its last ones, None: all. Of a
     text, 1 to 64: the newest ones. With more of them choices change less from token to token, and
     less is fetched."""
+    power: Power = 1
+    """The score of a chunk is the sum over queries and heads of the attention mass that it gets, to
+    this power. 1: Equation 1. 2: the chunk that one query of one head looks up comes before those
+    that get a little of every query's attention."""
     score: ChunkScore | None = None
-    """What a chunk is worth to them; None: the attention that it gets (Equation 1)."""
+    """A score of one's own in place of that."""
     coarse: Coarse | None = None
     """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
     guessed: bool = False
@@ -44,8 +50,10 @@ class Select:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
-        if self.coarse is not None and self.score is not None:
-            raise ValueError("got coarse with a score of one's own, expected one of them")
+        if self.power not in get_args(Power):
+            raise ValueError(f"got power={self.power!r}, expected 1 or 2")
+        if self.score is not None and (self.coarse is not None or self.power != 1):
+            raise ValueError("got a score with coarse or power, expected one of them")
 
     def check_question(self) -> None:
         """Raises `ValueError` for what only the tokens of a text can do."""
