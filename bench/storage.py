@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from bench.common import existing_folder, finish, result_file
-from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
 from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
 from ckv_jax.storage.segment.packing import aligned
+from tests.support.truth import FINGERPRINT, QWEN_7B, some_tokens
 
 TOKENS = 5008
 SHARES = (0.05, 0.25, 1.0)
@@ -151,7 +151,7 @@ def measure_reads(folder: Path) -> list[dict[str, float]]:
 
 _FIRST = """
 import sys, time, numpy as np
-from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
+from tests.support.truth import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore
 from ckv_jax.storage.segment.packing import aligned
 out = aligned(QWEN_7B.pack_bytes).view(QWEN_7B.numpy_dtype).reshape(1, *QWEN_7B.pack_shape)

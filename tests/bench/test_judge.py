@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fault_kinds import tally
-from bench.fault_kinds.tally import CONFIG, LAYOUT, Served, Tally, make_store, prompts, serve
-from bench.truth import FINGERPRINT, Outcome, read_all
 from ckv_jax.storage import ChunkStore, Prefix
 from ckv_jax.storage.digest.data import DigestData
 from ckv_jax.storage.segment.reader import PrefixReader
+from tests.faults import tally
+from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, make_store, prompts, serve
+from tests.support.truth import FINGERPRINT, Outcome, read_all
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, inspect_store, verify_store
 from ckv_jax.storage.bits_table import TABLES, fitting, pairs_of, read_table, table
 from ckv_jax.storage.codec import codec_id, codec_named, codec_of, decoded, encoded, known
 from ckv_jax.storage.quantised import Quantised
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 PLAIN = dataclasses.replace(SMALL, num_layers=6, pack_layers=4)
 BITS = [(8, 8), (4, 2), (8, 2), (4, 4), (2, 8), (8, 4)]

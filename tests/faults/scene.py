@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.fault_kinds.tally import CONFIG, read_prefix
-from bench.truth import FINGERPRINT, SMALL, ingest, some_tokens
 from ckv_jax.storage import ChunkStore, CkvError, StoreConfig, pin_prefix, prune_store, verify_store
+from tests.faults.tally import CONFIG, read_prefix
+from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
 LAYOUT = dataclasses.replace(SMALL, num_layers=2, head_dim=16, digest="int8")
 """One layer group whose packs are a page: few files, and yet read directly."""

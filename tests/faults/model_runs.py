@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from bench.fault_kinds.model import TwoStores
-from bench.fault_kinds.tally import Tally
+from tests.faults.model import TwoStores
+from tests.faults.tally import Tally
 
 
 def run_machine(machine: type[TwoStores], examples: int, steps: int) -> Tally:

@@ -21,7 +21,7 @@ def context() -> ForkServerContext:
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["bench.fault_kinds.scene"])
+    found.set_forkserver_preload(["tests.faults.scene"])
     return found
 
 

@@ -1,6 +1,6 @@
 """Hurt a store in every way the store promises to survive, and count what came of it.
 
-    python -m bench.faults [--quick] [--json OUT] [--only KIND] [--jobs N]
+    python -m tests.faults [--quick] [--json OUT] [--only KIND] [--jobs N]
 
 Writes {"rows": [{"kind", "operation", "states", "caught", "harmless", "wrong_tokens",
 "lost_healthy", "evicted_pins", "crashes", "hangs", "leaks"}], "total": {the same counts}, "every",
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.common import finish, positive, result_file
-from bench.fault_kinds import (
+from tests.faults import (
     corruption,
     disk,
     fuzz,
@@ -34,7 +34,7 @@ from bench.fault_kinds import (
     sweep,
     traced,
 )
-from bench.fault_kinds.tally import Tally, make_store
+from tests.faults.tally import Tally, make_store
 
 Tallies = dict[tuple[str, str], Tally]
 """A tally for each (kind, operation)."""
@@ -163,7 +163,7 @@ def run_all(
 
 def main() -> int:
     """Run all kinds; 1 when a fault got through."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--json", type=result_file, metavar="OUT", help="where the counts go")
     parser.add_argument("--quick", action="store_true", help="a small part of the states")
     parser.add_argument(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fault_kinds.tally import CONFIG, LAYOUT, Tally, copy_of, prompts, serve, sweep_over
-from bench.truth import FINGERPRINT
 from ckv_jax.storage import ChunkStore
+from tests.faults.tally import CONFIG, LAYOUT, Tally, copy_of, prompts, serve, sweep_over
+from tests.support.truth import FINGERPRINT
 
 FLIPS = {
     "flip data": "packs/c.*",

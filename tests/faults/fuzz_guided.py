@@ -1,4 +1,4 @@
-"""atheris on one target: `python -m bench.fault_kinds.fuzz_guided TARGET INPUTS FOLDER OUT`.
+"""atheris on one target: `python -m tests.faults.fuzz_guided TARGET INPUTS FOLDER OUT`.
 
 libFuzzer ends the process by itself: the counts are written at the last input.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found,unused-ignore]
 
 with atheris.instrument_imports(include=["ckv_jax.storage", "ckv_jax.model"]):
-    from bench.fault_kinds.fuzz import count
-    from bench.fault_kinds.fuzz_targets import feed, targets
-    from bench.fault_kinds.tally import Tally
+    from tests.faults.fuzz import count
+    from tests.faults.fuzz_targets import feed, targets
+    from tests.faults.tally import Tally
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fault_kinds.tally import (
+from ckv_jax.storage import ChunkStore, StoreConfig, StoreFull, prune_store
+from tests.faults.tally import (
     CONFIG,
     HANG_S,
     LAYOUT,
@@ -23,8 +24,7 @@ from bench.fault_kinds.tally import (
     read_prefix,
     serve,
 )
-from bench.truth import FINGERPRINT, ingest, some_tokens
-from ckv_jax.storage import ChunkStore, StoreConfig, StoreFull, prune_store
+from tests.support.truth import FINGERPRINT, ingest, some_tokens
 
 
 def context() -> ForkServerContext:

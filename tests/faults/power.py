@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.fault_kinds import crash_states, farm, scene
-from bench.fault_kinds.calls import Calls, Plan
-from bench.fault_kinds.crash_states import Recorder, Tree
-from bench.fault_kinds.scene import OPERATIONS, Done
-from bench.fault_kinds.sweep import Result, tally_of
-from bench.fault_kinds.tally import HANG_S, Tally
+from tests.faults import crash_states, farm, scene
+from tests.faults.calls import Calls, Plan
+from tests.faults.crash_states import Recorder, Tree
+from tests.faults.scene import OPERATIONS, Done
+from tests.faults.sweep import Result, tally_of
+from tests.faults.tally import HANG_S, Tally
 
 WRITING = ("create", "write", "append", "evict", "pin", "repair", "replace", "prune")
 """Operations that change what is on the disk."""

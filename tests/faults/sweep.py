@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.fault_kinds import farm
-from bench.fault_kinds.calls import CODES, Calls, Plan
-from bench.fault_kinds.scene import OPERATIONS, Done, Verdict, judge, lay_out, open_files, perform
-from bench.fault_kinds.tally import HANG_S, Tally
+from tests.faults import farm
+from tests.faults.calls import CODES, Calls, Plan
+from tests.faults.scene import OPERATIONS, Done, Verdict, judge, lay_out, open_files, perform
+from tests.faults.tally import HANG_S, Tally
 
 LASTING = ("EIO", "EMFILE")
 """Errors that all later calls of the same name have, too, in states of their own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from bench.truth import some_tokens
+from tests.support.truth import some_tokens
 
 TEXTS = 4
 """How many there are."""

@@ -18,9 +18,9 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from bench.fault_kinds import farm
-from bench.fault_kinds.fuzz_targets import Target, bounded, feed, targets
-from bench.fault_kinds.tally import HANG_S, Tally
+from tests.faults import farm
+from tests.faults.fuzz_targets import Target, bounded, feed, targets
+from tests.faults.tally import HANG_S, Tally
 
 TARGETS = (
     "manifest", "layout", "config.json", "safetensors", "catalog", "catalog rows", "digest",
@@ -232,7 +232,7 @@ def guided(folder: Path, inputs: int) -> dict[tuple[str, str], Tally]:
         place = folder / f"guided-{name.replace('.', '-')}"
         place.mkdir()
         out = place / "counts.json"
-        command = [sys.executable, "-m", "bench.fault_kinds.fuzz_guided", name, str(inputs)]
+        command = [sys.executable, "-m", "tests.faults.fuzz_guided", name, str(inputs)]
         run = subprocess.run(
             [*command, str(place), str(out)], capture_output=True, text=True, check=False
         )

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, DigestData, Prefix, StoreConfig
 from ckv_jax.storage.layout_versions import LANDMARKS
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 HANG_S = 20.0
 """What takes longer counts as a hang; deadlines of reads are far below."""

@@ -20,9 +20,6 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from bench.fault_kinds import disk, scene
-from bench.fault_kinds.tally import read_prefix
-from bench.truth import FINGERPRINT
 from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
@@ -30,6 +27,9 @@ from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
+from tests.faults import disk, scene
+from tests.faults.tally import read_prefix
+from tests.support.truth import FINGERPRINT
 
 BASE_S, PER_MB_S = 0.5, 1.0
 """Processor time that an input may take, and what it may take more for each of its megabytes."""

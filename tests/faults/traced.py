@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.fault_kinds import farm
-from bench.fault_kinds.calls import CODES
-from bench.fault_kinds.scene import OPERATIONS, Done, judge, lay_out, open_files, perform
-from bench.fault_kinds.sweep import Result, tally_of
-from bench.fault_kinds.tally import HANG_S, Tally
+from tests.faults import farm
+from tests.faults.calls import CODES
+from tests.faults.scene import OPERATIONS, Done, judge, lay_out, open_files, perform
+from tests.faults.sweep import Result, tally_of
+from tests.faults.tally import HANG_S, Tally
 
 CALLS = (
     "openat", "newfstatat", "pread64", "preadv", "pwrite64", "fsync", "fdatasync", "flock", "fcntl",

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.fault_kinds.tally import (
+from ckv_jax.storage import ChunkStore, ReadTimeout, StoreError, StoreFull
+from tests.faults.tally import (
     CONFIG,
     LAYOUT,
     Served,
@@ -27,8 +28,7 @@ from bench.fault_kinds.tally import (
     serve,
     sweep_over,
 )
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
-from ckv_jax.storage import ChunkStore, ReadTimeout, StoreError, StoreFull
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
 # -- full -------------------------------------------------------------------------------------
 

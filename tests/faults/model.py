@@ -24,12 +24,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from bench.fault_kinds import farm
-from bench.fault_kinds.calls import CODES, Calls, Plan
-from bench.fault_kinds.scene import LAYOUT, index_rows, open_files
-from bench.fault_kinds.tally import Tally, read_prefix
-from bench.fault_kinds.texts import TEXT, TEXTS, Name, text
-from bench.truth import FINGERPRINT, ingest
 from ckv_jax.storage import (
     ChunkStore,
     CkvError,
@@ -40,6 +34,12 @@ from ckv_jax.storage import (
     prune_store,
     verify_store,
 )
+from tests.faults import farm
+from tests.faults.calls import CODES, Calls, Plan
+from tests.faults.scene import LAYOUT, index_rows, open_files
+from tests.faults.tally import Tally, read_prefix
+from tests.faults.texts import TEXT, TEXTS, Name, text
+from tests.support.truth import FINGERPRINT, ingest
 
 SEGMENT = LAYOUT.segment_bytes(48) + 8192
 """Bytes of a segment of the longest text, and more than its small files need."""
