@@ -27,8 +27,7 @@ is the time of a token over the larger of that and `read_ms`. `compiled` counts 
 compiled while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`:
 packs that reads ahead had when they were chosen, and that they brought for nothing, over all packs
 read.
-`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `claims` is
-what was to be shown of such rows, and whether it was (`bench.decode_claims`). `--windows` and
+`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `--windows` and
 `--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
 """
@@ -39,7 +38,7 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from bench.common import (
     SHAPES,
@@ -55,11 +54,9 @@ from bench.common import (
     whole,
 )
 from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
-from bench.decode_claims import claims, show
 from bench.disk import Disk
 from bench.figures import save
 from bench.kept import Kept, disk_of
-from ckv_jax.selection.select import Ahead
 
 QUICK = Setting(
     systems=("flexgen", "quest", "shadowkv", "retroinfer", "kvdrive", "ckv"), places=("ssd",),
@@ -91,11 +88,9 @@ def main() -> None:
     p.add_argument(
         "--windows", nargs="+", type=amount, help="times a choice, of systems that choose"
     )
-    p.add_argument("--ahead", choices=get_args(Ahead))
     for option in ("--device-share", "--host-share", "--stay"):
         p.add_argument(option, type=share)
-    for option in ("--overfetch", "--row-seconds"):
-        p.add_argument(option, type=amount)
+    p.add_argument("--row-seconds", type=amount)
     for option in ("--prefix-tokens", "--tokens", "--warm", "--seed"):
         p.add_argument(option, type=whole if option in ("--warm", "--seed") else positive)
     setting = setting_of(args := p.parse_args())
@@ -111,9 +106,7 @@ def main() -> None:
     print(table(cells(rows), COLUMNS))
     for one in bench.left_out:
         print("left out: " + ", ".join(f"{name} {value}" for name, value in one.items()))
-    found = claims(rows, setting.to_json())
-    print(show(found))
-    body = {"rows": rows, "left_out": bench.left_out, "claims": found}
+    body = {"rows": rows, "left_out": bench.left_out}
     result = finish(args, setting, kept.said() | body)
     save("decode", result, args.plot)
     kept.forget()

@@ -17,7 +17,6 @@ import psutil
 from flax import nnx
 
 from bench.common import SHAPES, Json
-from bench.decode_claims import OURS
 from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
 from bench.disk import Disk
 from bench.heads import HEADED, headed
@@ -29,7 +28,6 @@ from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.config import SystemConfig
 from ckv_jax.fitting import layout_of
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.selection.select import Ahead
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
@@ -38,7 +36,7 @@ from ckv_jax.systems import DECODE_SYSTEMS, system_named
 SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv", *HEADED)
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
-RISING = ("kvdrive", "ckv")
+RISING = OURS = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
 NEVER = 1 << 30
 """Tokens until one chooses anew, of a system that stands still."""
@@ -71,10 +69,6 @@ class Setting:
     host_share: float = 1 / 4
     windows: tuple[float | None, ...] = (None,)
     """Of every system that chooses; None: its own."""
-    ahead: Ahead | None = None
-    """What every system that chooses reads ahead; None: its own."""
-    overfetch: float | None = None
-    """Chunks that count as nearly chosen, for each chosen one; None: the system's own."""
     seed: int = 0
 
     def to_json(self) -> Json:
@@ -139,11 +133,6 @@ class Bench:
                 system = headed(name, self._weights, self.prefixes[:1])
             else:
                 system = system_named(name)
-            if system.decode is not None and self.setting.overfetch is not None:
-                system = dataclasses.replace(system, overfetch=self.setting.overfetch)
-            if system.decode is not None and self.setting.ahead is not None:
-                decode = dataclasses.replace(system.decode, ahead=self.setting.ahead)
-                system = dataclasses.replace(system, decode=decode)
             found.setdefault(layout_of(system, self.model, "bfloat16").hex, []).append(system)
         return list(found.values())
 

@@ -1,7 +1,7 @@
 """Runs the benchmarks and writes one HTML page with figures, what they show, machines and commands.
 
     python -m bench.report --quick --out bench/results/cpu-quick
-    python -m bench.report --out bench/results/cpu --only ttft ablation
+    python -m bench.report --out bench/results/cpu --only ttft warm
     python -m bench.report --out bench/results --redraw
     python -m bench.report --out bench/results --resume
 
@@ -36,7 +36,7 @@ from bench.figures import FIGURES, draw_again, result_of
 from bench.json_file import NotWhole, read_json, write_text
 from bench.kept import same_code
 from bench.lab import KEPT
-from bench.scripts import SCRIPTS, WARM, Script
+from bench.scripts import SCRIPTS, Script
 
 ABREAST = 2
 """Scripts that run at a time, of those that measure no time: none keeps two cores busy alone."""
@@ -127,13 +127,10 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     ran = _last_run(script, folder)
     if ran is None or ran["status"] or not path.is_file():
         return False
-    made_of = folder / f"{script.after}.json"
-    if script.after and made_of.is_file() and made_of.stat().st_mtime > path.stat().st_mtime:
-        return False
     try:
         found = read_json(path)
     except NotWhole as broken:
-        print(f"{broken}; it is made anew", flush=True)
+        print(f"{broken}; it is made again", flush=True)
         return False
     asked = " ".join(["python", *script.command(folder, quick=quick)])
     said = found.get("machine") or {}
@@ -202,9 +199,8 @@ def _section(name: str, folder: Path) -> str | None:
         ]
         if name == "ttft":
             parts.append(_speedups("cold", result["speedup"]))
-            for other, how in WARM.items():
-                warm = _record(folder / f"{other}.json")
-                parts.append(_speedups(how, {} if warm is None else warm["speedup"]))
+            warm = _record(folder / "warm.json")
+            parts.append(_speedups("warm", {} if warm is None else warm["speedup"]))
     if ran is not None:
         parts.append(_output(ran))
     elif result is not None and "command" in result:
@@ -298,11 +294,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_again(args.out)
     else:
         chosen = [script for script in SCRIPTS if not args.only or script.stem in args.only]
-        left: list[Script] = []
-        for script in chosen:
-            anew = script.after in {one.stem for one in left}
-            if not args.resume or anew or not is_done(script, args.out, quick=args.quick):
-                left.append(script)
+        left = [
+            script
+            for script in chosen
+            if not args.resume or not is_done(script, args.out, quick=args.quick)
+        ]
         print(
             f"{len(left)} of {len(chosen)} benchmarks to run, about "
             f"{hours(left, args.out, quick=args.quick):.1f} hours: "

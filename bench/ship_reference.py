@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import existing_path, positive, result_folder
+from bench.common import existing_path, interval, positive, result_folder
 from bench.json_file import read_json
 from bench.reference_answers import by_engine, by_transformers, counts
-from bench.selection_study import interval
 from bench.tasks import tokenizer
 from bench.tasks.dense import Params, answer_logits, join, split
 from bench.train_reference import CONFIG, Run
