@@ -13,6 +13,7 @@ minute.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -22,12 +23,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.common import finish, positive, result_file
 from tests.faults import (
     corruption,
     disk,
     fuzz,
-    model_runs,
+    model,
     power,
     processes,
     scene,
@@ -45,7 +45,7 @@ class Effort:
     """How much of each kind is done.
 
     Attributes:
-      calls, losses, traced: every so-manieth state of what is enumerated.
+      calls, losses, traced: every n-th state of what is enumerated.
       inputs, guided: inputs for each cheap target that is fuzzed.
       examples, steps: runs of the model, and the rules of each at most.
       random: what the numbers of random faults are divided by.
@@ -148,9 +148,7 @@ def run_all(
                 yield fuzz.guided(scenes, effort.guided)
         if wanted("model"):
             yield {
-                ("model", "all"): model_runs.run_machine(
-                    model_runs.Counting, effort.examples, effort.steps
-                )
+                ("model", "all"): model.run_machine(model.Counting, effort.examples, effort.steps)
             }
     with tempfile.TemporaryDirectory() as name:
         for kind, (operation, run) in random_kinds(Path(name)).items():
@@ -164,16 +162,16 @@ def run_all(
 def main() -> int:
     """Run all kinds; 1 when a fault got through."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--json", type=result_file, metavar="OUT", help="where the counts go")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="where the counts go")
     parser.add_argument("--quick", action="store_true", help="a small part of the states")
     parser.add_argument(
-        "--every", type=positive, default=1, metavar="N", help="every N-th of the states enumerated"
+        "--every", type=int, default=1, metavar="N", help="every N-th of the states enumerated"
     )
     parser.add_argument("--only", choices=(*ENUMERATED, *RANDOM), metavar="KIND", help="one kind")
-    parser.add_argument(
-        "--jobs", type=positive, default=os.cpu_count() or 1, help="processes at once"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     options = parser.parse_args()
+    if min(options.every, options.jobs) < 1:
+        parser.error(f"got --every {options.every} --jobs {options.jobs}, expected 1 or more")
     logging.disable(logging.WARNING)  # an index that is lost on purpose need not be reported
     start, since = time.monotonic(), time.monotonic()
     found: Tallies = {}
@@ -191,8 +189,11 @@ def main() -> int:
         print(f"{kind:24} skipped: {reason}")
     total = sum(found.values(), Tally())
     print(f"{'total':24} {total.counts} in {time.monotonic() - start:.0f} s")
-    about = {"every": options.every}
-    finish(options, None, about | _counts(found, total, skipped, time.monotonic() - start))
+    if options.json:
+        said = {"command": " ".join(["python -m tests.faults", *sys.argv[1:]])}
+        said |= {"every": options.every}
+        said |= _counts(found, total, skipped, time.monotonic() - start)
+        options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     return 0 if total.ok else 1
 
 

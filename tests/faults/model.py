@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from ckv_jax.storage import (
@@ -38,14 +40,27 @@ from tests.faults import farm
 from tests.faults.calls import CODES, Calls, Plan
 from tests.faults.scene import LAYOUT, index_rows, open_files
 from tests.faults.tally import Tally, read_prefix
-from tests.faults.texts import TEXT, TEXTS, Name, text
-from tests.support.truth import FINGERPRINT, ingest
+from tests.support.truth import FINGERPRINT, ingest, some_tokens
 
 SEGMENT = LAYOUT.segment_bytes(48) + 8192
 """Bytes of a segment of the longest text, and more than its small files need."""
 CONFIG = StoreConfig(deadline_s=1.0, wait_s=1.0, direct_io=False)
 WAIT_S = 8.0
 """What an operation may take while somebody else stands still with the folder's lock."""
+
+
+TEXTS = 4
+"""How many there are."""
+_LENGTHS = (16, 24, 32, 48)
+
+Name = tuple[int, int]
+"""A text and how many of its tokens."""
+TEXT = st.tuples(st.integers(0, TEXTS - 1), st.sampled_from(_LENGTHS))
+
+
+def text(name: Name) -> np.ndarray:
+    """Its tokens."""
+    return some_tokens(max(name[1], 1024), 100 + name[0])[: name[1]]
 
 
 WHICH = st.integers(0, 1)
@@ -383,3 +398,28 @@ class TwoStores(RuleBasedStateMachine):
 def _memory() -> str | None:
     """A folder in memory where there is one: the machine is after logic, not after disks."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def run_machine(machine: type[TwoStores], examples: int, steps: int) -> Tally:
+    """Run a machine so many times, each of so many rules at most; what it counted."""
+    kind: type[TwoStores] = type(machine.__name__, (machine,), {"tally": Tally()})
+    run_state_machine_as_test(
+        kind,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return kind.tally
+
+
+class Counting(TwoStores):
+    """The machine that does not stop at what it finds."""
+
+    strict = False

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckv_jax.storage.place.local import LocalFiles
-from tests.faults.model import TwoStores
-from tests.faults.model_runs import run_machine
+from tests.faults.model import TwoStores, run_machine
 
 
 def test_two_stores_keep_what_they_promise() -> None:
