@@ -42,9 +42,6 @@ Json = dict[str, Any]
 CODE = (".", ":!*.md", ":!docs", ":!bench/results")
 """What of the repository is code, as git takes paths."""
 
-BESIDE = "CKV_BENCH_BESIDE"
-"""Environment variable that is set where another benchmark runs on the same machine."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -292,14 +289,9 @@ class Described(Protocol):
 
 
 def stamped(body: Json) -> Json:
-    """A result after the command that made it and the machine, versions and commit it is of.
-
-    `beside`: another benchmark ran meanwhile, so that its seconds are not those of a machine that
-    one has for oneself.
-    """
+    """A result after the command that made it and the machine, versions and commit it is of."""
     command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
-    beside = {"beside": True} if os.environ.get(BESIDE) else {}
-    return {"command": command, "machine": machine(), **beside, **body}
+    return {"command": command, "machine": machine(), **body}
 
 
 def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> Json:

@@ -155,8 +155,7 @@ class Bench:
                     for one in todo:
                         if one in fits or there[one.name(place)]:
                             yield kept.part(
-                                one.name(place),
-                                partial(self._row, one, place, store, disk),
+                                one.name(place), partial(self._row, one, place, store, disk)
                             )
 
     def _asked(self, system: SystemConfig, sequences: int) -> Iterator[Asked]:

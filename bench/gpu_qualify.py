@@ -129,14 +129,7 @@ def report(results: dict[str, Json]) -> str:
             floors = [row[key] for key in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
             rest = [row["ssd_bytes"] / 1e6, row["read_amplification"]]
             cells.append(
-                [
-                    stage[len("ttft-") :],
-                    row["system"],
-                    row["budget"],
-                    *times,
-                    *floors,
-                    *rest,
-                ]
+                [stage[len("ttft-") :], row["system"], row["budget"], *times, *floors, *rest]
             )
     header = ["model", "system", "budget", "mean ms", "p50", "p95", "compute floor", "I/O floor",
                "ratio", "SSD MB", "ampl."]  # fmt: skip

@@ -114,10 +114,7 @@ class Lab:
         """
         sizes = {"device_cache_bytes": device_bytes, "host_cache_bytes": host_bytes}
         config = dataclasses.replace(
-            self.base.config,
-            system=system,
-            io_threads=io_threads,
-            **(sizes | dict(memory or {})),
+            self.base.config, system=system, io_threads=io_threads, **(sizes | dict(memory or {}))
         )
         return self.base.variant(config)
 

@@ -101,10 +101,7 @@ def optimiser() -> optax.GradientTransformation:
         return jax.tree.map(lambda leaf: each_layer if leaf.ndim == 3 else None, params)
 
     muon = optax.contrib.muon(
-        learning_rate=1.0,
-        adam_b2=0.98,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=matrices,
+        learning_rate=1.0, adam_b2=0.98, consistent_rms=0.2, muon_weight_dimension_numbers=matrices
     )
     return optax.chain(optax.clip_by_global_norm(1.0), muon)
 

@@ -50,14 +50,7 @@ from bench.lab import Lab
 from bench.measure import Compilations, Sample, hit_rate, measured
 from bench.memory import release_heap, status_mb
 from bench.rows import floor_system, show, speedups, with_floors
-from bench.turns import (
-    DEVICE_SHARE,
-    HOST_SHARE,
-    Taken,
-    equal_memory,
-    rotated,
-    warm_requests,
-)
+from bench.turns import DEVICE_SHARE, HOST_SHARE, Taken, equal_memory, rotated, warm_requests
 from bench.warm_store import store_prefixes
 from ckv_jax import Engine
 from ckv_jax.config import SystemConfig

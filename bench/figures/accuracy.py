@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import (
-    COLORS,
-    checkpoint_name,
-    line,
-    model_name,
-    percent,
-    systems_of,
-)
+from bench.figures.style import COLORS, checkpoint_name, line, model_name, percent, systems_of
 
 CAPTION = (
     "Left, right answers against the time to the first token: up and to the left is better; the "

@@ -16,15 +16,7 @@ from flax import nnx
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer, Transformer
 
-__all__ = [
-    "Params",
-    "answer_logits",
-    "head_logits",
-    "join",
-    "layer_of",
-    "split",
-    "text_logits",
-]
+__all__ = ["Params", "answer_logits", "head_logits", "join", "layer_of", "split", "text_logits"]
 
 Params = dict[str, Any]  # "layers": one layer's state with a leading axis L; "rest": the others
 _BLOCK = 256  # prefix queries scored at once

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
-from bench.common import BESIDE, stamped
 from bench.figures import FIGURES
 from bench.kept import SAME, Kept, same_code
-from bench.report import SCRIPTS, Script, environment, hours, kept, main, page, run_all
+from bench.report import SCRIPTS, Script, environment, kept, main, page
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -129,7 +127,7 @@ def test_what_is_cut_short_or_of_no_commit_is_made_anew_and_never_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by_stem = {script.stem: script for script in SCRIPTS}
-    four = ("ttft", "batch", "decode", "decode_accuracy")
+    four = ("storage", "ttft", "batch", "decode")
     whole, half, dirty, unran = (by_stem[stem] for stem in four)
     monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
     for script in (whole, half, dirty, unran):
@@ -231,28 +229,3 @@ def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_
         env = environment(script)
         assert ("JAX_COMPILATION_CACHE_DIR" in env) == (script.stem not in measuring)
         assert (env.get("CKV_COMPILATION_CACHE") == "off") == (script.stem in measuring)
-        monkeypatch.setenv(BESIDE, env.get(BESIDE, ""))
-        assert stamped({}).get("beside", False) == (not script.timed)
-
-
-def test_what_measures_time_has_the_machine_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running, most, together = list[str](), dict[str, int](), threading.Barrier(2, timeout=30)
-
-    def run(script: Script, *_: object, **__: object) -> None:
-        running.append(script.stem)
-        if not script.timed:
-            together.wait()  # two at a time: neither goes on without the other
-        most[script.stem] = len(running)
-        if not script.timed:
-            together.wait()
-        running.remove(script.stem)
-
-    monkeypatch.setattr("bench.report.run", run)
-    scripts = [
-        Script(module=name, timed=name in ("a", "c"), minutes=60) for name in ("a", "b", "c", "d")
-    ]
-    run_all(scripts, tmp_path, quick=False)
-    assert most == {"a": 1, "c": 1, "b": 2, "d": 2}
-    assert hours(scripts, tmp_path, quick=False) == 3.0  # two, and two at a time
