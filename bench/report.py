@@ -10,8 +10,8 @@ commit differs from this one in nothing but documents and results, and that was 
 `--quick`, if that is asked). Before anything runs, the hours that the rest will take are told: as
 long as each took the last time in that folder, and an estimate for what has not run there.
 
-Each script runs in a process of its own, one after the other. JSON and PNG land in the folder of the
-page. A script that fails is shown with its error and does not stop the rest. `--redraw` measures
+Each script runs in a process of its own, one after the other. JSON and PNG land beside the page. A
+script that fails is shown with its error and does not stop the rest. `--redraw` measures
 nothing: it draws every figure again from the JSON in the folder, and writes the page.
 """
 
