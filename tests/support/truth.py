@@ -17,9 +17,6 @@ FINGERPRINT = Fingerprint({"weights": "truth", "dtype": "bits"})
 SMALL = Layout(num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=2)
 """Few bytes and yet several shards, groups and a probe."""
 
-QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
-"""The KV of Qwen2.5-7B, packed by four layers: packs of 128 KiB."""
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
