@@ -328,8 +328,6 @@ class EngineConfig:
     and pool leave less; others wait."""
     tensor_parallel: int = 1
     """Devices that the model is split over, by KV head; the store knows nothing of it."""
-    processes: int = 1
-    """Processes that have those devices, as many each; see `ckv_jax.processes`."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a second start compiles little."""
     salt: str = ""
@@ -346,18 +344,13 @@ class EngineConfig:
             check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
-            "prefill_window", "max_batch", "admit_bytes", "tensor_parallel", "processes",
+            "prefill_window", "max_batch", "admit_bytes", "tensor_parallel",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
         if system_of(self.system).heads_apart and self.tensor_parallel > 1:
             raise ValueError(
                 f"got tensor_parallel={self.tensor_parallel} for a system whose heads have packs "
                 "of their own, expected 1"
-            )
-        if self.tensor_parallel % self.processes:
-            raise ValueError(
-                f"got processes={self.processes} for tensor_parallel={self.tensor_parallel} "
-                "devices, expected as many devices in each"
             )
         check_number("read_deadline_s", self.read_deadline_s)
         if not 0 < self.read_deadline_s <= TIMEOUT_MAX:

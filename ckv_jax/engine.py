@@ -11,7 +11,6 @@ import numpy as np
 
 from ckv_jax.cache.widths import Widths
 from ckv_jax.config import check_budget
-from ckv_jax.fitting import check_processes
 from ckv_jax.ingest import Progress
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.opened import OpenEngine
@@ -265,7 +264,6 @@ class Engine(OpenEngine):
         up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
         texts of up to so many tokens.
         """
-        check_processes(self.config, 1)
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)
         check_whole("max_tokens", max_tokens, least=0)
@@ -290,7 +288,6 @@ class Engine(OpenEngine):
         gone. Cancelling the future does not stop it. Raises what `check_prefix` does for a prefix
         of another model or layout.
         """
-        check_processes(self.config, 1)
         self._placement.check_prefix(prefix, prefix.salt)
         chosen = check_budget(self.config.budget if budget is None else budget)
         return self._scheduler.add(Job(brought(self._worker, prefix, chosen))).future
@@ -301,7 +298,6 @@ class Engine(OpenEngine):
 
         What they are worth is kept. Returns at once; the result is how many packs left.
         """
-        check_processes(self.config, 1)
         self._placement.check_prefix(prefix, prefix.salt)
         return self._scheduler.add(Job(let_go(self._worker, prefix))).future
 

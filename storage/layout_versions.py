@@ -17,8 +17,8 @@ LANDMARKS_VERSION = 4
 """Of layouts whose digest has one landmark for each chunk: likewise."""
 PROBE_VERSION = 5
 """Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
-TABLE_VERSION = 6
-"""Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
+LONG_CODEC_VERSION = 6
+"""Of layouts whose codec has a long name: likewise."""
 ORDERS_VERSION = 7
 """Of layouts whose segments have an order of their tokens for each layer: likewise."""
 HEADS_VERSION = 8
@@ -45,7 +45,7 @@ _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
     (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
     (HEADS_VERSION, ("digest_heads",), lambda layout: bool(layout["digest_heads"])),
     (ORDERS_VERSION, ("layer_orders",), lambda layout: layout["layer_orders"]),
-    (TABLE_VERSION, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
+    (LONG_CODEC_VERSION, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
     (PROBE_VERSION, ("probe_width",), lambda layout: layout["probe_width"] != PROBE_HEADS),
     (LANDMARKS_VERSION, (), lambda layout: layout["digest"] in LANDMARKS),
     (CODED_VERSION, ("codec", "codec_bytes"), lambda layout: layout["codec"] != PLAIN),

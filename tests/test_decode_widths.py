@@ -121,5 +121,5 @@ def test_what_all_heads_choose_says_nothing_of_what_some_do(engine: Engine) -> N
     save_widths(known, engine.fingerprint, "ckv")
     few = replace(engine.system, heads=((1, 0), (5, 1)))
     plan, fingerprint = engine._worker.plan, engine.fingerprint
-    assert Profile(plan, engine.system, fingerprint, kept=True).widths == known
-    assert Profile(plan, few, fingerprint, kept=True).widths != known
+    assert Profile(plan, engine.system, fingerprint).widths == known
+    assert Profile(plan, few, fingerprint).widths != known

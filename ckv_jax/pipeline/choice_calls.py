@@ -60,7 +60,6 @@ class ChoiceCalls:
     """The jitted call that scores, chooses and looks up, over the layers of one model."""
 
     def __init__(self, layers: Layers) -> None:
-        self.peers = layers.peers
         self._layers = layers
         anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)

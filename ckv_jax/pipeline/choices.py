@@ -55,7 +55,6 @@ class Choices:
         """`open_packs`: the packs of some prefixes, until the batch's rows change."""
         assert system.decode is not None
         self._calls = calls
-        self._peers = calls.peers
         self._plan = plan
         self._select = system.decode
         self._score = system.decode.score or attention_mass
@@ -126,15 +125,14 @@ class Choices:
         hidden.block_until_ready()
         ready = time.perf_counter_ns()
         try:
-            with self._peers.local():
-                if guesses is None:
-                    self._demand_all(period, asked)
-                selected = time.perf_counter_ns()
-                self._residents.record_used(self._groups[period], _selections(asked))
-                self._collect(asked)
-                self._chose = asked
-                if self._keeps:
-                    self._on_device[period] = asked[-1].chosen.window
+            if guesses is None:
+                self._demand_all(period, asked)
+            selected = time.perf_counter_ns()
+            self._residents.record_used(self._groups[period], _selections(asked))
+            self._collect(asked)
+            self._chose = asked
+            if self._keeps:
+                self._on_device[period] = asked[-1].chosen.window
         except BaseException:
             self._fail()
             raise
@@ -145,13 +143,12 @@ class Choices:
         guessed (`Select.guessed`), and of what this token nearly chose, which the next one may
         choose. Then notes what was chosen, which no call waits for."""
         try:
-            with self._peers.local():
-                chose, self._chose = self._chose, []
-                if self._guesses is not None:
-                    self._demand_all(period + 1, self._guesses)
-                if self._near > 1:
-                    self._read_near_misses(chose, period)
-                self._record(chose, period)
+            chose, self._chose = self._chose, []
+            if self._guesses is not None:
+                self._demand_all(period + 1, self._guesses)
+            if self._near > 1:
+                self._read_near_misses(chose, period)
+            self._record(chose, period)
         except BaseException:
             self._fail()
             raise

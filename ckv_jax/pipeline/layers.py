@@ -24,7 +24,6 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, as_rows, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
-from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, Share, choose
@@ -43,9 +42,7 @@ LayerKv = tuple[tuple[Array, Array], ...]
 class Layers:
     """Jitted calls over one model's layers."""
 
-    def __init__(self, model: Transformer, peers: Peers = ALONE) -> None:
-        """`peers`: the processes whose devices the model is split over, besides this one."""
-        self.peers = peers
+    def __init__(self, model: Transformer) -> None:
         self.config = model.config
         self.dtype = jnp.dtype(model.dtype)
         self.target = model.target
@@ -73,7 +70,7 @@ class Layers:
         jit, split = self.programs.jit, self.split
         self._embed = jit(split(_embed_of(rest_of), (BY_NAME, WHOLE), WHOLE))
         head = split(_logits_of(rest_of), (BY_NAME, WHOLE), self._logits_spec())
-        self._head = jit(_head_of(head, self.shardings))
+        self._head = jit(_head_of(head))
         self._select = jit(
             split(
                 _select_of(layer_of, self.target, self.shardings),
@@ -134,7 +131,7 @@ class Layers:
     ) -> tuple[Float32[Array, "B V"], Int32[Array, " B"]]:
         """Logits of token `last` of each row, and their argmax."""
         logits, token = self._head(hidden.shape, self._rest, hidden, last)
-        return self.shardings.local((logits, token))  # type: ignore[no-any-return]
+        return logits, token
 
     def select(
         self,
@@ -274,15 +271,10 @@ def _logits_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Ar
     return logits
 
 
-def _head_of(
-    logits_of: Callable[..., Array], shardings: Shardings
-) -> Callable[..., tuple[Array, Array]]:
+def _head_of(logits_of: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
     def head(rest: LayerState, hidden: Array, last: Array) -> tuple[Array, Array]:
         row = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [B, 1, E]
         logits = logits_of(rest, row)
-        if shardings.spread:  # every process has all of them
-            constrain: Callable[..., Array] = jax.lax.with_sharding_constraint
-            logits = constrain(logits, shardings.place(WHOLE))
         return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     return head

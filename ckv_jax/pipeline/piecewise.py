@@ -22,7 +22,6 @@ class Piecewise:
 
     def __init__(self, layers: Layers, memory: Memory) -> None:
         self._pieces = Pieces(layers)
-        self._peers = layers.peers
         self._memory = memory
 
     def run(
@@ -84,11 +83,10 @@ class Piecewise:
         )
         done = 0
         while done < len(wanted):
-            room = max(1, self._peers.least(self._memory.step_slots))
+            room = max(1, self._memory.step_slots)
             now = wanted[done : done + room]
             done += len(now)
-            with self._peers.local():
-                slot_of = self._collect(packs, group, now)
+            slot_of = self._collect(packs, group, now)
             rows = [
                 [
                     (slot_of[owner, chunk], length)

@@ -70,15 +70,14 @@ class Streaming:
             )
         then = self._following(step, window, chooses)
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
-        with self._layers.peers.local():
-            for group in step.groups:
-                packs.demand(0, group, window.ids(plan.choice_of(step, group)))
-            for place, group in enumerate(step.groups):
-                ids = window.ids(plan.choice_of(step, group))
-                slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
-            for other in then:
-                for group in other.groups:
-                    packs.ahead(0, group, window.ids(plan.choice_of(other, group)), sure=True)
+        for group in step.groups:
+            packs.demand(0, group, window.ids(plan.choice_of(step, group)))
+        for place, group in enumerate(step.groups):
+            ids = window.ids(plan.choice_of(step, group))
+            slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
+        for other in then:
+            for group in other.groups:
+                packs.ahead(0, group, window.ids(plan.choice_of(other, group)), sure=True)
         hidden, buffers = self._layers.extend(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots,
             lengths if plan.parts > 1 else lengths[0], context=buffers[0][0].shape[1],
@@ -98,6 +97,5 @@ class Streaming:
 
     def _fits(self, step: Step, window: Window) -> bool:
         """Whether the pool has room for all packs of a step."""
-        room = self._layers.peers.least(self._memory.step_slots)
         ids = (window.ids(self._plan.choice_of(step, group)) for group in step.groups)
-        return sum(map(len, ids)) <= room
+        return sum(map(len, ids)) <= self._memory.step_slots

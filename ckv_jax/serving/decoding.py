@@ -61,9 +61,8 @@ class Decoding:
         self._rows = KvRows(layers)
         self._choice_calls = ChoiceCalls(layers)
         self.segments: Segments | None = None
-        """What moves texts onto what they generated, where texts choose at all. Several processes
-        have only a part each of what is to be stored."""
-        if system.decode is not None and segment_tokens and layers.peers.alone:
+        """What moves texts onto what they generated, where texts choose at all."""
+        if system.decode is not None and segment_tokens:
             self.segments = Segments(
                 store, leases, plan, system.coder, tokens=segment_tokens,
                 open_packs=open_packs, chooser=self.chooser,
@@ -90,8 +89,7 @@ class Decoding:
         stay (`hold`) and all are there."""
         chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
         window = Window(lease.resident, self._memory, self._plan, held=False)
-        held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
-        window.held = bool(self._layers.peers.least(int(held)))
+        window.held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
         for choice, ids in enumerate(chosen):
             window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget

@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import asdict
-from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +28,6 @@ from ckv_jax.token_trace import TokenTrace
 from ckv_jax.trace import Trace
 
 Outcome = Result | Generation
-_NUMBERS = count()
 
 
 class Sequence:
@@ -55,8 +51,6 @@ class Sequence:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"got {type(sampling).__name__}, expected SamplingParams")
         self.request = request
-        self.number = next(_NUMBERS)
-        """What the processes of an engine call it."""
         self.index = index
         """Place in the call that submitted it."""
         self.sampling = sampling
@@ -128,17 +122,6 @@ class Sequence:
         self.parts = parts
         self.suffix = suffix
         self.budget = budget
-
-    def to_json(self) -> dict[str, Any]:
-        """What another process has to know to compute the same."""
-        prefix = self.prefix
-        return {
-            "number": self.number,
-            "prefix": prefix.named() if prefix.num_tokens else None,
-            "suffix": self.suffix.tolist(),
-            "budget": self.budget,
-            "sampling": None if self.sampling is None else asdict(self.sampling),
-        }
 
     @property
     def tokens(self) -> np.ndarray:
@@ -249,7 +232,7 @@ class Sequence:
         )
 
     def finish(self, outcome: Outcome) -> None:
-        """The outcome is there, unless another one was before: that a process is gone."""
+        """The outcome is there, unless another one was before."""
         with suppress(InvalidStateError):
             self._future.set_result(outcome)
 
