@@ -73,11 +73,14 @@ def weight_files(folder: str | Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return sorted({folder / file for file in _weight_map(folder).values()})
-    raise not_a_checkpoint(folder)
+    raise not_a_checkpoint(folder, f"{SINGLE} and no {INDEX}")
 
 
-def not_a_checkpoint(path: Path) -> CheckpointError:
-    """The error for a path that holds no model that can be read: what it is, and what to do."""
+def not_a_checkpoint(path: Path, missing: str = CONFIG) -> CheckpointError:
+    """The error for a path that holds no model that can be read: what it is, and what to do.
+
+    `missing`: what a checkpoint would have, for a folder that is nothing known.
+    """
     if path.is_file():
         return CheckpointError(f"got the file {path}, expected a folder or a GGUF file")
     if not path.is_dir():
@@ -87,9 +90,7 @@ def not_a_checkpoint(path: Path) -> CheckpointError:
         found = sorted(path.glob(pattern))
         if found:
             return CheckpointError(f"{path} {what.format(found[0].name)}")
-    if not (path / CONFIG).is_file():
-        return CheckpointError(f"not a checkpoint: there is no {path / CONFIG}")
-    return CheckpointError(f"not a checkpoint: {path} has neither {SINGLE} nor {INDEX}")
+    return CheckpointError(f"not a checkpoint: {path} has no {missing}")
 
 
 _OTHER_FOLDERS: Mapping[str, str] = {

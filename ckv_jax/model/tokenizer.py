@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.checkpoint import not_a_checkpoint
-from ckv_jax.model.detokenizer import Detokenizer
+from ckv_jax.model.detokenizer import Detokenizer, last_words
 from ckv_jax.model.gguf_model import is_gguf
 from ckv_jax.model.gguf_tokenizer import gguf_tokenizer
 from ckv_jax.model.safetensors_file import check_pointer
@@ -78,9 +78,15 @@ class Tokenizer:
         """Write the tokenizer's files, as HF has them, to a folder."""
         self._backend.save_pretrained(str(folder))
 
-    def detokenizer(self) -> Detokenizer:
-        """Turns ids into text one at a time, special tokens included."""
-        return Detokenizer(self._backend.backend_tokenizer)
+    def decode_next(self, token_id: int, *, after: Sequence[int]) -> str:
+        """The text that one id adds to those before it, or to the last of them."""
+        before = last_words(self._backend.backend_tokenizer, after)
+        known, text = self.decode(before), self.decode([*before, token_id])
+        return text[len(known) :] if text.startswith(known) else self.decode([token_id])
+
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer:
+        """Turns the ids that follow others into text one at a time, special tokens included."""
+        return Detokenizer(self._backend.backend_tokenizer, after=after)
 
     def apply_chat(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
