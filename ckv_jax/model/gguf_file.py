@@ -36,7 +36,7 @@ _PLAIN: dict[str, np.dtype[Any]] = {
 }
 _QUANTISED = frozenset(
     "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS "
-    "IQ3_S IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4".split()
+    "IQ3_S IQ4_NL IQ4_XS".split()
 )
 """What the `gguf` package dequantises."""
 

@@ -63,7 +63,7 @@ def test_a_model_too_large_for_a_device_is_told(llama: Path, tmp_path: Path, her
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "nor is it a checkpoint: it has no config.json"),
+        (None, "has no config.json"),
         ({"model_type": "mixtral"}, "'mixtral', which is a mixture of experts"),
         ({"model_type": "llama"}, "the config lacks 'num_attention_heads'"),
         ({"num_hidden_layers": 3, "rope_parameters": LLAMA3}, "do not fit its config"),
