@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ckv_jax import Engine, EngineConfig, SamplingParams
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from tests.model.hf_checkpoints import their_logits
@@ -79,8 +79,6 @@ def test_the_engine_answers(smollm2: Path, tmp_path: Path) -> None:
         assert engine.tokenizer is not None
         prompt = engine.tokenizer.apply_chat(MESSAGES)
         prefix = engine.ingest(prompt[: prompt.index("What")])
-        from ckv_jax import Request
-
         request = Request(prefix=prefix, suffix=prompt[prompt.index("What") :])
-        [generation] = engine.generate([request], SamplingParams(max_tokens=12))
+        (generation,) = engine.generate(request, SamplingParams(max_tokens=8)).results()
         assert "Paris" in generation.text
