@@ -112,7 +112,7 @@ class OpenEngine:
         store_config: StoreConfig | None = None,
         peers: Peers = ALONE,
     ) -> Self:
-        """Loads a checkpoint folder (HF or Orbax) and opens or creates the store at a URL.
+        """Loads a checkpoint (HF or Orbax folder, GGUF file) and opens or creates the store at a URL.
 
         `default_sampling` is what the folder's `generation_config.json` says.
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,

@@ -11,7 +11,7 @@ from ckv_jax.errors import CheckpointError
 
 
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file; skips the test, with the reason, where there is none."""
+    """SmolLM2-135M-Instruct as a GGUF file; skips the test, with the reason, without one."""
     try:
         return fetch()
     except CheckpointError as error:

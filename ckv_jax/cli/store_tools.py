@@ -47,9 +47,7 @@ _UNITS = {
 
 
 def inspect(
-    store: Annotated[
-        str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")
-    ],
+    store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")],
     prefix: Annotated[
         str | None, typer.Argument(metavar="[PREFIX]", help="An id, or how it begins.")
     ] = None,

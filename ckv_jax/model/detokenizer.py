@@ -19,7 +19,9 @@ class Detokenizer:
     """The text of a sequence of ids, piece by piece, over `tokenizers`' own `DecodeStream`.
 
     The first id follows those that came before, if any: SentencePiece's decoders take the space
-    off the first word of a text, not off the first word of an answer. Pieces joined equal decoding all ids at once, wherever what follows cannot change what came
+    off the first word of a text, which the first word of an answer is not.
+
+    Pieces joined equal decoding all ids at once, wherever what follows cannot change what came
     before (byte fallback turns a whole run of bytes to U+FFFD at its first wrong one; what has
     been given out by then stays). An id takes bounded time and only the latest ids are kept, also
     where they never become text.

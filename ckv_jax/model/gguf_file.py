@@ -70,7 +70,6 @@ class GgufFile:
         self.types = {name: kind for name, (kind, _, _, _) in self._entries.items()}
         """The element type of every tensor by ggml's name, such as Q4_K or F32."""
 
-
     def read(self, name: str) -> np.ndarray:
         """One tensor in fresh memory: F16 and BF16 as stored, anything else in float32."""
         kind, shape, start, size = self._entries[name]

@@ -47,7 +47,7 @@ _HF_TYPES: Mapping[str, str] = {
     "minimax-m2": "minimax_m2", "lfm2moe": "lfm2_moe", "rwkv6": "rwkv", "rwkv7": "rwkv",
     "kimi-linear": "kimi_linear",
 }  # fmt: skip
-"""llama.cpp's architectures that Hugging Face spells otherwise, where a reason hangs on the name."""
+"""Refused architectures of llama.cpp that Hugging Face spells otherwise."""
 
 
 def is_gguf(path: str | Path) -> bool:

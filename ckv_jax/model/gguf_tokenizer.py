@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import (
-    AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,
-)  # fmt: skip
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.gguf_file import GgufFile

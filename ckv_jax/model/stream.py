@@ -12,8 +12,8 @@ __all__ = ["TextStream"]
 class TextStream:
     """Turns one request's generated ids into text as they come.
 
-    Pieces joined equal what decoding all ids at once adds to the ids `after` which they come. Text is held back while it ends inside a
-    character, or could be the start of a stop string; a stop string itself is never given out.
+    Pieces joined equal what all ids at once add to the text of the ids in `after`, the last of the
+    prompt. Text is held back while it ends inside a character, or could be the start of a stop string; a stop string itself is never given out.
     Used by one thread.
     """
 

@@ -122,8 +122,8 @@ class Tokenizer:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint: a folder, or a GGUF file, which holds its own.
 
-    Of a folder `tokenizer.json` is taken as it is; without it, `vocab.json` and `merges.txt`. Raises
-    `CheckpointError` with the reason if it is missing or broken.
+    Of a folder `tokenizer.json` is taken as it is; without it, `vocab.json` and `merges.txt`.
+    Raises `CheckpointError` with the reason if it is missing or broken.
     """
     folder = Path(folder)
     if is_gguf(folder):

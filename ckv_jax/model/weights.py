@@ -45,10 +45,11 @@ def load_pretrained(
     """The model of a checkpoint, its weights converted to `dtype` on the device.
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format, and a file is GGUF,
-    whose tensors are dequantised. In these, every tensor is checked before any is read: one that is missing, unknown, named twice or of the wrong shape
-    raises a `CheckpointError` that names it. Tensors then go to the device one at a time, or each
-    device's part to it, so host memory holds one tensor, or the two of one fused kernel. An Orbax
-    folder is restored whole before it is split.
+    whose tensors are dequantised. Of these, every tensor is checked before any is read: one that
+    is missing, unknown, named twice or of the wrong shape raises a `CheckpointError` that names
+    it. Tensors then go to the device one at a time, or each device's part to it, so host memory
+    holds one tensor, or the two of one fused kernel. An Orbax folder is restored whole before it
+    is split.
     `target`: what its calls will be compiled for; None: the default device.
     `shardings`: the devices it is split over, if it is.
     Raises `UnsupportedModel` for a config that this model cannot honour.

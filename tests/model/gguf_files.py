@@ -57,7 +57,9 @@ def write_gguf(folder: Path, path: Path, *, kind: str = "F32", **writer: Any) ->
                 out.add_tensor(gguf_name(name), stored)
             else:
                 dtype = GGMLQuantizationType[kind]
-                data = k_blocks(stored.shape, kind) if kind in SCALES_AT else quantize(stored, dtype)
+                data = (
+                    k_blocks(stored.shape, kind) if kind in SCALES_AT else quantize(stored, dtype)
+                )
                 out.add_tensor(gguf_name(name), data, raw_dtype=dtype)
                 stored = dequantize(data, dtype)
             kept[name] = np.empty_like(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +42,7 @@ def spm_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-    fast.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
+    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     return fast
 
 
@@ -69,7 +68,7 @@ def write_spm_checkpoint(folder: Path) -> None:
     table = np.random.default_rng(0).normal(size=(size, config.hidden_size)).astype(np.float32)
     head = np.zeros_like(table)
     ids = tokenizer(SENTENCE)["input_ids"]
-    for now, following in zip(ids[:-1], ids[1:], strict=True):
+    for now, following in itertools.pairwise(ids):
         head[following] += 2 * table[now] / np.sqrt(np.mean(table[now] ** 2))
     model.embedding[...], model.head[...] = jnp.asarray(table), jnp.asarray(head)
     save_pretrained(model, folder)

@@ -118,7 +118,12 @@ def test_a_model_of_several_files(tmp_path: Path) -> None:
 
 
 def test_reading_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 96}
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "intermediate_size": 96,
+    }
     write_checkpoint(tmp_path, "qwen3", **sizes)
     path = write_gguf(tmp_path, tmp_path / "model.gguf", kind="Q8_0")
     load_pretrained(path)  # compiles, so that only data is counted below
@@ -181,7 +186,9 @@ def cut(share: float) -> Callable[[Path], None]:
             "rope type 'linear'",
         ),
         (
-            header(more=lambda out: out.add_tensor("rope_freqs.weight", np.arange(1, 9.0, dtype="f"))),
+            header(
+                more=lambda out: out.add_tensor("rope_freqs.weight", np.arange(1, 9.0, dtype="f"))
+            ),
             UnsupportedModel,
             "not Llama 3's scaling",
         ),
@@ -204,7 +211,9 @@ def cut(share: float) -> Callable[[Path], None]:
         (lambda path: path.write_bytes(b"lmgg" + bytes(32)), CheckpointError, "not a GGUF file"),
         (lambda path: path.touch(), CheckpointError, "not a GGUF file"),
         (
-            lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0"),
+            lambda path: path.write_text(
+                "version https://git-lfs.github.com/spec/v1\noid sha256:0"
+            ),
             CheckpointError,
             "is a git-lfs pointer, not the file itself",
         ),

@@ -250,7 +250,7 @@ def test_a_git_lfs_pointer_is_refused_as_one(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is a git-lfs pointer"):
         load_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(pointer)
-    with pytest.raises(CheckpointError, match="tokenizer.json is a git-lfs pointer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a git-lfs pointer"):
         load_tokenizer(tmp_path)
 
 
