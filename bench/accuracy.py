@@ -97,7 +97,6 @@ def rule_of(system: SystemConfig, budget: float) -> Rule:
         window=system.choose.queries,
         layers=system.period if system.heads else min(system.choose.score_layers, system.period),
         only=system.heads,
-        pool=system.choose.pool,
         survivors=0 if system.heads else _survivors(coarse, budget),
         coarse="keys" if system.digest == "none" else system.digest,
         coarse_window=coarse.queries if coarse else 1,

@@ -39,7 +39,7 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from bench.common import (
     SHAPES,
@@ -59,7 +59,6 @@ from bench.decode_claims import claims, show
 from bench.disk import Disk
 from bench.figures import save
 from bench.kept import Kept, disk_of
-from ckv_jax.selection.select import Ahead
 
 QUICK = Setting(
     systems=("flexgen", "quest", "shadowkv", "retroinfer", "kvdrive", "ckv"), places=("ssd",),
@@ -91,7 +90,6 @@ def main() -> None:
     p.add_argument(
         "--windows", nargs="+", type=amount, help="times a choice, of systems that choose"
     )
-    p.add_argument("--ahead", choices=get_args(Ahead))
     for option in ("--device-share", "--host-share", "--stay"):
         p.add_argument(option, type=share)
     for option in ("--overfetch", "--row-seconds"):

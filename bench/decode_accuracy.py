@@ -7,8 +7,8 @@ with a question at the end, or questions with their answers one after the other.
 re-prefilled, every other one is a step of decode; where an answer is due, the likeliest next token
 is compared with it. Budget 1 is everything. Intervals are Wilson's (95%). JSON: `{"rows":
 [{"trace", "system", "budget", "answers", "accuracy", "ci95", "device_hits", "ssd_bytes",
-"choices", "attention_mass", "by_document"}], "bars"}`; `choices`: periods of layers that chose, for
-each token; `by_document`: right answers of each document, and all of them.
+"attention_mass", "by_document"}], "bars"}`; `by_document`: right answers of each document, and all
+of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 
-from bench.common import Json, budget_share, finish, positive, result_file, share, table
+from bench.common import Json, budget_share, finish, positive, result_file, table
 from bench.decode_cache import Setting, mean, sequences_of
 from bench.decode_cache import interval as resampled
 from bench.figures import save
@@ -104,7 +104,7 @@ def _answered(engine: Engine, pages: Sequence[Ledger], told: Sequence[Told], bud
         "by_document": [[int(one.sum()), len(one)] for one in of_each],
         **{
             name: float(np.mean([trace[name] for trace in traces]))
-            for name in ("device_hits", "ssd_bytes", "choices", "attention_mass")
+            for name in ("device_hits", "ssd_bytes", "attention_mass")
             if all(traces)
         },
     }
@@ -174,13 +174,6 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=positive, default=4096)
-    parser.add_argument(
-        "--drift", type=share, metavar="COSINE", help="of every system that chooses, with a window"
-    )
-    parser.add_argument(
-        "--estimate", type=share, default=0.0, metavar="SHARE",
-        help="of every system whose heads choose by means: so many chunks' attention is estimated",
-    )  # fmt: skip
     args = parser.parse_args()
     try:
         demo_ledger(0, args.tokens, asked=LEARNED)
@@ -196,12 +189,6 @@ def main() -> None:
         name: headed_system(name, folder) if name in HEADED else SYSTEMS[name]
         for name in args.systems
     }
-    for name, system in systems.items() if args.drift is not None else ():
-        if system.decode is not None and system.window > 0:
-            systems[name] = replace(system, decode=replace(system.decode, drift=args.drift))
-    for name, system in systems.items() if args.estimate else ():
-        if system.decode is not None and system.heads_apart and system.digest == "means":
-            systems[name] = replace(system, digest="means+values", estimate=args.estimate)
     about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
     about["model"] = checkpoint_fingerprint(folder)
     kept = Kept(args.json, about)
@@ -217,9 +204,8 @@ def main() -> None:
         print(table(lines, ("claim", "budget", "value", "bar", "answers", "")))
     found = {
         "checkpoint": folder.name, "documents": setting.documents, "tokens": setting.tokens,
-        "sequences": setting.sequences, "steps": setting.steps, "drift": args.drift,
+        "sequences": setting.sequences, "steps": setting.steps,
         "half_width": half_widths(sum(row["answers"] for row in rows[:2])),
-        "estimate": args.estimate,
         "rows": rows, "bars": bars(rows),
     }  # fmt: skip
     save("decode_accuracy", finish(args, None, kept.said() | found), args.plot)

@@ -29,7 +29,6 @@ from ckv_jax import Engine, EngineConfig, Request
 from ckv_jax.config import SystemConfig
 from ckv_jax.fitting import layout_of
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.selection.select import Ahead
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
@@ -40,8 +39,6 @@ EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
-NEVER = 1 << 30
-"""Tokens until one chooses anew, of a system that stands still."""
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""
 SHM = Path("/dev/shm")
@@ -71,8 +68,6 @@ class Setting:
     host_share: float = 1 / 4
     windows: tuple[float | None, ...] = (None,)
     """Of every system that chooses; None: its own."""
-    ahead: Ahead | None = None
-    """What every system that chooses reads ahead; None: its own."""
     overfetch: float | None = None
     """Chunks that count as nearly chosen, for each chosen one; None: the system's own."""
     seed: int = 0
@@ -141,9 +136,6 @@ class Bench:
                 system = system_named(name)
             if system.decode is not None and self.setting.overfetch is not None:
                 system = dataclasses.replace(system, overfetch=self.setting.overfetch)
-            if system.decode is not None and self.setting.ahead is not None:
-                decode = dataclasses.replace(system.decode, ahead=self.setting.ahead)
-                system = dataclasses.replace(system, decode=decode)
             found.setdefault(layout_of(system, self.model, "bfloat16").hex, []).append(system)
         return list(found.values())
 
@@ -288,5 +280,4 @@ class Bench:
 def standing_still(system: SystemConfig) -> SystemConfig:
     """A system whose texts go on by what their questions chose: it attends to as much, and neither
     chooses nor reads between tokens."""
-    assert system.decode is not None
-    return dataclasses.replace(system, decode=dataclasses.replace(system.decode, every=NEVER))
+    return dataclasses.replace(system, decode=None)

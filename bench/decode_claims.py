@@ -24,7 +24,7 @@ RISE, FLAT, FROM_SSD, MEMORY, FEWER = 1.8, 0.10, 0.60, 1.10, 40.0
 BUDGET = 1 / 64
 SETTING: Json = {
     "model": "kv7b-thin", "prefix_tokens": 32_768, "device_share": 1 / 16, "host_share": 1 / 4,
-    "windows": (None,), "ahead": None, "overfetch": None,
+    "windows": (None,), "overfetch": None,
 }  # fmt: skip
 """What is to hold for claims to be judged, beside the budget."""
 WINDOWS = (0.0, 3.0)

@@ -21,9 +21,7 @@ from ckv_jax.config import Heads
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.selection.base import pooled as pooled_ranks
 from ckv_jax.selection.coarse import Coarse
-from ckv_jax.selection.select import Pool
 
 __all__ = ["Answers", "Oracle", "Rule", "best"]
 
@@ -62,8 +60,6 @@ class Rule:
     """The last so many suffix queries score it."""
     coarse_layers: int = 1
     """So many of the layers that score."""
-    pool: Pool = "none"
-    """What ranks chunks (`ckv_jax.selection.base.pooled`)."""
     only: Heads = ()
     """(layer, KV head) that score, of the layers that do; (): all heads of them."""
 
@@ -140,7 +136,7 @@ class Oracle:
             np.int32(rule.count(tokens)), np.int32(rule.survivors * rule.count(tokens)),
             np.int32(rule.every), chunk_tokens=rule.chunk_tokens,
             each=rule.heads == "each", largest=rule.over == "max", offsets=offsets, first=first,
-            watch=watch, beside=rule.suffix, pool=rule.pool,
+            watch=watch, beside=rule.suffix,
         )  # fmt: skip
         return Answers(
             **dict(zip(("logits", "chosen", "scores", "ahead"), map(np.asarray, out), strict=False))
@@ -170,7 +166,6 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
         "first",
         "watch",
         "beside",
-        "pool",
     ),
 )
 def _ask(
@@ -179,7 +174,6 @@ def _ask(
     coarse_weight: jax.Array, leads: jax.Array, forced: jax.Array, active: jax.Array,
     count: jax.Array, survivors: jax.Array, step: jax.Array, *, chunk_tokens: int, each: bool,
     largest: bool, offsets: tuple[int, ...], first: tuple[int, ...], watch: bool, beside: bool,
-    pool: Pool,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     total, tokens, kv_heads, dim = keys.shape
     asked, suffix = questions.shape
@@ -215,8 +209,7 @@ def _ask(
         return (shares.max(0) if largest else shares.sum(0))[None]
 
     def best_of(scores: jax.Array, count: jax.Array, among: jax.Array | bool = True) -> jax.Array:
-        scores = jnp.stack([pooled_ranks(part, pool) for part in scores]) + forced[None, None, :]
-        scores = jnp.where(among, scores, -jnp.inf)
+        scores = jnp.where(among, scores + forced[None, None, :], -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1)
         return rank < count
 

@@ -23,9 +23,7 @@ Speculate = Literal["previous", "lookahead"]
 PolicyName = Literal["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]
 KeepName = Literal["lru", "lfu", "lookahead"]
 WidthsName = Literal["even", "profiled"]
-DigestName = Literal[
-    "none", "int8", "int4", "pq", "means", "bounds", "means+values", "means+cosines"
-]
+DigestName = Literal["none", "int8", "int4", "pq", "means", "bounds", "means+cosines"]
 
 MIB = 2**20
 GB = 10**9
@@ -77,11 +75,6 @@ class SystemConfig:
     """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
     to a layer's KV head (KVDrive §4). A text's first 16 and last 64 tokens are then in chunks of
     their own, which are attended to whatever the budget, beside it."""
-    estimate: float = 0.0
-    """Share of a prefix's chunks, the next best after those that a token of a text chose, whose
-    attention is estimated by their mean keys and values (RetroInfer, which has 0.232): what a token
-    attends to exactly and what it estimates share one softmax. For each KV head of every layer;
-    needs the digest "means+values". 0: none."""
     outliers: float = 0.0
     """Share of a prefix's chunks that each KV head of every layer attends to whatever it chooses,
     beside its budget: those with a key that is least like the chunk's mean (ShadowKV, which has 48
@@ -93,11 +86,8 @@ class SystemConfig:
     probe: Literal["keys", "heads", "digest", "none"] = "keys"
     """What is scored to choose: all keys, those of some heads, or a digest that stays in memory."""
     probe_heads: int = PROBE_HEADS
-    """Heads whose keys are scored with probe="heads", the first of every layer (IMPRESS §4.3)."""
-    probe_unit: Literal["query", "kv"] = "query"
-    """Which heads those are. The paper's models have a key head for each query head; where query
-    heads share one, as many query heads need fewer keys ("query", the paper's count), or as many
-    key heads answer for all of their query heads ("kv")."""
+    """Query heads whose keys are scored with probe="heads", the first of every layer (IMPRESS
+    §4.3); where query heads share a key head, so many need fewer keys."""
     digest: DigestName = "none"
     """How that digest holds keys: quantised, or as one landmark per chunk (`LANDMARKS`)."""
     heads: Heads = ()
@@ -162,10 +152,9 @@ class SystemConfig:
         self._check_heads()
         self._check_apart()
         each = self.heads_apart and self.period == 1
-        self.zones.check(digest=self.digest, each=each, decode=self.decode)
+        self.zones.check(digest=self.digest, each=each)
         if self.probe_heads < 1:
             raise ValueError(f"got probe_heads={self.probe_heads}, expected at least 1")
-        _one_of("probe_unit", self.probe_unit, Literal["query", "kv"])
         if (self.probe == "digest") != (self.digest != "none"):
             raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
         if self.speculate == "lookahead" and self.probe != "digest":
@@ -179,8 +168,6 @@ class SystemConfig:
             raise ValueError(
                 f"got score_layers={self.choose.score_layers} without a resident digest, expected 1"
             )
-        if self.choose.pool != "none" and not self.chunked:
-            raise ValueError(f"got pool={self.choose.pool!r} of a system that chooses no chunks")
         if self.decode is not None:
             self.decode.check_text()
             if self.probe != "digest":
@@ -188,10 +175,6 @@ class SystemConfig:
         check_number("window", self.window)
         if self.window != 0 and not self.window >= 1:
             raise ValueError(f"got window={self.window}, expected 0, or at least 1: a whole choice")
-        if self.window == 0 and self.decode is not None and self.decode.every > 1:
-            raise ValueError(f"got window=0 with every={self.decode.every}, expected every=1")
-        if self.window == 0 and self.decode is not None and self.decode.drift is not None:
-            raise ValueError(f"got window=0 with drift={self.decode.drift}, expected drift=None")
         _one_of("keep", self.keep, KeepName)
         _one_of("widths", self.widths, WidthsName)
         if self.overfetch < 1:
@@ -220,10 +203,6 @@ class SystemConfig:
                     "got grouping='alike', expected heads apart in packs of one layer, a digest of "
                     f"landmarks and chunk_tokens a multiple of {TOGETHER}"
                 )
-            if self.choose.pool != "none" or (self.decode and self.decode.pool != "none"):
-                raise ValueError(
-                    "got a pool with grouping='alike', whose chunks have no neighbours"
-                )
         if not self.heads_apart:
             return
         if not self.chunked or self.probe != "digest" or self.heads or not self.kv_together:
@@ -248,7 +227,7 @@ class SystemConfig:
     @property
     def zones(self) -> Zones:
         """What its choices have beside their budget."""
-        return Zones(self.grouping == "alike", self.outliers, self.estimate)
+        return Zones(self.grouping == "alike", self.outliers)
 
     @property
     def chunked(self) -> bool:
@@ -262,7 +241,7 @@ class SystemConfig:
 
     def probe_width(self, num_heads: int, num_kv_heads: int) -> int:
         """KV heads that hold the keys of `probe_heads`, in a model of so many heads."""
-        shared = num_heads // num_kv_heads if self.probe_unit == "query" else 1
+        shared = num_heads // num_kv_heads
         return min(-(-self.probe_heads // shared), num_kv_heads)
 
     def layout(
@@ -349,8 +328,6 @@ class EngineConfig:
     and pool leave less; others wait."""
     tensor_parallel: int = 1
     """Devices that the model is split over, by KV head; the store knows nothing of it."""
-    processes: int = 1
-    """Processes that have those devices, as many each; see `ckv_jax.processes`."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that a second start compiles little."""
     salt: str = ""
@@ -367,18 +344,13 @@ class EngineConfig:
             check_whole(name, getattr(self, name), least=0)
         for name in (
             "prefetch_device_bytes", "prefetch_host_bytes", "io_threads", "prefill_block",
-            "prefill_window", "max_batch", "admit_bytes", "tensor_parallel", "processes",
+            "prefill_window", "max_batch", "admit_bytes", "tensor_parallel",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), least=1)
         if system_of(self.system).heads_apart and self.tensor_parallel > 1:
             raise ValueError(
                 f"got tensor_parallel={self.tensor_parallel} for a system whose heads have packs "
                 "of their own, expected 1"
-            )
-        if self.tensor_parallel % self.processes:
-            raise ValueError(
-                f"got processes={self.processes} for tensor_parallel={self.tensor_parallel} "
-                "devices, expected as many devices in each"
             )
         check_number("read_deadline_s", self.read_deadline_s)
         if not 0 < self.read_deadline_s <= TIMEOUT_MAX:

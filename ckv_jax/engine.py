@@ -11,7 +11,6 @@ import numpy as np
 
 from ckv_jax.cache.widths import Widths
 from ckv_jax.config import check_budget
-from ckv_jax.fitting import check_processes
 from ckv_jax.ingest import Progress
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.opened import OpenEngine
@@ -156,8 +155,7 @@ class Engine(OpenEngine):
         The widths are kept for this model and system and used by texts that begin from now on, in
         engines to come as well (`SystemConfig.widths`). No answer depends on them. Texts of some
         200 tokens over prefixes of the kind that will be asked tell most. Raises what is wrong
-        with a request, `ValueError` where nothing is chosen anew for long enough, or not by
-        every token (`Select.drift`).
+        with a request, `ValueError` where nothing is chosen anew for long enough.
         """
         profile = self._worker.profile
         if self.system.decode is None or self.system.widths != "profiled":
@@ -165,8 +163,6 @@ class Engine(OpenEngine):
                 f"got system {self.system.name!r}, expected one that chooses anew and has "
                 "widths='profiled', such as 'ckv' or 'kvdrive'"
             )
-        if self.system.decode.drift is not None:
-            raise ValueError(f"got drift={self.system.decode.drift}, expected None while profiling")
         self._scheduler.call(profile.begin)
         try:
             for text in self.generate(requests, sampling).results():
@@ -268,7 +264,6 @@ class Engine(OpenEngine):
         up to `max_suffix` tokens, any of `budgets` (None: the engine's) and, with `max_tokens`,
         texts of up to so many tokens.
         """
-        check_processes(self.config, 1)
         check_whole("max_batch", max_batch, least=1)
         check_whole("max_suffix", max_suffix, least=1)
         check_whole("max_tokens", max_tokens, least=0)
@@ -293,7 +288,6 @@ class Engine(OpenEngine):
         gone. Cancelling the future does not stop it. Raises what `check_prefix` does for a prefix
         of another model or layout.
         """
-        check_processes(self.config, 1)
         self._placement.check_prefix(prefix, prefix.salt)
         chosen = check_budget(self.config.budget if budget is None else budget)
         return self._scheduler.add(Job(brought(self._worker, prefix, chosen))).future
@@ -304,7 +298,6 @@ class Engine(OpenEngine):
 
         What they are worth is kept. Returns at once; the result is how many packs left.
         """
-        check_processes(self.config, 1)
         self._placement.check_prefix(prefix, prefix.salt)
         return self._scheduler.add(Job(let_go(self._worker, prefix))).future
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckv_jax.storage.errors import CkvError, StoreError
+from ckv_jax.storage.errors import CkvError
 
 __all__ = [
     "Cancelled",
@@ -11,8 +11,6 @@ __all__ = [
     "ContextOverflow",
     "DeadlineExceeded",
     "EngineClosed",
-    "ProcessFailed",
-    "ProcessLost",
     "UnsupportedModel",
 ]
 
@@ -39,11 +37,3 @@ class DeadlineExceeded(CkvError):
 
 class EngineClosed(CkvError):
     """The engine was closed before the request's turn came."""
-
-
-class ProcessFailed(StoreError):
-    """One of the engine's processes could not do its part, such as read what its devices need."""
-
-
-class ProcessLost(EngineClosed):
-    """A process of the engine has ended, failed or does not answer; nothing can be computed."""

@@ -14,7 +14,6 @@ from queue import SimpleQueue
 import numpy as np
 
 from ckv_jax.budget import Budget
-from ckv_jax.errors import ProcessFailed
 from ckv_jax.mending import Mending
 from ckv_jax.pipeline.prefill import Block, Prefills
 from ckv_jax.request import Completion
@@ -71,24 +70,21 @@ class Ingest:
 
         What is stored and marked as bad is put right where it lies, as far as that is worth it.
         Raises `StoreFull` and other `CkvError`s of the store, with nothing half-written left
-        behind; `ValueError` for a text too long for several processes. In the caller's thread,
-        which waits.
+        behind. In the caller's thread, which waits.
         """
         longest = partial(self._longest, salt=salt)
         stored = longest(tokens)
-        alone = self._prefills.layers.peers.alone
-        if stored.num_tokens < len(tokens) and alone:  # several processes compute anew
+        if stored.num_tokens < len(tokens):
             stored = self._mending.mend(tokens, longest, progress)
         if stored.num_tokens == len(tokens):
             return stored
-        self._prefills.check_stored(len(tokens))  # before others make room for it
         size = self._layout.chunk_tokens
         whole = stored.num_tokens // size * size
         parent = longest(tokens[:whole]) if whole else None
         if parent is not None and parent.num_tokens:
             try:
                 return self._store_after(parent, tokens, progress, grouping, salt=salt)
-            except (SegmentDamaged, ProcessFailed):
+            except SegmentDamaged:
                 pass  # some of what is before cannot be read: all of it is computed again
         return self._store_after(None, tokens, progress, grouping, salt=salt)
 
@@ -227,8 +223,7 @@ class _Way:
         prefill = prefills.begin(tokens, start=start, earlier=self._earlier)
         while True:
             block = prefill.advance()
-            with prefills.layers.peers.together():
-                block.hidden.block_until_ready()
+            block.hidden.block_until_ready()
             self._computed, self._needs = block.first + block.length, prefill.needs
             self.blocks.put(block)
             if prefill.done:

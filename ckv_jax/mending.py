@@ -150,11 +150,6 @@ class _Known:
         self._blocks: list[np.ndarray] = []
 
     @property
-    def prefix(self) -> Prefix | None:
-        """See `prefill.Earlier`."""
-        return self._stored.prefix
-
-    @property
     def fresh(self) -> np.ndarray:
         """What was computed, [L, 2, n, K, D] from token `start` on."""
         return np.concatenate(self._blocks, axis=2)

@@ -11,7 +11,7 @@ from jax import Array
 
 from ckv_jax import compilation_cache
 from ckv_jax.config import EngineConfig
-from ckv_jax.fitting import check_processes, check_split, layout_of, system_for
+from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.identity import model_fingerprint
 from ckv_jax.ingest import Ingest
 from ckv_jax.model.config import ModelConfig
@@ -21,7 +21,6 @@ from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
@@ -34,6 +33,7 @@ from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.systems import system_of
 
 
 class OpenEngine:
@@ -62,7 +62,7 @@ class OpenEngine:
         self.store = store
         self.fingerprint = fingerprint
         self.model_config = layers.config
-        self.system = system_for(config)
+        self.system = system_of(config.system)
         self.layout = layout_of(self.system, layers.config, config.dtype)
         if config.tensor_parallel != layers.shardings.size:
             raise ValueError(
@@ -70,8 +70,6 @@ class OpenEngine:
                 f"{layers.shardings.size}, the devices that the model is split over"
             )
         check_split(self.system, config.tensor_parallel)
-        self._peers = layers.peers
-        check_processes(config, self._peers.size)
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
             layout=self.layout, system=self.system, config=config,
@@ -100,7 +98,6 @@ class OpenEngine:
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()
-        self._peers.on_lost(self._scheduler.abandon)
 
     @classmethod
     def from_pretrained(
@@ -110,32 +107,30 @@ class OpenEngine:
         store: str | os.PathLike[str],
         config: EngineConfig | None = None,
         store_config: StoreConfig | None = None,
-        peers: Peers = ALONE,
     ) -> Self:
         """Loads a checkpoint (HF or Orbax folder, GGUF file) and opens or creates the store at a URL.
 
         `default_sampling` is what the folder's `generation_config.json` says.
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,
         `ValueError` for a system that does not exist or does not suit the model. A store is made
-        only when all else is right. `peers`: what `ckv_jax.processes` made of other processes.
+        only when all else is right.
         """
         config = config or EngineConfig()
-        system = system_for(config)
+        system = system_of(config.system)
         path = Path(folder)
         if config.compilation_cache:
             compilation_cache.enable()
         found = ModelConfig.from_hf(path)
         layout_of(system, found, config.dtype)  # refuses before anything is loaded
         check_split(system, config.tensor_parallel)
-        shardings = Shardings.over(found, config.tensor_parallel, config.processes)
+        shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
         model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
         tokenizer = load_tokenizer(path)
         fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
         opened = ChunkStore.open(store, config=store_config)
         try:
-            layers = Layers(model, peers)
-            return cls(layers, tokenizer, opened, fingerprint, config, default_sampling=sampling)
+            return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)
         except BaseException:
             opened.close()
             raise
@@ -146,7 +141,6 @@ class OpenEngine:
         It shares the weights and what has been compiled for them, so that systems can be compared
         side by side. It closes no store: the caller that opened one closes it. `dtype` must stay.
         """
-        check_processes(config, 1)
         if config.dtype != self.config.dtype:
             raise ValueError(f"got dtype={config.dtype!r}, expected {self.config.dtype!r}")
         layers = self._worker.layers
@@ -171,7 +165,6 @@ class OpenEngine:
             self._closed = True
         self._prompts.close()
         try:
-            self._peers.leave()
             self._worker.close(give_back=ended)
         finally:
             if self._owns_store:
@@ -179,7 +172,7 @@ class OpenEngine:
 
     @property
     def worker(self) -> Worker:
-        """What computes, for a process that follows another one's engine (`ckv_jax.processes`)."""
+        """What computes, for measurements."""
         return self._worker
 
     def _carry_over(self, old: Prefix, new: Prefix) -> None:

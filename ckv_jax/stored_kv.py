@@ -39,11 +39,6 @@ class EarlierKv:
         self._reader = reader
         self._writer = writer
 
-    @property
-    def prefix(self) -> Prefix | None:
-        """See `prefill.Earlier`."""
-        return None if self._reader is None else self._reader.prefix
-
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         """[layers, 2, stop - first, K, D]. Raises `SegmentDamaged` for what cannot be read.
 
@@ -71,7 +66,7 @@ class EarlierKv:
                 part = places
             stored = np.empty(shape, layout.stored_dtype)
             self._writer.read_back(group, int(chunks[old]) - whole, stored, layer=places.start)
-            parts.append(decoded(self._codec, stored, group, layout)[:, part])
+            parts.append(decoded(self._codec, stored, layout)[:, part])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -107,7 +102,7 @@ def _read(reader: PrefixReader, group: int, chunks: np.ndarray, codec: Codec | N
         raise SegmentDamaged(f"the packs of group {group} cannot be read: {error}") from error
     if not ok.all():
         raise SegmentDamaged(f"{int((~ok).sum())} packs of group {group} cannot be read")
-    return decoded(codec, stored, group, layout)
+    return decoded(codec, stored, layout)
 
 
 def _kv_of(

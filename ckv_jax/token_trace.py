@@ -26,8 +26,6 @@ class TokenTrace:
     """Packs of the batch that were read ahead and given up, since nobody chose them."""
     pack_bytes: int = 0
     """Bytes of one pack."""
-    choices: int = 0
-    """Periods of layers that chose anew; the others attended to what they had chosen before."""
     attention_mass: float = 1.0
     """Share of the probe's attention that the chosen chunks hold, averaged over periods."""
     select_ms: float = 0.0

@@ -242,7 +242,7 @@ class Trace:
         packs = max(1, device + host + ssd)
         means = {
             name: sum(getattr(token, name) for token in self.tokens) / n
-            for name in ("choices", "attention_mass", "select_ms", "fetch_ms", "ms")
+            for name in ("attention_mass", "select_ms", "fetch_ms", "ms")
         }
         return {
             "tokens": n,

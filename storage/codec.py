@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckv_jax.storage.bits_table import TABLES, bits_named
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.quantised import Quantised
@@ -32,11 +31,6 @@ class Codec(Protocol):
         """Bytes of one encoded pack; `layout` is that of the packs as they are computed."""
         ...
 
-    def of_group(self, group: int, layout: Layout) -> Codec:
-        """What encodes and decodes the packs of one layer group: itself, where all are alike.
-        Hashable: groups with equal ones share what is compiled."""
-        ...
-
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         """uint8 [n, num_bytes] from packs [n, *pack_shape] of `layout.numpy_dtype`."""
         ...
@@ -51,30 +45,28 @@ class Codec(Protocol):
 CODECS: Mapping[str, Codec | None] = MappingProxyType(
     {
         PLAIN: None,
-        "int8": Quantised(name="int8", bits=((8, 8),)),
-        "k8v4": Quantised(name="k8v4", bits=((8, 4),)),
-        "int4-rotated": Quantised(name="int4-rotated", bits=((4, 4),), turned=True),
+        "int8": Quantised(name="int8", bits=(8, 8)),
+        "k8v4": Quantised(name="k8v4", bits=(8, 4)),
     }
 )
 """By name; None: packs lie on disk as they are in memory."""
 
 
 def codec_named(name: str) -> Codec | None:
-    """The codec of a name in `CODECS` or `TABLES`, or of a table that a name spells. Raises
-    ValueError for another one."""
-    if name in CODECS:
-        return CODECS[name]
-    found = TABLES.get(name) or bits_named(name)
-    if found is None:
-        expected = ", ".join((*CODECS, *TABLES))
-        raise ValueError(f"got codec={name!r}, expected one of {expected} or a table's name")
-    return found
+    """The codec of a name in `CODECS`. Raises ValueError for another one."""
+    if name not in CODECS:
+        raise ValueError(f"got codec={name!r}, expected one of {', '.join(CODECS)}")
+    return CODECS[name]
 
 
 def codec_of(layout: Layout) -> Codec | None:
     """The codec that `layout` names. Raises ValueError where it is not known here."""
-    codec = codec_named(layout.codec.partition(":")[0])
-    check_codec(codec, layout)
+    codec = CODECS.get(layout.codec.partition(":")[0])
+    if codec_id(codec) != layout.codec:
+        raise ValueError(
+            f"stored with codec {layout.codec!r}, expected one of "
+            f"{', '.join(map(codec_id, CODECS.values()))}: ingest the text again"
+        )
     if codec is not None and codec.num_bytes(layout) != layout.codec_bytes:
         raise ValueError(
             f"{layout.codec}: got packs of {layout.codec_bytes} bytes, "
@@ -103,23 +95,19 @@ def check_codec(codec: Codec | None, layout: Layout) -> None:
         raise ValueError(f"codec: got {codec_id(codec)!r}, expected {layout.codec!r}")
 
 
-def encoded(codec: Codec | None, packs: np.ndarray, group: int, layout: Layout) -> np.ndarray:
-    """Packs of a layer group as they lie on disk [n, *stored_shape], from bit patterns
-    [n, *pack_shape]."""
+def encoded(codec: Codec | None, packs: np.ndarray, layout: Layout) -> np.ndarray:
+    """Packs as they lie on disk [n, *stored_shape], from bit patterns [n, *pack_shape]."""
     if codec is None:
         return packs
-    coder = codec.of_group(group, layout)
-    out = np.ascontiguousarray(coder.encode(packs.view(layout.numpy_dtype), layout))
+    out = np.ascontiguousarray(codec.encode(packs.view(layout.numpy_dtype), layout))
     if out.dtype != np.uint8 or out.shape != (len(packs), *layout.stored_shape):
         want = (len(packs), *layout.stored_shape)
         raise ValueError(f"{layout.codec}: got {out.dtype} {out.shape}, expected uint8 {want}")
     return out
 
 
-def decoded(codec: Codec | None, stored: np.ndarray, group: int, layout: Layout) -> np.ndarray:
-    """Packs of a layer group [n, *pack_shape] of `layout.numpy_dtype`, from [n, *stored_shape],
-    for the host."""
+def decoded(codec: Codec | None, stored: np.ndarray, layout: Layout) -> np.ndarray:
+    """Packs [n, *pack_shape] of `layout.numpy_dtype`, from [n, *stored_shape], for the host."""
     if codec is None:
         return stored
-    found = np.asarray(codec.of_group(group, layout).decode(stored, layout))
-    return found.view(layout.numpy_dtype)
+    return np.asarray(codec.decode(stored, layout)).view(layout.numpy_dtype)

@@ -30,7 +30,7 @@ _DTYPES: dict[str, tuple[Any, str]] = {
 }
 _PROBES = ("keys", "heads", "none")
 _GROUPINGS = ("position", "alike")
-_DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
+DIGESTS = ("none", "int8", "int4", "pq", *LANDMARKS)
 _CODEC = re.compile(r"[a-z0-9-]{1,1024}:[0-9]{1,9}")
 _PROBE_BLOCK = 1024  # tokens of one probe read
 _MAX_PACK = 1 << 30
@@ -58,9 +58,8 @@ class Layout:
         first `probe_width` KV heads of every layer; "none".
       probe_width: KV heads of a "heads" probe; more than there are means all.
       digest: compressed keys: "int8", "int4", "pq" (one byte for eight values); of every chunk
-        its mean key ("means"), that and its mean value ("means+values"), that and how little its
-        least alike key is like it ("means+cosines"), or the least and greatest values of its keys
-        ("bounds"); or "none".
+        its mean key ("means"), that and how little its least alike key is like it
+        ("means+cosines"), or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
       digest_heads: of each of those layers the one KV head whose keys the digest has; empty: all.
@@ -114,8 +113,8 @@ class Layout:
             raise ValueError(f"pack_layers: got {self.pack_layers}, expected 1 when K and V part")
         if self.probe not in _PROBES:
             raise ValueError(f"probe: got {self.probe!r}, expected one of {_PROBES}")
-        if self.digest not in _DIGESTS:
-            raise ValueError(f"digest: got {self.digest!r}, expected one of {_DIGESTS}")
+        if self.digest not in DIGESTS:
+            raise ValueError(f"digest: got {self.digest!r}, expected one of {DIGESTS}")
         if self.digest != "none" and self.digest_layers == ():
             object.__setattr__(self, "digest_layers", tuple(range(self.num_layers)))
         self._check_digest_layers()
@@ -127,8 +126,6 @@ class Layout:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even one for int4")
         if self.digest == "pq" and self.head_dim % PQ_DIM:
             raise ValueError(f"head_dim: got {self.head_dim}, expected a multiple of 8 for pq")
-        if self.digest == "means+values" and not self.kv_together:
-            raise ValueError("digest: got 'means+values', expected K and V together")
 
     def _check_digest_layers(self) -> None:
         layers = self.digest_layers
@@ -341,7 +338,7 @@ class Layout:
     def digest_codes(self) -> int:
         """Bytes of codes of one entry and KV head."""
         if self.digest in LANDMARKS:
-            rows = 2 if self.digest in ("bounds", "means+values") else 1
+            rows = 2 if self.digest == "bounds" else 1
             cosine = 4 if self.digest == "means+cosines" else 0
             return rows * self.head_dim * self.disk_dtype.itemsize + cosine
         parts = {"none": 0, "int8": 1, "int4": 2, "pq": PQ_DIM}[self.digest]

@@ -17,8 +17,8 @@ LANDMARKS_VERSION = 4
 """Of layouts whose digest has one landmark for each chunk: likewise."""
 PROBE_VERSION = 5
 """Of layouts whose probe has another width than `PROBE_HEADS`: likewise."""
-TABLE_VERSION = 6
-"""Of layouts whose codec has a long name, which a table of bits gives it: likewise."""
+LONG_CODEC_VERSION = 6
+"""Of layouts whose codec has a long name: likewise."""
 ORDERS_VERSION = 7
 """Of layouts whose segments have an order of their tokens for each layer: likewise."""
 HEADS_VERSION = 8
@@ -33,21 +33,19 @@ VERSIONS = tuple(range(VERSION, BESIDE_VERSION + 1))
 PLAIN = "none"
 """The codec of packs that lie on disk as they are in memory."""
 
-MEANS_AND = ("means+values", "means+cosines")
-"""Digests that keep the mean key of each chunk and something beside it."""
-LANDMARKS = ("means", "bounds", *MEANS_AND)
+LANDMARKS = ("means", "bounds", "means+cosines")
 """Digests that keep a landmark for each chunk, not for each token."""
 PROBE_HEADS = 3  # IMPRESS §4.3: the keys of three heads rank the tokens of all of them
 _SHORT_CODEC = 64  # letters of a codec's name in older versions
 
 _Needs = Callable[[Mapping[str, Any]], bool]
 _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
-    (BESIDE_VERSION, (), lambda layout: layout["digest"] in MEANS_AND),
+    (BESIDE_VERSION, (), lambda layout: layout["digest"] == "means+cosines"),
     (ALIKE_VERSION, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
     (HEADS_VERSION, ("digest_heads",), lambda layout: bool(layout["digest_heads"])),
     (ORDERS_VERSION, ("layer_orders",), lambda layout: layout["layer_orders"]),
-    (TABLE_VERSION, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
+    (LONG_CODEC_VERSION, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
     (PROBE_VERSION, ("probe_width",), lambda layout: layout["probe_width"] != PROBE_HEADS),
     (LANDMARKS_VERSION, (), lambda layout: layout["digest"] in LANDMARKS),
     (CODED_VERSION, ("codec", "codec_bytes"), lambda layout: layout["codec"] != PLAIN),

@@ -54,10 +54,6 @@ class Prefix:
     provenance: str = chain.EXACT
     exact_chunks: int = 0
 
-    def named(self) -> tuple[str, str, str, list[int]]:
-        """By what another process finds the same: id, salt, provenance and tokens."""
-        return self.id, self.salt, self.provenance, self.tokens.tolist()
-
     @classmethod
     def empty(cls, fingerprint: Fingerprint, layout: Layout, salt: str) -> Prefix:
         """The prefix of no tokens."""

@@ -18,9 +18,7 @@ from ckv_jax.storage.codec import CODECS
 from ckv_jax.stored_kv import read_kv
 
 NAMES = [name for name, codec in CODECS.items() if codec is not None]
-TABLE = "table-88-84-48-44"
-"""Every layer group has bits of its own, three of them padding."""
-NEAR = {"int8": 0.01, "k8v4": 0.1, "int4-rotated": 0.2, TABLE: 0.2}
+NEAR = {"int8": 0.01, "k8v4": 0.1}
 """Largest `scale_error` of logits at budget 1.0 from the exact ones."""
 TOKENS = tokens(16 * 20 + 5)
 SUFFIX = tokens(7, 1).tolist()
@@ -38,7 +36,7 @@ def logits(engine: Engine, prefix: object, budget: float = 1.0) -> np.ndarray:
     return result.logits
 
 
-@pytest.mark.parametrize("name", [*NAMES, TABLE])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mapped", [True, False])
 def test_near_the_exact_answer_and_the_same_warm_and_cold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mapped: bool

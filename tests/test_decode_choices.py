@@ -23,7 +23,6 @@ from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.systems import SYSTEMS
 
 BUDGET = 0.2
 LENGTH = 24
@@ -84,9 +83,8 @@ def test_choosing_anew_follows_the_text(
         ({"keep": "lfu", "sequential": True}, {"device_cache_bytes": 0}, 0.0),
         ({}, {"device_cache_bytes": 0, "host_cache_bytes": 0, "io_threads": 1}, 0.0),
         ({"window": 1.5}, {"host_cache_bytes": 2**16}, 0.2),
-        ({"window": 1.0, "decode": replace(FOUR, ahead="next")}, {"device_cache_bytes": 0}, 0.2),
-        ({"overfetch": 2.0, "decode": replace(FOUR, ahead="both")}, {"device_cache_bytes": 0}, 0.0),
-        ({"window": 0, "decode": replace(FOUR, ahead="both")}, {"device_cache_bytes": 0}, 0.1),
+        ({"overfetch": 2.0}, {"device_cache_bytes": 0}, 0.2),
+        ({"window": 0, "overfetch": 2.0}, {"device_cache_bytes": 0}, 0.1),
     ],
 )
 def test_logits_are_the_same_bits_whatever_is_kept_where(
@@ -109,43 +107,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
                 assert (mine == theirs).all()
         stats = other.stats()
         assert stats.pinned_packs == stats.running == 0
-
-
-def test_who_has_not_turned_attends_to_the_same_whatever_is_kept_where(
-    engine: Engine, prefixes: list[Prefix]
-) -> None:
-    """Some rows of a batch choose anew and others do not, with reads that fail and guesses, too."""
-
-    def by(failing: float, config: dict[str, object], **system: object) -> list[np.ndarray]:
-        room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
-        values = dataclasses.replace(
-            engine.config,
-            system=changed(engine, **system),
-            **({"prefetch_device_bytes": room} | config),  # type: ignore[arg-type]
-        )
-        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
-            texts = other.generate(
-                asked(prefixes), SamplingParams(max_tokens=LENGTH), keep_kv=True
-            ).results()
-        for text in texts:
-            text.raise_for_error()
-        chose.append([sum(token.choices for token in text.trace.tokens) for text in texts])
-        return [np.asarray(text.completion().kv) for text in texts]
-
-    chose: list[list[int]] = []
-    drift, cold = replace(FOUR, drift=0.5), {"device_cache_bytes": 0, "host_cache_bytes": 0}
-    plain = by(0.0, {}, decode=drift)
-    periods = 2
-    assert all(periods <= count < periods * (LENGTH - 1) for count in chose[0])
-    assert len(set(chose[0])) > 1  # each row by itself
-    for failing, config, system in (
-        (0.3, cold, {"decode": drift}),
-        (0.0, {}, {"decode": drift, "window": 1.0}),
-        (0.2, cold, {"decode": replace(drift, ahead="both"), "overfetch": 2.0}),
-    ):
-        for mine, theirs in zip(plain, by(failing, config, **system), strict=True):
-            assert (mine == theirs).all()
-    assert chose[1:] == 3 * chose[:1]
 
 
 def test_alone_a_text_attends_to_what_it_does_beside_others(
@@ -214,22 +175,10 @@ def test_what_cannot_be_is_refused(engine: Engine) -> None:
         SystemConfig(name="x", selector="chunk", probe="keys", decode=Select())
     with pytest.raises(ValueError, match=r"window=0\.5"):
         changed(engine, window=0.5)
-    with pytest.raises(ValueError, match="window=0 with every=2"):
-        changed(engine, window=0, decode=Select(every=2))
-    with pytest.raises(ValueError, match=r"window=0 with drift=0\.9"):
-        changed(engine, window=0, decode=Select(drift=0.9))
-    with pytest.raises(ValueError, match="a question chooses once"):
-        changed(engine, choose=Select(drift=0.9))
-    with pytest.raises(ValueError, match="pool='max' of a system that chooses no chunks"):
-        replace(SYSTEMS["impress"], choose=Select(queries=None, pool="max"))
+    with pytest.raises(ValueError, match="a question chooses by its own queries"):
+        changed(engine, choose=Select(guessed=True))
     with pytest.raises(ValueError, match="keep='oldest'"):
         changed(engine, keep="oldest")
-    with pytest.raises(ValueError, match="ahead='nearly', expected one of near, next, both"):
-        Select(ahead="nearly")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ahead='next' with guessed=True"):
-        Select(ahead="next", guessed=True)
-    with pytest.raises(ValueError, match="every=0"):
-        Select(every=0)
     with pytest.raises(ValueError, match="queries"):
         changed(engine, decode=Select(queries=65))
 
@@ -310,36 +259,6 @@ def test_near_misses_are_read_before_they_are_chosen(
         assert other._worker.memory.free_slots == other._worker.memory.tiers.slots
 
 
-@pytest.mark.parametrize("failing", [0.0, 1.0])
-def test_the_next_period_is_read_before_it_chooses(
-    engine: Engine, prefixes: list[Prefix], failing: float
-) -> None:
-    """Two periods: the first guesses for the second, which chooses by itself all the same."""
-    found = {}
-    for ahead, overfetch in (("near", 1.0), ("next", 3.0)):
-        values = replace(
-            engine.config,
-            system=changed(
-                engine, window=1.0, overfetch=overfetch, decode=replace(FOUR, ahead=ahead)
-            ),
-            device_cache_bytes=0,
-            host_cache_bytes=0,
-            prefetch_device_bytes=POOL_BYTES,
-        )
-        with engine.variant(values, store=UnsteadyStore(engine.store, failing)) as other:
-            sampling = SamplingParams(max_tokens=LENGTH)
-            [text] = other.generate(asked(prefixes)[0], sampling).results()
-            assert other.stats().pinned_packs == 0
-            assert other._worker.memory.free_slots == other._worker.memory.tiers.slots
-        told = text.trace.tokens
-        counts = (sum(token.ahead for token in told), sum(token.unused for token in told))
-        found[ahead] = (text.token_ids.tolist(), [t.ssd_reads for t in told], counts)
-    assert found["next"][:2] == found["near"][:2]  # the same misses, sooner
-    assert found["near"][2] == (0, 0)
-    ahead, unused = found["next"][2]
-    assert ahead > LENGTH / 4 and unused > 0
-
-
 @pytest.mark.parametrize("queries", [1, 4])
 def test_what_is_guessed_is_attended_to_and_depends_on_nothing_else(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray], queries: int
@@ -373,51 +292,21 @@ def test_packs_of_a_guess_are_counted_once_however_many_calls_a_period_has(
     assert counts[1] == counts[0] and min(counts[0]) > 0
 
 
-def test_whoever_stands_on_half_a_window_chooses_whatever_it_asks(engine: Engine) -> None:
-    """And so does every token of a text that only compiles."""
-
-    def chooser(always: bool) -> Chooser:
-        made: Chooser = engine._worker.decoding.chooser(3, None, None, None, first=7, always=always)
-        return made
-
-    select = replace(FOUR, drift=0.0, every=3)
-    with engine.variant(
-        dataclasses.replace(engine.config, system=changed(engine, decode=select))
-    ) as other:
-        engine = other
-        mine, compiling = chooser(False), chooser(True)
-    same = np.ones((1, 2, 4), np.float32)
-    assert [mine.due(at) for at in (7, 8, 9, 10)] == [False, False, True, False]
-    assert all(compiling.due(at) for at in (7, 8, 9, 10))
-    for one in (mine, compiling):
-        assert one.turned(0, 9, same, 0.5)  # nobody chose
-        one.chose(0, same)
-    assert not mine.turned(0, 9, same, 0.5) and compiling.turned(0, 9, same, 0.5)
-    assert mine.turned(0, 9, -same, 0.5) and mine.turned(1, 9, same, 0.5)
-    mine.forget(0)
-    assert mine.turned(0, 9, same, 0.5)
-
-
-def test_a_text_that_moves_onto_what_it_said_remembers_it_and_chooses() -> None:
+def test_a_text_that_moves_onto_what_it_said_remembers_it() -> None:
     """Sixteen tokens of its buffers become two chunks of a prefix that had four."""
     window: Any = SimpleNamespace(resident=SimpleNamespace(probe_chunks=6))
     old: Any = "old"
     new: Any = "new"
     one = Chooser(
-        select=replace(FOUR, queries=3, every=3, drift=0.0), limit=4, first=7, probes=old,
-        window=window, source=old, widths=old, packs=np.ones(1),
+        select=replace(FOUR, queries=3), limit=4, probes=old, window=window, source=old,
+        widths=old, packs=np.ones(1),
     )  # fmt: skip
-    same = np.ones((1, 2, 4), np.float32)
     for at in range(20, 26):
         one.remember(0, at, np.full((1, 4), at, np.float32))
     assert sorted(one._recent[0]) == [23, 24, 25]  # no more than have a say
-    one.chose(0, same)
-    one.moved(16, 10, new, new)
+    one.moved(16, new, new)
     assert (one.probes, one.source) == (new, new)
     assert one.before(0, 10).tolist() == [[24.0 + 25.0] * 4 + [0.0] * 2]
-    assert one.due(10) and one.turned(0, 10, same, 0.5)  # whatever it asks
-    assert [one.due(at) for at in (11, 12, 13, 14)] == [True, False, False, True]
-    assert not one.turned(0, 11, same, 0.5)
 
 
 def test_host_and_device_know_the_same_of_windows(
@@ -426,14 +315,13 @@ def test_host_and_device_know_the_same_of_windows(
     choose = Choices.choose
     seen: list[int] = []
 
-    def watched(self: Choices, period: int, *args: Any) -> bool:
-        chosen = choose(self, period, *args)
+    def watched(self: Choices, period: int, *args: Any) -> None:
+        choose(self, period, *args)
         assert self._windows is not None
         there = np.stack([np.asarray(part) for part in self._on_device[period]])
         here = self._windows.state(self._plan.choices_of(period))
         assert (there == here).all()
         seen.append(period)
-        return chosen
 
     monkeypatch.setattr(Choices, "choose", watched)
     values = replace(engine.config, system=changed(engine, window=1.5, keep="lfu"))

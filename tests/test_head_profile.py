@@ -14,6 +14,7 @@ from engine_support import SMALL
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.head_profile import EXCERPT, Profile, measured
 from ckv_jax.model.weights import load_pretrained, random_model, save_pretrained
+from ckv_jax.sample_texts import pieces_of
 from tests.model.small import write_tokenizer
 
 WORDS = "the lamp was lit at two and the keeper wrote of rain, fog and a broken fuse. "
@@ -48,6 +49,14 @@ def test_of_each_period_the_layers_with_the_best_heads() -> None:
     assert profile.best(4, 1) == ((2, 1), (4, 0))  # what chance would find is none
     assert profile.best(4, 2) == ((1, 2), (2, 1), (4, 0), (5, 2))
     assert profile.best(4, 9) == ((0, 0), (1, 2), (2, 1), (3, 0), (4, 0), (5, 2))
+
+
+def test_pieces_are_of_all_texts() -> None:
+    texts = [np.arange(5000), np.arange(5000, 5100)]
+    pieces = pieces_of(texts, 4096)
+    assert [len(piece) for piece in pieces] == [1024, 1024, 100] and pieces[1][0] == 1024
+    with pytest.raises(ValueError, match="a text of 63 tokens, expected at least 64"):
+        pieces_of([np.arange(63)], 4096)
 
 
 @pytest.fixture(scope="module")

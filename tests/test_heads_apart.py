@@ -146,13 +146,11 @@ def test_a_period_asks_the_caches_once_for_all_rows_and_heads(
     assert made["demand"] > periods > 0
 
 
-def test_a_guess_at_the_next_period_decides_nothing(
+def test_near_misses_that_are_read_decide_nothing(
     engine: Engine, prefixes: list[Prefix], plain: list[np.ndarray]
 ) -> None:
-    assert engine.system.decode is not None
-    both = dataclasses.replace(engine.system.decode, ahead="both")
     cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
-    with variant(engine, decode=both, overfetch=2.0, **cold) as other:
+    with variant(engine, overfetch=2.0, **cold) as other:
         for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
             assert (mine == theirs).all()
 
@@ -344,7 +342,6 @@ def test_widths_are_of_layers_and_heads(
         {"decode": Select(coarse=Coarse())},
         {"heads_apart": False},
         {"digest": "int4"},
-        {"decode": Select(pool="max")},
     ],
     ids=str,
 )

@@ -198,7 +198,7 @@ def test_the_snippet_about_kernels_runs(engine: Engine) -> None:
 
 def test_the_snippets_about_the_store_run(home: Path) -> None:
     # The last one: the bytes of a codec.
-    written, by_zarr, mended, wishes, tabled, _ = blocks(DOCS / "storage.md", "python")
+    written, by_zarr, mended, wishes, _ = blocks(DOCS / "storage.md", "python")
     names: dict[str, Any] = {}
 
     def run(code: str) -> None:
@@ -219,10 +219,6 @@ def test_the_snippets_about_the_store_run(home: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run(wishes)
     assert said.getvalue() == "None\n"  # nothing was evicted
-    (home / "table.json").write_text('{"bits": [[8, 4], [4, 4]]}')
-    run(tabled.replace("table.json", str(home / "table.json")))
-    assert names["config"].system.coder.bits == ((8, 4), (4, 4))
-    assert names["by_hand"].system.coder.bits == ((8, 4),) * 4  # 28 above
 
 
 def test_every_method_of_an_engine_has_an_example() -> None:

@@ -46,9 +46,6 @@ class Inverted:
     def num_bytes(self, layout: Layout) -> int:
         return layout.pack_bytes + self.more
 
-    def of_group(self, group: int, layout: Layout) -> Inverted:
-        return self
-
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         return np.pad(~packs.reshape(len(packs), -1).view(np.uint8), [(0, 0), (0, self.more)])
 

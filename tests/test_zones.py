@@ -1,4 +1,4 @@
-"""Attention that is estimated, and outliers that are always attended to, beside a choice."""
+"""Outliers, which are always attended to beside a choice."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from segment_support import hurt, segment_folder
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
-from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
 LENGTH = 12
-ESTIMATING = dataclasses.replace(SYSTEMS["retroinfer"], digest="means+values", estimate=0.3)
 ODD = dataclasses.replace(SYSTEMS["shadowkv"], outliers=0.125)
-KINDS = {"estimate": ESTIMATING, "outliers": ODD}
 BUDGET = 0.2
 
 
@@ -33,12 +30,9 @@ def values(system: SystemConfig, **more: object) -> dict[str, object]:
     return {f.name: getattr(system, f.name) for f in dataclasses.fields(system)} | more
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def engine(
-    sharp: Sharp, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Engine]:
-    system = values(KINDS[request.param])
-    with sharp.fresh(tmp_path_factory.mktemp("store"), system=system) as made:
+@pytest.fixture(scope="module")
+def engine(sharp: Sharp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with sharp.fresh(tmp_path_factory.mktemp("store"), system=values(ODD)) as made:
         yield made
 
 
@@ -64,8 +58,11 @@ def told(engine: Engine, requests: list[Request]) -> list[np.ndarray]:
 
 
 def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
-    system = {name: config.pop(name) for name in ("window", "keep", "sequential", "overfetch",
-              "decode") if name in config}  # fmt: skip
+    system = {
+        name: config.pop(name)
+        for name in ("window", "keep", "sequential", "overfetch")
+        if name in config
+    }
     assert isinstance(engine.config.system, SystemConfig)
     changed = dataclasses.replace(engine.config.system, **system)  # type: ignore[arg-type]
     room = POOL_BYTES - int(str(config.get("device_cache_bytes", 2**20)))
@@ -76,15 +73,13 @@ def variant(engine: Engine, failing: float = 0.0, **config: object) -> Engine:
 
 
 @pytest.mark.parametrize("length", [250, 256], ids=["part of a chunk", "whole chunks"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, kind: str, length: int) -> None:
-    with sharp.fresh(tmp_path, system=values(KINDS[kind])) as engine:
+def test_a_text_is_that_of_numpy(sharp: Sharp, tmp_path: Path, length: int) -> None:
+    with sharp.fresh(tmp_path, system=values(ODD)) as engine:
         prefix = engine.ingest(tokens(length, 5))
         request = Request(prefix=prefix, suffix=tokens(7, 41).tolist(), budget=BUDGET)
         [text] = engine.generate(request, SamplingParams(max_tokens=LENGTH), keep_kv=True).results()
         chosen = engine.last_selection(prefix)
-        counts = {"outliers": 4} if kind == "outliers" else {"estimated": 5}  # of 32, of 16
-        oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET, **counts)
+        oracle = Oracle(sharp.model, engine, prefix, budget=BUDGET, outliers=4)  # of 32
     oracle.step(tokens(7, 41))
     for token in text.token_ids:
         oracle.step(np.array([token]))
@@ -114,14 +109,6 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
             assert (mine == theirs).all()
 
 
-def test_a_guess_at_the_next_layer_decides_nothing(engine: Engine, prefixes: list[Prefix]) -> None:
-    plain = told(engine, asked(prefixes))
-    cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
-    with variant(engine, decode=Select(ahead="both"), overfetch=2.0, **cold) as other:
-        for mine, theirs in zip(plain, told(other, asked(prefixes)), strict=True):
-            assert (mine == theirs).all()
-
-
 def test_it_streams_through_a_pool_that_holds_no_choice(
     engine: Engine, prefixes: list[Prefix]
 ) -> None:
@@ -134,7 +121,7 @@ def test_it_streams_through_a_pool_that_holds_no_choice(
 
 
 def test_a_budget_of_one_has_nothing_beside_it(engine: Engine, prefixes: list[Prefix]) -> None:
-    """Nothing is left to estimate, also beside a text that estimates."""
+    """Also in a batch with a text that has outliers."""
     [alone] = told(engine, asked(prefixes, 1.0)[:1])
     assert isinstance(engine.config.system, SystemConfig)
     request = asked(prefixes, 1.0)[0]
@@ -154,9 +141,8 @@ def test_texts_together_say_what_each_says_alone(engine: Engine, prefixes: list[
             assert scale_error(together, alone) < TIGHT
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path, kind: str) -> None:
-    with sharp.fresh(tmp_path, system=values(KINDS[kind]), **COLD) as engine:
+def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path) -> None:
+    with sharp.fresh(tmp_path, system=values(ODD), **COLD) as engine:
         prefix = engine.ingest(tokens(250, 5))
         [expected] = told(engine, asked([prefix])[:1])
         with engine.variant(engine.config) as other:
@@ -169,9 +155,8 @@ def test_a_lost_digest_is_made_again(sharp: Sharp, tmp_path: Path, kind: str) ->
         assert scale_error(np.asarray(texts[0].completion().kv), expected) < TIGHT
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_segments_of_a_long_text_have_their_own(sharp: Sharp, tmp_path: Path, kind: str) -> None:
-    with sharp.fresh(tmp_path, system=values(KINDS[kind]), segment_tokens=32) as engine:
+def test_segments_of_a_long_text_have_their_own(sharp: Sharp, tmp_path: Path) -> None:
+    with sharp.fresh(tmp_path, system=values(ODD), segment_tokens=32) as engine:
         prefix = engine.ingest(tokens(150))
         [text] = engine.generate(asked([prefix])[:1], SamplingParams(max_tokens=150)).results()
         text.raise_for_error()
@@ -194,7 +179,7 @@ def test_a_text_of_fewer_chunks_than_outliers_is_attended_to_whole(
 
 def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
     model = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2)
-    with small_engine(tmp_path, system=ESTIMATING, model=model, nothing_compiled=True) as engine:
+    with small_engine(tmp_path, system=ODD, model=model, nothing_compiled=True) as engine:
         prefix = engine.ingest(tokens(250))
         engine.warmup(prefix, max_batch=2, max_suffix=8, budgets=[BUDGET], max_tokens=LENGTH)
         warm = compilations()
@@ -202,36 +187,13 @@ def test_a_warm_engine_compiles_nothing(tmp_path: Path) -> None:
         assert compilations() == warm
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_an_estimate_by_single_tokens_is_dense_attention(tmp_path: Path, heads: int) -> None:
-    """What the first layer made shows in the second one's keys and values, the question's apart,
-    which estimates nothing."""
-    model = dataclasses.replace(TINY, num_heads=2 * heads, num_kv_heads=heads)
-    system = dataclasses.replace(ESTIMATING, grouping="position", chunk_tokens=1, estimate=1.0)
-    asking = SamplingParams(max_tokens=9, forced_ids=tuple(tokens(8, 3).tolist()))
-
-    def made(engine: Engine, budget: float) -> np.ndarray:
-        request = asked([prefix], budget)[0]
-        [text] = engine.generate(request, asking, keep_kv=True).results()
-        return np.asarray(text.completion().kv)[1, :, 7:]
-
-    with small_engine(tmp_path, system=system, model=model) as engine:
-        prefix = engine.ingest(tokens(90))
-        dense, estimated = made(engine, 1.0), made(engine, 0.05)
-        plain = dataclasses.replace(system, estimate=0.0)
-        with engine.variant(dataclasses.replace(engine.config, system=plain)) as other:
-            nothing = made(other, 0.05)
-    assert scale_error(estimated, dense) < TIGHT < 1e-2 < scale_error(nothing, dense)
-
-
-def test_what_was_stored_without_mean_values_says_what_is_missing(
-    sharp: Sharp, tmp_path: Path
-) -> None:
-    with sharp.fresh(tmp_path, system=values(SYSTEMS["retroinfer"])) as engine:
+def test_what_was_stored_without_cosines_says_what_is_missing(sharp: Sharp, tmp_path: Path) -> None:
+    plain = dataclasses.replace(ODD, digest="means", outliers=0.0)
+    with sharp.fresh(tmp_path, system=values(plain)) as engine:
         prefix = engine.ingest(tokens(250))
-        config = dataclasses.replace(engine.config, system=ESTIMATING)
+        config = dataclasses.replace(engine.config, system=ODD)
         with (
             engine.variant(config) as other,
-            pytest.raises(ValueError, match=r"digest \(stored 'means', got 'means\+values'\)"),
+            pytest.raises(ValueError, match=r"digest \(stored 'means', got 'means\+cosines'\)"),
         ):
             other.reprefill(asked([prefix])[:1])[0].raise_for_error()

@@ -201,8 +201,7 @@ def _unpack(codec: str) -> Callable[[Sizes], Program]:
         stored = abstract((16, *layout.stored_shape), jnp.uint8)
         room = 16 * 4 * 3 * math.prod(sizes.pack())  # float32, a few of them at a time
         return Program(
-            jitted=decoding(coder.of_group(0, layout), layout), args=(stored,), named={},
-            tokens=0, room=room,
+            jitted=decoding(coder, layout), args=(stored,), named={}, tokens=0, room=room,
         )  # fmt: skip
 
     return program

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ckv_jax.cli import ask, batch, codec, convert, demo, heads, ingest, serve, store_tools
+from ckv_jax.cli import ask, batch, convert, demo, heads, ingest, serve, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
@@ -50,7 +50,6 @@ app = typer.Typer(
         "no network and no GPU."
     ),
 )
-_codec = typer.Typer(no_args_is_help=True, help="Tables of bits for the codec of a model.")
 _heads = typer.Typer(no_args_is_help=True, help="Heads of a model that score what is to be read.")
 for _commands, _command in (
     (app, demo.demo),
@@ -63,14 +62,12 @@ for _commands, _command in (
     (app, store_tools.verify),
     (app, store_tools.prune),
     (app, store_tools.pin),
-    (_codec, codec.profile),
     (_heads, heads.profile),
 ):
     # A docstring's own line ends would be kept beside those of the terminal's width.
     _said = (_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _said)
     _commands.command(_command.__name__, help=_help)(_command)
-app.add_typer(_codec, name="codec")
 app.add_typer(_heads, name="heads")
 
 

@@ -27,7 +27,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, check_writable, number_of
-from ckv_jax.cli.store_tools import given_codec, given_heads, is_store, open_store, store_config
+from ckv_jax.cli.store_tools import given_heads, is_store, open_store, store_config
 
 __all__ = ["batch"]
 
@@ -105,7 +105,7 @@ def batch(
                 largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=preset(system, codec=given_codec(codec), heads=given_heads(heads)),
+            system=preset(system, codec=codec, heads=given_heads(heads)),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

@@ -28,7 +28,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.store_tools import given_codec, given_heads, parse_seconds, store_config
+from ckv_jax.cli.store_tools import given_heads, parse_seconds, store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
 __all__ = ["ingest", "read_text"]
@@ -124,7 +124,7 @@ def ingest(
 
         compilation_cache.enable()
         config = EngineConfig(
-            system=preset(system, codec=given_codec(codec), heads=given_heads(heads)),
+            system=preset(system, codec=codec, heads=given_heads(heads)),
             dtype=dtype,
             salt=salt,
             tensor_parallel=tensor_parallel,

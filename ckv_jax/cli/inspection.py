@@ -100,19 +100,15 @@ def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
     for name in ("layer", "keys from", "to", "mean size", "values from", "to", "mean size"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("NaN, infinite", justify="right")
-    if prefix.bits is not None:
-        table.add_column("bits of K, V", justify="right", no_wrap=True)
     for layer in prefix.layers:
         numbers = (
             layer.key_min, layer.key_max, layer.key_mean_abs,
             layer.value_min, layer.value_max, layer.value_mean_abs,
         )  # fmt: skip
-        bits = [] if prefix.bits is None else [", ".join(map(str, prefix.bits[layer.layer]))]
         table.add_row(
             str(layer.layer),
             *(f"{n:.3g}" for n in numbers),
             f"{layer.nan}, {layer.infinite}",
-            *bits,
         )
     terminal.out.print(table)
     if prefix.importance is not None:

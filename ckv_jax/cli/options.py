@@ -96,10 +96,9 @@ Codec = Annotated[
     str,
     typer.Option(
         "--codec",
-        metavar="NAME|FILE.json",
-        help="How keys and values lie on disk: none, int8, k8v4 (keys 8 bits, values 4) or "
-        "int4-rotated: half, two fifths or a quarter of the bytes; kvtuner-qwen2.5-7b or the file "
-        "of a table of bits, which `ckv codec profile` makes.",
+        metavar="NAME",
+        help="How keys and values lie on disk: none, int8 or k8v4 (keys 8 bits, values 4): half "
+        "or two fifths of the bytes.",
     ),
 ]
 HeadsFile = Annotated[

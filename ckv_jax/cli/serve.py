@@ -22,7 +22,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal
-from ckv_jax.cli.store_tools import given_codec, given_heads, parse_size, store_config
+from ckv_jax.cli.store_tools import given_heads, parse_size, store_config
 
 __all__ = ["serve"]
 
@@ -182,7 +182,7 @@ def serve(
                 checkpoint,
                 store=store,
                 config=EngineConfig(
-                    system=preset(system, codec=given_codec(codec), heads=given_heads(heads)),
+                    system=preset(system, codec=codec, heads=given_heads(heads)),
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,

@@ -19,12 +19,10 @@ from ckv_jax.storage.place.url import folder_of
 
 if TYPE_CHECKING:
     from ckv_jax.config import Heads
-    from ckv_jax.storage.codec import Codec
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
 
 __all__ = [
-    "given_codec",
     "given_heads",
     "inspect",
     "is_store",
@@ -272,13 +270,6 @@ def store_config(
         direct_io=direct_io,
         io_concurrency=io_concurrency,
     )
-
-
-def given_codec(text: str) -> str | Codec:
-    """What --codec says: a name, or the table in a file whose name ends with .json."""
-    from ckv_jax.storage.bits_table import read_table
-
-    return read_table(text) if text.endswith(".json") else text
 
 
 def given_heads(path: Path | None) -> Heads:

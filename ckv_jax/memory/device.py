@@ -38,8 +38,6 @@ class DevicePool:
         shardings: Shardings = ONE_DEVICE,
     ) -> None:
         self._dtype = storage_dtype(jnp.dtype(dtype), target)
-        self._all = shardings
-        shardings = shardings.here  # reads land in any order: each process writes by itself
         place = shardings.place(PAGES)
         self._pages = jnp.zeros((slots, *slot_shape), self._dtype, device=place)
         self._write = jax.jit(_write, donate_argnums=0)
@@ -59,12 +57,8 @@ class DevicePool:
 
     @property
     def pages(self) -> Array:
-        """The array as it is now, with the parts of all processes; a later `write` invalidates
-        it."""
-        if not self._all.spread:
-            return self._pages
-        *slots, row = self._pages.shape
-        return self._all.joined(self._pages, PAGES, (*slots, row * self._all.mine[1]))
+        """The array as it is now; a later `write` invalidates it."""
+        return self._pages
 
     @property
     def slots(self) -> int:

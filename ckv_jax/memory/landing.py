@@ -58,9 +58,8 @@ class Landing(Protocol):
         """Compiles what `place` needs besides the pool's own writes."""
         ...
 
-    def place(self, room: Room, good: np.ndarray, group: int) -> np.ndarray:
-        """Device slots int32 for the packs of `rows[good]`, all of one layer group; the room itself
-        is given back."""
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
+        """Device slots int32 for the packs of `rows[good]`; the room itself is given back."""
         ...
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
@@ -132,7 +131,7 @@ class InPool:
         memory: Any = aligned_bytes(size).view(self._packs.dtype)
         return Room(memory.reshape(n, *self._packs.shape[1:]), np.arange(n, dtype=np.int32))
 
-    def place(self, room: Room, good: np.ndarray, group: int) -> np.ndarray:
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
         """See `Landing`."""
         slots: np.ndarray
         if room.array is self._packs:
@@ -186,11 +185,7 @@ class HostBlocks:
         self._memory = memory
         self._layout = layout
         self._packs = bucket(job_packs(layout))
-        self._decode: list[Decode] = []  # by layer group; equal ones share their programs
-        if codec is not None:
-            coders = [codec.of_group(group, layout) for group in range(layout.groups)]
-            calls = {coder: decoding(coder, layout) for coder in coders}
-            self._decode = [calls[coder] for coder in coders]
+        self._decode = None if codec is None else decoding(codec, layout)
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
         self._free: list[np.ndarray] = []
@@ -215,16 +210,15 @@ class HostBlocks:
         shape = (self._packs, *self._layout.stored_shape)
         return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
 
-    def place(self, room: Room, good: np.ndarray, group: int) -> np.ndarray:
+    def place(self, room: Room, good: np.ndarray) -> np.ndarray:
         """See `Landing`."""
         slots = self._memory.take(len(good))
         padded = room.array[: bucket(len(room.rows))]  # few shapes reach the device
         where = np.full(len(padded), -1, np.int32)
         where[good] = slots
-        decode = self._decode[group] if self._decode else None
-        if decode is None:
-            padded = self._memory.mine(padded.reshape(-1, *slot_shape(self._layout)))
-        marker: Any = self._memory.pool.write(padded, where, decode=decode)
+        if self._decode is None:
+            padded = padded.reshape(-1, *slot_shape(self._layout))
+        marker: Any = self._memory.pool.write(padded, where, decode=self._decode)
         if marker is None:
             self._keep(room.array)
         else:
@@ -233,9 +227,10 @@ class HostBlocks:
 
     def warm(self) -> None:
         """See `Landing`."""
+        if self._decode is None:
+            return
         for n in sorted({bucket(n) for n in range(1, self._packs + 1)}):
-            for decode in set(self._decode):
-                decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
+            self._decode(np.zeros((n, *self._layout.stored_shape), np.uint8)).block_until_ready()
 
     def close(self) -> None:
         """See `Landing`."""

@@ -57,9 +57,7 @@ class Memory:
             )
         policy = POLICIES[system.policy] if isinstance(system.policy, str) else system.policy
         self.tiers = Tiers(device, host, work, policy)
-        self._part, parts = shardings.mine
-        *slot, row = slot_shape(layout)
-        self._slot_shape = (*slot, row // parts)
+        self._slot_shape = slot_shape(layout)
         self.host = HostPool(host, self._slot_shape, layout.numpy_dtype)
         shape = (device + work, self._slot_shape, layout.numpy_dtype, target)
         self.pool: PagePool = (
@@ -70,7 +68,6 @@ class Memory:
         self.work_slots = work
         self.users: list[User] = []
         """Who takes slots now, for packs to attend to or keys to choose by."""
-        self._layout = layout
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
 
     @property
@@ -103,18 +100,13 @@ class Memory:
             self.apply(self.tiers.make_room(n))
         return self.tiers.take(n)
 
-    def mine(self, packs: np.ndarray) -> np.ndarray:
-        """Of whole packs [n, *slot_shape], the heads that devices of this process have."""
-        row = self._slot_shape[-1]
-        return packs[..., self._part * row : (self._part + 1) * row]
-
     def stage(self, host_slots: np.ndarray, device_slots: np.ndarray) -> int:
         """Host packs to device slots; returns the bytes moved."""
         return self.pool.load(self.host, host_slots, device_slots)
 
     def write(self, rows: np.ndarray, slots: np.ndarray) -> None:
         """Copies packs `rows` [n, *pack_shape] into `slots` [n]; returns once that is done."""
-        rows = self.mine(rows.reshape(-1, *slot_shape(self._layout)))
+        rows = rows.reshape(-1, *self._slot_shape)
         for row, slot in zip(rows, slots, strict=True):  # one by one: no shape is compiled for it
             marker = self.pool.write(row[None], slot[None])
             if marker is not None:

@@ -61,8 +61,6 @@ def _shares(
     size = place.mesh.size
     shares = []
     for index, device in enumerate(place.mesh.devices.flat):
-        if device.process_index != jax.process_index():
-            continue
         mine = [np.split(part, size, axis=axis)[index] for part in parts]
         shares.append(_join([jax.device_put(part, device) for part in mine], transpose, dtype))
     return jax.make_array_from_single_device_arrays(shape, place, shares)

@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -54,7 +53,7 @@ _IN = {"output_kernel", "down_kernel"}  # each device has some of the inputs, an
 _BIASES = {"query_bias", "kv_bias", "gate_up_bias"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shardings:
     """How one model is split.
 
@@ -66,19 +65,13 @@ class Shardings:
 
     @classmethod
     def over(
-        cls,
-        config: ModelConfig,
-        size: int,
-        processes: int = 1,
-        devices: Sequence[Any] | None = None,
+        cls, config: ModelConfig, size: int, devices: Sequence[Any] | None = None
     ) -> Shardings:
-        """A model of `config` over the first `size` of `devices`, as many of each process, whose
-        stand together. None: those of this process; of several, those that JAX knows.
+        """A model of `config` over the first `size` of `devices` (None: those of this process).
 
         Raises `ValueError` for fewer devices, or a size that does not divide KV heads and MLP.
         """
-        if devices is None:
-            devices = jax.local_devices() if processes == 1 else _of_each(size, processes)
+        devices = jax.local_devices() if devices is None else devices
         if not 1 <= size <= len(devices):
             raise ValueError(
                 f"got tensor_parallel={size}, expected 1 to {len(devices)}, the devices here"
@@ -103,70 +96,8 @@ class Shardings:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def put(self, x: Any, spec: PartitionSpec) -> Any:
-        """`x`, an array or a tree of them, on the device or over the devices.
-
-        Over several processes each puts the parts of its own devices, of the same `x`.
-        """
-        place = self.place(spec)
-        if place is None or not self.spread:
-            return jax.device_put(x, place)
-
-        def parts(leaf: Any) -> Array:
-            host = np.asarray(leaf)
-            made: Array = jax.make_array_from_callback(
-                host.shape, place, lambda part: host[part].copy()
-            )
-            return made
-
-        return jax.tree.map(parts, x)
-
-    @property
-    def spread(self) -> bool:
-        """Whether some of the devices are another process's."""
-        return self.mesh is not None and self.mesh.is_multi_process
-
-    @cached_property
-    def here(self) -> Shardings:
-        """The devices of this process alone."""
-        if self.mesh is None or not self.spread:
-            return self
-        own = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
-        return Shardings(Mesh(np.array(own), (AXIS,)))
-
-    @property
-    def mine(self) -> tuple[int, int]:
-        """(first, of) the part of `PAGES` that this process has, counted in parts of its size."""
-        if self.mesh is None or not self.spread:
-            return 0, 1
-        first = list(self.mesh.devices.flat).index(self.here.devices[0])
-        return first // self.here.size, self.size // self.here.size
-
-    @property
-    def devices(self) -> list[Any]:
-        """All of them, in order; none where nothing is split."""
-        return [] if self.mesh is None else list(self.mesh.devices.flat)
-
-    def joined(self, x: Array, spec: PartitionSpec, shape: tuple[int, ...]) -> Array:
-        """The array of this shape of which `x`, on the devices of this process, is a part."""
-        place = self.place(spec)
-        assert place is not None
-        parts = {shard.device: shard.data for shard in x.addressable_shards}
-        own = [parts[device] for device in self.here.devices]
-        whole: Array = jax.make_array_from_single_device_arrays(shape, place, own)
-        return whole
-
-    def local(self, x: Any) -> Any:
-        """`WHOLE` arrays as this process's own."""
-        return jax.tree.map(lambda leaf: leaf.addressable_data(0), x) if self.spread else x
-
-    def gathered(self, x: Array) -> Array:
-        """An array that every process has all of; a call over all devices where it has not."""
-        if not self.spread:
-            return x
-        gather = _gather(self.place(WHOLE))
-        whole: Array = gather(x)
-        own: Array = self.local(whole)
-        return own
+        """`x`, an array or a tree of them, on the device or over the devices."""
+        return jax.device_put(x, self.place(spec))
 
     def sum(self, x: Array) -> Array:
         """The sum of what each device computed; inside a call made by `split`."""
@@ -223,27 +154,6 @@ class Shardings:
             first = (name in _OUT) == out_first
             return _spec(AXIS) if first else _spec(None, AXIS)
         return WHOLE
-
-
-def _of_each(size: int, processes: int) -> list[Any]:
-    """So many devices, as many of each process; `ValueError` where one has fewer."""
-    each = size // processes
-    found: list[Any] = []
-    for process in range(processes):
-        own = [device for device in jax.devices() if device.process_index == process]
-        if len(own) < each:
-            raise ValueError(
-                f"got tensor_parallel={size} over {processes} processes, expected {each} "
-                f"devices in each: process {process} has {len(own)}"
-            )
-        found += own[:each]
-    return found
-
-
-@functools.cache
-def _gather(place: NamedSharding) -> Callable[[Array], Array]:
-    gather: Callable[[Array], Array] = jax.jit(lambda x: x, out_shardings=place)
-    return gather
 
 
 def check_divides(config: ModelConfig, size: int) -> None:

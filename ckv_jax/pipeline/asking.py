@@ -11,7 +11,7 @@ import numpy as np
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.choice_calls import Chosen, OfPrefix
 from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.outcome import Outcome, chunks_of
+from ckv_jax.pipeline.outcome import Outcome
 from ckv_jax.pipeline.prefix_rows import PrefixRows
 from ckv_jax.pipeline.window import Window
 from ckv_jax.pipeline.windows import Lacking, Moving
@@ -32,7 +32,7 @@ class Call:
         first = 0
         for one in asking:
             one.call, one.first = self, first
-            first += len(one.limits) * one.parts
+            first += len(one.on.rows) * one.parts
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -42,7 +42,7 @@ class Call:
     def moving(self, choices: range) -> Moving:
         """What those of its rows that choose have chosen; waits for it."""
         found, parts = self.outcome, np.arange(len(choices))
-        rows = np.flatnonzero(np.concatenate([one.limits for one in self.asking]))
+        rows = np.flatnonzero(np.concatenate([one.on.limits for one in self.asking]))
         places = np.concatenate([one.on.rows for one in self.asking])[rows]
         at = (rows[:, None] * len(parts) + parts).reshape(-1)
         return Moving(
@@ -56,23 +56,19 @@ class Call:
 
 @dataclass(slots=True)
 class Asking:
-    """Rows of one prefix that are to choose for a period, and what they chose."""
+    """Rows of one prefix that choose for a period, and what they chose."""
 
     which: int
     """The prefix, by its place among the batch's."""
     on: PrefixRows
     lengths: np.ndarray
     """int32 [b]: tokens in each row's buffers."""
-    limits: np.ndarray
-    """int32 [b], how much each row is to choose; 0: it need not."""
     parts: int
     """J: choices of a row, one after the other in what comes of them."""
     probes: Sequence[Probe] = ()
     """One for each of n layers."""
     rough: Sequence[Probe] = ()
     stages: Stages | None = None
-    queries: np.ndarray | None = None
-    """float32 [b, n, H, D], where it matters how far they have turned (`Select.drift`)."""
     call: Call | None = None
     """What it was asked with."""
     first: int = 0
@@ -85,10 +81,10 @@ class Asking:
         return OfPrefix(self.on.resident, self.probes, self.rough)
 
     def choosing(self) -> Iterator[tuple[Chooser, slice, int]]:
-        """Each row that is to choose: whose, its J rows of the outcome, tokens in its buffers."""
-        for row in np.flatnonzero(self.limits).tolist():
+        """Each row that chooses: whose, its J rows of the outcome, tokens in its buffers."""
+        for row, chooser in enumerate(self.on.choosers):
             mine = slice(row * self.parts, (row + 1) * self.parts)
-            yield self.on.choosers[row], mine, int(self.lengths[row])
+            yield chooser, mine, int(self.lengths[row])
 
     @property
     def window(self) -> Window:
@@ -100,14 +96,9 @@ class Asking:
         """What its rows chose; waits for it."""
         if self._outcome is None:
             assert self.call is not None
-            count = len(self.limits) * self.parts
+            count = len(self.on.rows) * self.parts
             self._outcome = self.call.outcome.rows(slice(self.first, self.first + count))
         return self._outcome
-
-    def guess(self) -> list[np.ndarray]:
-        """What its rows chose or nearly chose, int64 [n] of each of J choices; waits for it."""
-        found = [self.outcome.part(part, self.parts) for part in range(self.parts)]
-        return [chunks_of([one.ids, one.near]) for one in found]
 
 
 def in_calls(asking: Sequence[Asking]) -> list[list[Asking]]:
@@ -115,7 +106,7 @@ def in_calls(asking: Sequence[Asking]) -> list[list[Asking]]:
     has a call of its own."""
     calls: dict[Hashable, list[list[Asking]]] = {}
     for one in asking:
-        key: Hashable = one.which if len(one.limits) > 1 else (one.stages, one.of.shapes)
+        key: Hashable = one.which if len(one.on.rows) > 1 else (one.stages, one.of.shapes)
         groups = calls.setdefault(key, [[]])
         if len(groups[-1]) == _MOST:
             groups.append([])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,12 @@ from ckv_jax.cache.window import Window as WindowArrays
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.decoder import Layer
-from ckv_jax.model.shardings import BY_NAME, HEADS, WHOLE, Shardings
-from ckv_jax.pipeline.estimates import Estimate, estimators, next_best, no_estimate
+from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.resident import Resident
-from ckv_jax.selection.base import Selection, before_others, choose, pooled
+from ckv_jax.selection.base import Selection, before_others, choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.select import Pool
 from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import Scored, rows_of, scored
 from ckv_jax.selection.zones import NO_ZONES, Zones
@@ -56,33 +54,19 @@ class Chosen(NamedTuple):
     """What the tokens themselves give every chunk."""
     window: WindowArrays
     """The windows [B, W] of all rows of the batch, [B*K, W] of their heads, after this choice."""
-    estimate: Estimate | None
-    """Of all rows of the batch, where some of their attention is estimated."""
 
 
 class ChoiceCalls:
     """The jitted call that scores, chooses and looks up, over the layers of one model."""
 
     def __init__(self, layers: Layers) -> None:
-        self.peers = layers.peers
         self._layers = layers
         anew = layers.once(_choose_of, layers.layer_of, layers.target, layers.shardings)
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens", "stages", "pool", "each", "zones"),
+            static=("score", "keep", "n", "chunk_tokens", "stages", "each", "zones"),
         )
-        asking = layers.once(_queries_of, layers.layer_of)
-        self._queries = layers.programs.jit(layers.split(asking, (BY_NAME,), HEADS))
-
-    def queries(
-        self, layers: Sequence[int], hidden: Array, start: Int32[np.ndarray, " B"]
-    ) -> Float32[np.ndarray, "B n H D"]:
-        """What each of n layers would ask for hidden [B, 1, E], at positions `start`; waits for
-        it."""
-        states = tuple(self._layers.state(layer) for layer in layers)
-        found = self._queries((len(layers), hidden.shape), states, hidden, start)
-        return np.asarray(self._layers.shardings.gathered(found))
 
     def choose(
         self,
@@ -101,10 +85,8 @@ class ChoiceCalls:
         keep: Keep,
         n: int,
         stages: Stages | None = None,
-        pool: Pool = "none",
         each: bool = False,
         zones: Zones = NO_ZONES,
-        estimate: Estimate | None = None,
     ) -> Chosen:
         """The `limits[i]` <= n best chunks for each of `rows` of hidden [B, 1, E].
 
@@ -112,31 +94,27 @@ class ChoiceCalls:
         equal shapes. `start`: positions of the rows' tokens; a row whose limit is 0 chooses
         nothing, and its window stays. `near[i]` <= n: how many of the best are chosen or near
         misses. `window`: [B, W], W >= n; `before`: scores of earlier tokens, which count as well;
-        `stages`: see `two_stages`; `pool`: see `base.pooled`. `each`: every KV head chooses for
-        itself: `window` is [B*K, W] and `before` [R*K, M], a row's heads one after the other.
-        `zones`: see `Layers.select`; with an estimate the rows' own becomes part of `estimate`,
-        None: nobody's so far.
+        `stages`: see `two_stages`. `each`: every KV head chooses for itself: `window` is [B*K, W]
+        and `before` [R*K, M], a row's heads one after the other. `zones`: see `Layers.select`.
         """
         slots = window.chunk.shape
         shapes = of[0].shapes
         key = (
-            hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, pool, each,
-            zones, estimate is None,
+            hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, each, zones,
         )  # fmt: skip
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple((tuple(one.probes), tuple(one.rough)) for one in of),
             np.array([one.resident.prefix.num_tokens for one in of], np.int32),
             np.array([one.resident.num_chunks for one in of], np.int32),
-            limits, near, window, np.int32(step), before, estimate,
+            limits, near, window, np.int32(step), before,
             score=score, keep=keep, n=n,
-            chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, pool=pool,
-            each=each, zones=zones,
+            chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, each=each,
+            zones=zones,
         )  # fmt: skip
         return found
 
 
-Rows = TypeVar("Rows", Scored, Estimate)
 _Probes = tuple[tuple[Probe, ...], tuple[Probe, ...]]
 """What a prefix is scored by, and what its coarse pass scores."""
 
@@ -147,9 +125,8 @@ def _choose_of(
     def choose_anew(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
-        limits: Array, near: Array, window: WindowArrays, step: Array, before: Array,
-        estimate: Estimate | None, *,
-        score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None, pool: Pool,
+        limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
+        score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None,
         each: bool, zones: Zones,
     ) -> Chosen:  # fmt: skip
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
@@ -162,13 +139,12 @@ def _choose_of(
                 num_tokens=num_tokens[prefix], num_chunks=num_chunks[prefix],
                 q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine],
                 chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-                before=before[mine], rough=probes[prefix][1], pool=pool, each=each,
+                before=before[mine], rough=probes[prefix][1], each=each,
             )  # fmt: skip
 
         own, left = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
         scores = own + before
         count = rows_of(num_chunks, scores)  # [R]
-        of_batch = jnp.where(limits > 0, rows, hidden.shape[0])
         heads = len(scores) // len(rows)
         batch = hidden.shape[0] * heads
         rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
@@ -178,7 +154,7 @@ def _choose_of(
         of_layer = [mine[0][0] for mine in probes]
         of_row = rows_of(num_tokens, scores)
         sure = sure_chunks(zones, scores, of_layer, of_row, count, chunk_tokens)
-        selection = choose(allowed, n, limits, among=left, pool=pool, sure=sure)
+        selection = choose(allowed, n, limits, among=left, sure=sure)
         selection = selection._replace(scores=scores)
         mine = WindowArrays(*(part[rows] for part in window))
         after, moves = advance(mine, Choice(selection.ids, scores), step, keep)
@@ -186,23 +162,15 @@ def _choose_of(
         window = WindowArrays(
             *(part.at[chose].set(new, mode="drop") for part, new in zip(window, after, strict=True))
         )
-        ranked = pooled(allowed, pool)
-        ranked = ranked if left is None else jnp.where(left, ranked, -jnp.inf)
-        ranked = before_others(ranked, sure)
-        missed = _near_misses(ranked, n, limits, near)
-        if zones.estimate:
-            most, counts = zones.estimated_of(ranked.shape[1]), zones.estimated_of(count)
-            seen = next_best(ranked, selection.ids, most, counts)
-            found = _each_prefix(estimators(queries[0], of_layer, seen, target), target)
-            estimate = estimate or no_estimate(len(hidden), *queries[0].shape[2:])
-            estimate = estimate.put(of_batch, found)
-        return Chosen(selection, missed, moves, own, window, estimate)
+        ranked = allowed if left is None else jnp.where(left, allowed, -jnp.inf)
+        missed = _near_misses(before_others(ranked, sure), n, limits, near)
+        return Chosen(selection, missed, moves, own, window)
 
     return choose_anew
 
 
-def _each_prefix(scorers: Sequence[Callable[[], Rows]], target: Target) -> Rows:
-    """What each prefix's rows make of its chunks, one prefix's after the other's."""
+def _each_prefix(scorers: Sequence[Callable[[], Scored]], target: Target) -> Scored:
+    """What each prefix's rows say of its chunks, one prefix's after the other's."""
     if len(scorers) == 1:
         return scorers[0]()
     if target.in_host_memory:
@@ -213,15 +181,6 @@ def _each_prefix(scorers: Sequence[Callable[[], Rows]], target: Target) -> Rows:
         return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)  # type: ignore[no-any-return]
     parts = [scorer() for scorer in scorers]
     return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)  # type: ignore[no-any-return]
-
-
-def _queries_of(layer_of: Callable[[LayerState], Layer]) -> Callable[..., Array]:
-    def queries(states: tuple[LayerState, ...], hidden: Array, start: Array) -> Array:
-        asked = [layer_of(state).query(hidden, start[:, None]) for state in states]
-        found: Array = jnp.concatenate(asked, axis=1).astype(jnp.float32)
-        return found
-
-    return queries
 
 
 def _near_misses(ranked: Array, n: int, limits: Array, near: Array) -> Array:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -26,10 +25,9 @@ from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.asking import Asking, Call, in_calls
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, Chosen
 from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.estimates import Estimate
-from ckv_jax.pipeline.guesses import Guesses
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefix_rows import PrefixRows, by_prefix
+from ckv_jax.pipeline.window import Window
 from ckv_jax.pipeline.windows import Moving, Windows
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.resident import Resident
@@ -37,7 +35,6 @@ from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.chunks import attention_mass
-from ckv_jax.selection.zones import Zones
 from ckv_jax.token_trace import TokenTrace
 from ckv_jax.trace import Trace
 
@@ -58,7 +55,6 @@ class Choices:
         """`open_packs`: the packs of some prefixes, until the batch's rows change."""
         assert system.decode is not None
         self._calls = calls
-        self._peers = calls.peers
         self._plan = plan
         self._select = system.decode
         self._score = system.decode.score or attention_mass
@@ -70,7 +66,6 @@ class Choices:
         self._zones = system.zones
         self._sequential = system.sequential
         self._near = system.overfetch
-        self._ahead = Guesses(system.decode.ahead, system.overfetch, plan)
         self._residents = residents
         self._memory = memory
         self._open_packs = open_packs
@@ -81,7 +76,6 @@ class Choices:
         """The prefix of each row, by its place among the batch's."""
         self._on_device: dict[int, WindowArrays] = {}
         """Period -> windows of all rows [B, W], or of all heads of each [B*K, W]."""
-        self._estimates: dict[int, Estimate | None] = {}
         self._n = 0
         self._packs: Packs | None = None
         self._guesses: list[Call] | None = None
@@ -106,7 +100,6 @@ class Choices:
         """A token begins, perhaps once more after a failure."""
         self._step += 1
         self._trace = Trace()
-        self._estimates.clear()
         if self._packs is not None:
             self._packs.tell(self._trace)
         for chooser in self._rows.values() if not self._keeps else ():
@@ -117,62 +110,48 @@ class Choices:
     def choose(
         self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
         lengths: Int32[np.ndarray, " B"],
-    ) -> bool:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Chooses for a period of the token whose hidden states [B, 1, E] enter it, and brings
-        what is missing; whether anything was chosen.
+        what is missing.
 
         `starts`: positions of the tokens; `lengths`: tokens in each row's buffers before them.
         """
         if self._prefixes is None:
             self._begin_rows(len(starts))
         guesses, self._guesses = self._guesses, None
-        if self._select.drift is not None:
-            hidden.block_until_ready()
-        ready = time.perf_counter_ns()
         asked = self._asked(period, hidden, starts, lengths) if guesses is None else guesses
         if self._select.guessed and period + 1 < self._plan.periods:
             self._guesses = self._asked(period + 1, hidden, starts, lengths)
-        if self._select.drift is None:
-            hidden.block_until_ready()
-            ready = time.perf_counter_ns()
+        hidden.block_until_ready()
+        ready = time.perf_counter_ns()
         try:
-            with self._peers.local():
-                if guesses is None:
-                    self._demand_all(period, asked)
-                selected = time.perf_counter_ns()
-                if self._ahead.asks_after(period):
-                    self._guess(period + 1, hidden, starts, lengths)
-                if asked:
-                    self._residents.record_used(self._groups[period], _selections(asked))
-                self._collect(asked, period)
-                self._chose = asked
-                if self._keeps and asked:
-                    self._on_device[period] = asked[-1].chosen.window
+            if guesses is None:
+                self._demand_all(period, asked)
+            selected = time.perf_counter_ns()
+            self._residents.record_used(self._groups[period], _selections(asked))
+            self._collect(asked)
+            self._chose = asked
+            if self._keeps:
+                self._on_device[period] = asked[-1].chosen.window
         except BaseException:
             self._fail()
             raise
         self._tell(ready, selected, time.perf_counter_ns())
-        return bool(asked)
 
     def ahead(self, period: int) -> None:
-        """Starts reads while a period's layers compute, once for each period that was chosen for:
-        of what the next period chose, if it was told (`Select.guessed`), or else what it and the
-        next token may choose (`guesses.py`). Then notes what was chosen: nobody waits for that."""
+        """Starts reads while a period's layers compute: of what the next period chose, where it is
+        guessed (`Select.guessed`), and of what this token nearly chose, which the next one may
+        choose. Then notes what was chosen, which no call waits for."""
         try:
-            with self._peers.local():
-                chose, self._chose = self._chose, []
-                if self._guesses is not None:
-                    self._demand_all(period + 1, self._guesses)
-                self._near_misses(chose, period)
-                self._ahead.start(period, self._opened)
-                self._record(chose, period)
+            chose, self._chose = self._chose, []
+            if self._guesses is not None:
+                self._demand_all(period + 1, self._guesses)
+            if self._near > 1:
+                self._read_near_misses(chose, period)
+            self._record(chose, period)
         except BaseException:
             self._fail()
             raise
-
-    def estimate(self, period: int) -> Estimate | None:
-        """What the token under way estimated of its rows' attention in a period's layer."""
-        return self._estimates.get(period)
 
     def finish(self) -> None:
         """All calls of the token are dispatched: the caches shrink to their size."""
@@ -191,36 +170,24 @@ class Choices:
         self._prefixes = None
         self._guesses = None
         self._chose = []
-        self._ahead.forget()
         self.rest()
 
     def _asked(
-        self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray, *,
-        guess: bool = False,
-    ) -> list[Call]:  # fmt: skip
-        """The calls that choose for a period, dispatched, of each prefix with rows that are due; or
-        that only guess what it will choose."""
+        self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray
+    ) -> list[Call]:
+        """The calls that choose for a period, dispatched."""
         layers = self._plan.scoring_layers(period, self._select.score_layers)
         asking = [
-            Asking(which, on, lengths[on.rows], limits, self._plan.parts)
+            Asking(which, on, lengths[on.rows], self._plan.parts)
             for which, on in enumerate(self._prefixes or ())
-            if (limits := on.limits(lengths)).any()
         ]
-        if asking and self._select.drift is not None and not guess:
-            queries = self._calls.queries(layers, hidden, starts)
-            asking = self._turned(asking, period, lengths, queries)
         for one in asking:
             self._scored_by(one, period, layers)
-        window, estimate, calls = self._on_device[period], None, []
-        zones = replace(self._zones, estimate=0.0) if guess else self._zones
+        window, calls = self._on_device[period], []
         for some in in_calls(asking):
-            chosen = self._ask(
-                some, period, layers, hidden, starts, lengths, window, zones, estimate
-            )
-            window, estimate = chosen.window, chosen.estimate
+            chosen = self._ask(some, period, layers, hidden, starts, lengths, window)
+            window = chosen.window
             calls.append(Call(chosen, some))
-        if not guess:
-            self._estimates[period] = estimate
         return calls
 
     def _scored_by(self, one: Asking, period: int, layers: Sequence[int]) -> None:
@@ -228,28 +195,9 @@ class Choices:
         probes, coarse = one.on.choosers[0].probes, self._select.coarse
         one.probes = probes.get(layers, period)
         if coarse is not None:
-            one.stages = coarse.stages(one.limits, one.on.resident.num_chunks)
+            one.stages = coarse.stages(one.on.limits, one.on.resident.num_chunks)
         if one.stages is not None:
             one.rough = probes.rough([layers[i] for i in one.stages.coarse.layers(len(layers))])
-
-    def _turned(
-        self, asking: list[Asking], period: int, lengths: np.ndarray, queries: np.ndarray
-    ) -> list[Asking]:
-        """Those whose `queries` [B, n, H, D] are no longer what chose last."""
-        assert self._select.drift is not None
-        for one in asking:
-            one.queries = queries[one.on.rows]
-            for row in np.flatnonzero(one.limits).tolist():
-                chooser, length = one.on.choosers[row], int(lengths[one.on.rows[row]])
-                if not chooser.turned(period, length, one.queries[row], self._select.drift):
-                    one.limits[row] = 0
-        return [one for one in asking if one.limits.any()]
-
-    def _guess(self, period: int, hidden: Array, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Asks what a period will probably choose, while packs of the one before it are read."""
-        for call in self._asked(period, hidden, starts, lengths, guess=True):
-            for one in call.asking:
-                self._ahead.next_period(one.which, one.window, one.guess)
 
     def _demand_all(self, period: int, asked: list[Call]) -> None:
         """Starts reading what windows lack, as soon as each call has chosen."""
@@ -277,8 +225,7 @@ class Choices:
 
     def _ask(
         self, call: Sequence[Asking], period: int, layers: Sequence[int], hidden: Array,
-        starts: np.ndarray, lengths: np.ndarray, window: WindowArrays, zones: Zones,
-        estimate: Estimate | None,
+        starts: np.ndarray, lengths: np.ndarray, window: WindowArrays,
     ) -> Chosen:  # fmt: skip
         """Asks in one call; there are as many prefixes in it as a bucket has."""
         more = batch_bucket(len(call)) - len(call)
@@ -288,14 +235,15 @@ class Choices:
 
         first = call[0]
         rows = every([one.on.rows for one in call], first.on.rows)
-        limits = every([one.limits for one in call], np.zeros_like(first.limits))
-        near = every([one.on.near for one in call], first.on.near)
+        nothing = np.zeros_like(first.on.limits)
+        limits = every([one.on.limits for one in call], nothing)
+        near = every([one.on.near for one in call], nothing)
         before = [one.on.before(period, one.parts, lengths) for one in call]
         return self._calls.choose(
             layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
-            limits, np.where(limits > 0, near, 0), window, self._step, every(before, before[0]),
+            limits, near, window, self._step, every(before, before[0]),
             score=self._score, keep=self._keep, n=self._n, stages=first.stages,
-            pool=self._select.pool, each=self._each, zones=zones, estimate=estimate,
+            each=self._each, zones=self._zones,
         )  # fmt: skip
 
     def _demand(self, call: Call, period: int) -> None:
@@ -303,9 +251,6 @@ class Choices:
         assert self._windows is not None
         moving = call.moving(self._plan.choices_of(period))
         self._count(moving)
-        for one in call.asking:
-            for chooser, _, _ in one.choosing():
-                chooser.forget(period)  # until its window is whole again
         if not self._windows.held:
             self._windows.rechoose(moving)
             return
@@ -314,7 +259,7 @@ class Choices:
         if len(call.moved[1][0]):
             self._opened().demand(*call.moved[1])
 
-    def _collect(self, asked: Sequence[Call], period: int) -> None:
+    def _collect(self, asked: Sequence[Call]) -> None:
         """Waits for what the windows of all rows lack; from then on they hold what was chosen."""
         assert self._windows is not None
         moved = [call.moved for call in asked if call.moved is not None]
@@ -325,10 +270,6 @@ class Choices:
             self._opened().keep()
         for moving, _ in moved:
             self._windows.move(moving, self._step)
-        for one in (one for call in asked for one in call.asking):
-            if one.queries is not None:  # not before: a token that fails is tried again
-                for row in np.flatnonzero(one.limits).tolist():
-                    one.on.choosers[row].chose(period, one.queries[row])
 
     def _count(self, moving: Moving) -> None:
         """Counts where rows' packs are before anything is read."""
@@ -351,13 +292,15 @@ class Choices:
             self._packs = self._open_packs(sources, self._trace)
         return self._packs
 
-    def _near_misses(self, asked: Sequence[Call], period: int) -> None:
-        """Says what was nearly chosen for a period, which may be read ahead."""
-        choices = self._plan.choices_of(period) if self._ahead.near else range(0)
+    def _read_near_misses(self, asked: Sequence[Call], period: int) -> None:
+        """Starts reads of what was nearly chosen for a period, and gives up earlier ones that no
+        row chose (KVDrive §6.1)."""
         for one in (one for call in asked for one in call.asking):
-            for part, choice in enumerate(choices):
+            for part, choice in enumerate(self._plan.choices_of(period)):
                 near = one.outcome.part(part, one.parts).near_misses()
-                self._ahead.nearly(one.which, one.window, choice, near)
+                read_near_misses(
+                    self._opened, one.which, one.window, self._plan.groups(choice), near
+                )
 
     def _record(self, asked: Sequence[Call], period: int) -> None:
         """Notes what was chosen for a period, by whom it is remembered."""
@@ -365,7 +308,6 @@ class Choices:
         for one in (one for call in asked for one in call.asking):
             found = one.outcome
             for chooser, rows, length in one.choosing():
-                chooser.told.choices += 1
                 chooser.masses[period] = np.asarray(found.selection.mass[rows])
                 if chooser.remembers:
                     chooser.remember(period, length, found.own[rows].copy())
@@ -374,11 +316,32 @@ class Choices:
                     for choice, ids, given in zip(choices, found.ids[rows], scores, strict=True):
                         chooser.recorded.add(choice, ids[ids >= 0], given)
             one.on.resident.latest[period] = found.ids.reshape(-1, one.parts, found.ids.shape[1])
-        if asked:
-            self._residents.observe_all(self._groups[period], _selections(asked))
+        self._residents.observe_all(self._groups[period], _selections(asked))
 
 
 def _selections(asked: Sequence[Call]) -> list[tuple[Resident, Selection]]:
     """Each prefix that was asked, with what its rows chose."""
     every = [one for call in asked for one in call.asking]
     return [(one.on.resident, one.outcome.selection) for one in every]
+
+
+def read_near_misses(
+    packs: Callable[[], Packs],
+    which: int,
+    window: Window,
+    groups: Sequence[int],
+    chunks: np.ndarray,
+) -> None:
+    """Reads chunks int [n] of a choice's layer groups, in `packs()`, into memory for reads on their
+    way and never into a window's slot; earlier such reads are given up.
+
+    `which`: the prefix; `window`: of one of its rows.
+    """
+    if not window.held:
+        return  # its packs come through the pool, which has no room to spare
+    for group in groups:
+        device, host = window.lookup(group, chunks)
+        absent = chunks[(device < 0) & (host < 0)]
+        packs().only_ahead(which, group, absent)
+        if len(absent):
+            packs().ahead(which, group, absent, apart=True)

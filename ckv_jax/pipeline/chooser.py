@@ -21,22 +21,18 @@ class Chooser:
         *,
         select: Select,
         limit: int,
-        first: int,
         probes: Probes,
         window: Window,
         source: Source,
         widths: Widths,
         packs: np.ndarray,
         recorded: Recorded | None = None,
-        always: bool = False,
         apart: bool = False,
     ) -> None:
-        """`limit`: chunks of a choice; `first`: tokens in the row's buffers before the first that
-        was generated; `source`: where the packs of its prefix come from; `widths`: how choices
-        share the room for its windows, by the `packs` int [P] of a chunk in each period's;
-        `recorded`: where its choices are written down; `always`: every token chooses, whatever
-        `select` says of that; `apart`: it is asked by itself, also where others stand on its
-        prefix."""
+        """`limit`: chunks of a choice; `source`: where the packs of its prefix come from; `widths`:
+        how choices share the room for its windows, by the `packs` int [P] of a chunk in each
+        period's; `recorded`: where its choices are written down; `apart`: it is asked by itself,
+        also where others stand on its prefix."""
         self.limit = limit
         self.apart = apart
         self.probes = probes
@@ -48,13 +44,8 @@ class Chooser:
         self.masses: dict[int, np.ndarray] = {}
         """Of the latest choices of each period, float32 [J]."""
         assert select.queries is not None
-        self._every = select.every
         self._queries = select.queries
         self._recent: dict[int, dict[int, np.ndarray]] = {}
-        self._queries_then: dict[int, np.ndarray] = {}
-        self._first = first
-        self._anew = -1
-        self._always = always
         self._widths = widths
         self._packs = packs
 
@@ -73,37 +64,10 @@ class Chooser:
         """Gives its windows room for so many choices on average."""
         self.window.resize(self.widths(times))
 
-    def due(self, length: int) -> bool:
-        """Whether the token that comes at row `length` of the buffers chooses anew."""
-        late = (length - self._first + 1) % self._every == 0
-        return late or self._always or length == self._anew
-
-    def turned(self, period: int, length: int, queries: np.ndarray, least: float) -> bool:
-        """Whether the `queries` float32 [n, H, D] of the token at row `length` are not those of the
-        token that chose last for a period: their cosine is below `least` in one of n layers."""
-        then = self._queries_then.get(period)
-        if then is None or self._always or length == self._anew:
-            return True
-        flat = [part.reshape(len(part), -1).astype(np.float64) for part in (queries, then)]
-        sizes = np.linalg.norm(flat[0], axis=1) * np.linalg.norm(flat[1], axis=1)
-        cosine = (flat[0] * flat[1]).sum(axis=1) / np.maximum(sizes, np.finfo(np.float64).tiny)
-        return bool(cosine.min() < least)
-
-    def chose(self, period: int, queries: np.ndarray) -> None:
-        """These queries chose for a period what its window holds now."""
-        self._queries_then[period] = queries
-
-    def forget(self, period: int) -> None:
-        """Nobody's choice is what the window of a period holds: whoever comes next chooses."""
-        self._queries_then.pop(period, None)
-
-    def moved(self, tokens: int, length: int, probes: Probes, source: Source) -> None:
-        """The first `tokens` of the row's buffers, of which `length` are left, are chunks of its
-        prefix now; the next token chooses, since some of them may have to be attended to."""
+    def moved(self, tokens: int, probes: Probes, source: Source) -> None:
+        """The first `tokens` of the row's buffers are chunks of its prefix now."""
         self.probes = probes
         self.source = source
-        self._first -= tokens
-        self._anew = length
         chunks = self.window.resident.probe_chunks
         self._recent = {
             period: {

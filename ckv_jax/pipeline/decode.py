@@ -186,10 +186,10 @@ class Decoder:
             choices.begin()
         for step in self._plan.steps:
             if choices is not None and step.selects:
-                chosen = choices.choose(step.period, hidden, start, at)
-                for other in self._plan.period_steps(step.period) if chosen else ():
+                choices.choose(step.period, hidden, start, at)
+                for other in self._plan.period_steps(step.period):
                     self._tables.pop(other.index, None)
-            hidden = self._run(step, hidden, start, at, choices)
+            hidden = self._run(step, hidden, start, at, chooses=choices is not None)
             if choices is not None and step.selects:
                 choices.ahead(step.period)
         if choices is not None:
@@ -210,25 +210,24 @@ class Decoder:
         return rows.reshape(*rows.shape[:3], -1, self._layers.config.head_dim)
 
     def _run(
-        self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, choices: Choices | None
+        self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, *, chooses: bool
     ) -> Array:
-        estimate = choices.estimate(step.period) if choices is not None else None
         if self._streaming is not None:
             row = self.rows[0]
             assert row is not None and row.window is not None
             hidden, self._buffers[step.index] = self._streaming.run(
                 step, row.window, hidden, start, at, self._buffers[step.index],
-                chooses=choices is not None, estimate=estimate,
+                chooses=chooses,
             )  # fmt: skip
             return hidden
         if step.index not in self._tables:
             table = self._table(step)
             # Where rows choose it is soon another, and calls take it as it is in less time.
-            self._tables[step.index] = table if choices is not None else jax.device_put(table)
+            self._tables[step.index] = table if chooses else jax.device_put(table)
         slots, lengths = self._tables[step.index]
         hidden, self._buffers[step.index] = self._layers.extend(
             step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,
-            slots, lengths, estimate, context=self.capacity,
+            slots, lengths, context=self.capacity,
         )  # fmt: skip
         return hidden
 

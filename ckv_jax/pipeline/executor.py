@@ -104,7 +104,6 @@ class Executor:
             chosen = batch.by_row(found)
             packs_each = len(self._plan.groups(self._plan.choices_of(period)[0]))  # of a chunk
             fits = sum(len(ids) for mine in unions for ids in mine) * packs_each <= room
-            fits = bool(self._layers.peers.least(int(fits)))
             with trace.span("submit", lane="host", period=period):
                 guesses = self._ask(batch, packs, queries, period, picks, unions, fits, trace)
             for step in self._plan.period_steps(period):
@@ -189,12 +188,10 @@ class Executor:
         if guess:
             layers = self._plan.guessing_layers(period)
             limits = guessed_chunks(limits, self._system.overfetch)
-        with self._layers.peers.local():
-            probes = member.probes.get(layers, period)
         return self._layers.select(
-            layers, *queries, probes, np.int32(resident.prefix.num_tokens),
-            np.int32(resident.num_chunks), limits, share=member.share,
-            **self._how(resident, limits),
+            layers, *queries, member.probes.get(layers, period),
+            np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks), limits,
+            share=member.share, **self._how(resident, limits),
         )  # fmt: skip
 
     def _how(self, resident: Resident, limits: np.ndarray) -> dict[str, Any]:
@@ -205,7 +202,6 @@ class Executor:
             "window": self._system.choose.queries,
             "chunk_tokens": self._system.chunk_tokens,
             "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
-            "pool": self._system.choose.pool,
             "each": self._system.heads_apart,
             "zones": self._system.zones,
         }
@@ -284,10 +280,8 @@ class Executor:
         unions: list[list[np.ndarray]], hidden: Array, hold: bool, *, asked: bool,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         lengths = batch.valid(chosen)
-        with self._layers.peers.local() as agreed:
-            tables = self._tables(packs, step, chosen, batch, unions, asked=asked)
-            agreed.fits = tables is not None
-        if tables is None or not agreed.fits:
+        tables = self._tables(packs, step, chosen, batch, unions, asked=asked)
+        if tables is None:
             return self._pieces.run(
                 batch.start, packs, step, chosen, lengths, batch.owners(), hidden
             )

@@ -24,14 +24,11 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import as_bits, as_rows, positions, storage_dtype
 from ckv_jax.model.decoder import Layer, Transformer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Shardings, Spec
-from ckv_jax.peers import ALONE, Peers
-from ckv_jax.pipeline.estimates import Estimate
 from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, Share, choose
 from ckv_jax.selection.chunks import ChunkScore, last_queries
 from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.select import Pool
 from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import rows_of, scored
 from ckv_jax.selection.zones import NO_ZONES, Zones
@@ -45,9 +42,7 @@ LayerKv = tuple[tuple[Array, Array], ...]
 class Layers:
     """Jitted calls over one model's layers."""
 
-    def __init__(self, model: Transformer, peers: Peers = ALONE) -> None:
-        """`peers`: the processes whose devices the model is split over, besides this one."""
-        self.peers = peers
+    def __init__(self, model: Transformer) -> None:
         self.config = model.config
         self.dtype = jnp.dtype(model.dtype)
         self.target = model.target
@@ -75,14 +70,14 @@ class Layers:
         jit, split = self.programs.jit, self.split
         self._embed = jit(split(_embed_of(rest_of), (BY_NAME, WHOLE), WHOLE))
         head = split(_logits_of(rest_of), (BY_NAME, WHOLE), self._logits_spec())
-        self._head = jit(_head_of(head, self.shardings))
+        self._head = jit(_head_of(head))
         self._select = jit(
             split(
                 _select_of(layer_of, self.target, self.shardings),
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score", "stages", "pool", "each", "zones"),
+            static=("n", "window", "chunk_tokens", "score", "stages", "each", "zones"),
         )
         self._run = jit(
             split(
@@ -136,7 +131,7 @@ class Layers:
     ) -> tuple[Float32[Array, "B V"], Int32[Array, " B"]]:
         """Logits of token `last` of each row, and their argmax."""
         logits, token = self._head(hidden.shape, self._rest, hidden, last)
-        return self.shardings.local((logits, token))  # type: ignore[no-any-return]
+        return logits, token
 
     def select(
         self,
@@ -155,7 +150,6 @@ class Layers:
         chunk_tokens: int,
         stages: Stages | None = None,
         share: Share | None = None,
-        pool: Pool = "none",
         each: bool = False,
         zones: Zones = NO_ZONES,
     ) -> Selection:
@@ -164,32 +158,30 @@ class Layers:
 
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
         token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`;
-        `pool`: see `base.pooled`. `each`: every KV head chooses for itself, so that the selection
-        has K rows for each of these, one after the other. `zones`: chosen first.
+        `each`: every KV head chooses for itself, so that the selection has K rows for each of
+        these, one after the other. `zones`: chosen first.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
             self._select_key(
-                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, pool, each,
-                zones,
+                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, each, zones
             ),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
             tuple(probes), num_tokens, num_chunks, limits, share,
-            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, pool=pool,
-            each=each, zones=zones,
+            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, each=each,
+            zones=zones,
         )  # fmt: skip
         return found
 
     def selects_without_compiling(
         self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
         score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None = None, pool: Pool = "none", each: bool = False,
-        zones: Zones = NO_ZONES,
+        stages: Stages | None = None, each: bool = False, zones: Zones = NO_ZONES,
     ) -> bool:  # fmt: skip
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
         key = self._select_key(
-            layers, hidden, probes, score, n, window, chunk_tokens, stages, pool, each, zones
+            layers, hidden, probes, score, n, window, chunk_tokens, stages, each, zones
         )
         return self._select.compiled(key)
 
@@ -228,7 +220,6 @@ class Layers:
         pages: Pages,
         slots: Int32[ArrayLike, "P B N"],
         lengths: Int32[ArrayLike, "*K B N"],
-        estimate: Estimate | None = None,
         *,
         context: int,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
@@ -236,16 +227,15 @@ class Layers:
 
         The new tokens' keys and values go into the (donated) buffers at row `at`; only the
         first `context` rows are attended, so at + S <= context <= R. Dense prefill and decode
-        are this call: `start` is the position of the first new token. `estimate`: joins one
-        layer's attention.
+        are this call: `start` is the position of the first new token.
         """
         rows = buffers[0][0].shape[1]
         key = (
             len(layers), hidden.shape, rows, pages.shape, np.shape(slots), np.shape(lengths),
-            context, estimate is None,
+            context,
         )  # fmt: skip
         out, buffers = self._extend(
-            key, self._states(layers), hidden, start, buffers, at, pages, slots, lengths, estimate,
+            key, self._states(layers), hidden, start, buffers, at, pages, slots, lengths,
             context=context,
         )  # fmt: skip
         return out, buffers
@@ -281,15 +271,10 @@ def _logits_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Ar
     return logits
 
 
-def _head_of(
-    logits_of: Callable[..., Array], shardings: Shardings
-) -> Callable[..., tuple[Array, Array]]:
+def _head_of(logits_of: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
     def head(rest: LayerState, hidden: Array, last: Array) -> tuple[Array, Array]:
         row = jnp.take_along_axis(hidden, last[:, None, None], axis=1)  # [B, 1, E]
         logits = logits_of(rest, row)
-        if shardings.spread:  # every process has all of them
-            constrain: Callable[..., Array] = jax.lax.with_sharding_constraint
-            logits = constrain(logits, shardings.place(WHOLE))
         return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     return head
@@ -302,7 +287,7 @@ def _select_of(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
         share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None, pool: Pool, each: bool, zones: Zones,
+        stages: Stages | None, each: bool, zones: Zones,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
             hidden, positions(start, hidden.shape[1]), q_lengths, window
@@ -311,14 +296,13 @@ def _select_of(
             [layer_of(state).query(hidden, at) for state in states], probes, score=score,
             stages=stages, num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths,
             limits=limits, chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-            pool=pool, each=each,
+            each=each,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
         sure = sure_chunks(zones, found.scores, probes[:1], num_tokens, num_chunks, chunk_tokens)
         return choose(
-            found.scores, n, limits, count=num_chunks, among=found.left, share=share, pool=pool,
-            sure=sure,
-        )  # fmt: skip
+            found.scores, n, limits, count=num_chunks, among=found.left, share=share, sure=sure
+        )
 
     return select
 
@@ -354,7 +338,7 @@ def _extend_of(
 ) -> Callable[..., tuple[Array, LayerKv]]:
     def extend(
         states: tuple[LayerState, ...], hidden: Array, start: Array, buffers: LayerKv, at: Array,
-        pages: Array, slots: Array, lengths: Array, estimate: Estimate | None, *, context: int,
+        pages: Array, slots: Array, lengths: Array, *, context: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         after: list[tuple[Array, Array]] = []
 
@@ -365,7 +349,7 @@ def _extend_of(
                 after.append((keys, values))
                 return over_pages_and_rows(
                     q, pages, slots, lengths, index, as_bits(keys[:, :context], k.dtype),
-                    as_bits(values[:, :context], v.dtype), at, estimate, target=target,
+                    as_bits(values[:, :context], v.dtype), at, target=target,
                 )  # fmt: skip
 
             hidden = layer_of(state)(hidden, positions(start, hidden.shape[1]), over_both)

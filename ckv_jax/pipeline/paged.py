@@ -13,27 +13,24 @@ from ckv_jax.kernels_pallas.attend.api import attend, attend_rows
 from ckv_jax.kernels_pallas.attend.merge import merge
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import layer_pages
-from ckv_jax.pipeline.estimates import Estimate
 
 
 def over_pages_and_rows(
     q: Array, pages: Array, slots: Array, lengths: Array, index: int, keys: Array, values: Array,
-    at: Array, estimate: Estimate | None = None, *, target: Target,
+    at: Array, *, target: Target,
 ) -> Array:  # fmt: skip
     """What queries [B, S, H, D] of layer number `index` of a call attend to.
 
     `pages` [slots, pl, 2, C, K*D], or [..., D] with heads apart; `slots` [P, B, N] of the call's
     layer groups; `lengths` [B, N], or [K, B, N] where each head has chosen for itself: valid tokens
-    of each chunk; `keys`, `values` [B, R, K*D], of which query i sees the first `at[b] + i + 1`;
-    `estimate`: of other chunks.
+    of each chunk; `keys`, `values` [B, R, K*D], of which query i sees the first `at[b] + i + 1`.
     """
     pack, dim = pages.shape[1], q.shape[3]
     group, place = divmod(index, pack)
     parts = keys.shape[2] // pages.shape[4]  # K with heads apart, else 1
     if parts == 1:
         pool, tables = layer_pages(pages, slots[group], place)
-        exact = attend(q, pool, *tables, lengths, keys, values, at, target=target)
-        return exact[0] if estimate is None else merge(*zip(exact, estimate, strict=True))[0]
+        return attend(q, pool, *tables, lengths, keys, values, at, target=target)[0]
     batch, length, heads, _ = q.shape
     by_head = slots[group * parts : (group + 1) * parts]  # [K, B, N]
     lengths = jnp.broadcast_to(lengths, by_head.shape)
@@ -46,10 +43,7 @@ def over_pages_and_rows(
     out = out.reshape(parts, batch, length, heads // parts, dim).transpose(1, 2, 0, 3, 4)
     lse = lse.reshape(parts, batch, length, heads // parts).transpose(1, 2, 0, 3)
     own, own_lse = attend_rows(q, keys, values, at, target=target)
-    outs, lses = [out.reshape(q.shape), own], [lse.reshape(q.shape[:3]), own_lse]
-    if estimate is not None:
-        outs, lses = [*outs, estimate.out], [*lses, estimate.lse]
-    return merge(outs, lses)[0]
+    return merge([out.reshape(q.shape), own], [lse.reshape(q.shape[:3]), own_lse])[0]
 
 
 def over_one_head(

@@ -7,7 +7,6 @@ from jax import Array
 
 from ckv_jax.buckets import chunk_bucket
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.estimates import Estimate
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Part, Pieces
 from ckv_jax.pipeline.plan import Step
@@ -23,7 +22,6 @@ class Piecewise:
 
     def __init__(self, layers: Layers, memory: Memory) -> None:
         self._pieces = Pieces(layers)
-        self._peers = layers.peers
         self._memory = memory
 
     def run(
@@ -38,7 +36,6 @@ class Piecewise:
         *,
         buffers: LayerKv | None = None,
         at: np.ndarray | None = None,
-        estimate: Estimate | None = None,
     ) -> tuple[Array, LayerKv]:
         """`Layers.run`, or with decode `buffers` `Layers.extend`, in parts.
 
@@ -56,8 +53,6 @@ class Piecewise:
                     for which in np.unique(owners[owners >= 0]).tolist():
                         packs.start_over(which, group)
             part = self._pieces.open(layer, hidden, start)
-            if estimate is not None:
-                part = part._replace(out=estimate.out, lse=estimate.lse)
             for head, group in enumerate(groups):
                 part = self._over_packs(
                     part, layer % pack, head, packs, group, chosen[head], lengths[head], owners
@@ -88,11 +83,10 @@ class Piecewise:
         )
         done = 0
         while done < len(wanted):
-            room = max(1, self._peers.least(self._memory.step_slots))
+            room = max(1, self._memory.step_slots)
             now = wanted[done : done + room]
             done += len(now)
-            with self._peers.local():
-                slot_of = self._collect(packs, group, now)
+            slot_of = self._collect(packs, group, now)
             rows = [
                 [
                     (slot_of[owner, chunk], length)

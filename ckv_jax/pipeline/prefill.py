@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ from ckv_jax.model.shardings import HEADS, PAGES
 from ckv_jax.pipeline.kept_window import KeptWindow, spans
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.pieces import Pieces
-from ckv_jax.storage.prefix import Prefix
 
 STEP_LAYERS = 4
 LONGER_BLOCKS = 3  # that buffers may be longer than what they have to hold
@@ -27,11 +24,6 @@ LONGER_BLOCKS = 3  # that buffers may be longer than what they have to hold
 
 class Earlier(Protocol):
     """Keys and values of tokens ahead of a prefill, wherever they are kept."""
-
-    @property
-    def prefix(self) -> Prefix | None:
-        """What is stored of them."""
-        ...
 
     def read(self, layers: range, first: int, stop: int) -> np.ndarray:
         """[layers, 2, stop - first, K, D] of positions [first, stop), as the store keeps them."""
@@ -102,8 +94,6 @@ class Prefills:
         self.steps = [every[i : i + STEP_LAYERS] for i in every[::STEP_LAYERS]]
         self.no_slots = np.zeros((1, 1, 0), np.int32)
         self.no_lengths = np.zeros((1, 0), np.int32)
-        self._numbers = count()
-        self._live: WeakValueDictionary[int, Prefill] = WeakValueDictionary()
         self.join = layers.programs.jit(_join, static=("block",))
 
     @classmethod
@@ -140,33 +130,7 @@ class Prefills:
         `earlier` has the KV of what is before them, and, if `bounded`, of each block past `window`
         tokens by the time the next is computed: it is read back from there.
         """
-        number = next(self._numbers)
-        if not self.layers.peers.alone:
-            self._tell(number, tokens, start, earlier, bounded)
-        with self.layers.peers.together():
-            prefill = Prefill(self, tokens, start, earlier, bounded, number)
-        self._live[number] = prefill
-        return prefill
-
-    def check_stored(self, total: int) -> None:
-        """Raises `ValueError` for more tokens than several processes can compute to be stored."""
-        if not self.layers.peers.alone and total > self.window:
-            raise ValueError(
-                f"got {total} tokens over several processes, expected at most "
-                f"prefill_window={self.window}, as many as their devices keep"
-            )
-
-    def _tell(
-        self, number: int, tokens: np.ndarray, start: int, earlier: Earlier | None, bounded: bool
-    ) -> None:
-        """What other processes have to know of a prefill; they keep no others than `live`."""
-        if bounded:
-            self.check_stored(start + len(tokens))
-        before = earlier.prefix if earlier is not None else None
-        self.layers.peers.tell(
-            "prefill", number=number, tokens=tokens.tolist(), start=start, bounded=bounded,
-            before=None if before is None else before.named(), live=list(self._live),
-        )  # fmt: skip
+        return Prefill(self, tokens, start, earlier, bounded)
 
     def run(self, tokens: np.ndarray) -> Iterator[Block]:
         """Blocks of `tokens` int32 [n], in order, with all of their KV on the device."""
@@ -191,14 +155,10 @@ class Prefill:
         start: int,
         earlier: Earlier | None,
         bounded: bool,
-        number: int,
     ) -> None:
-        """`number`: what the processes call it."""
         if not len(tokens):
             raise ValueError("got no tokens, expected at least one")
         self._own = own
-        self.number = number
-        self.bounded = bounded
         self._tokens = tokens
         self._start = start
         self._earlier = earlier
@@ -211,11 +171,10 @@ class Prefill:
         self._rows = min(rows, longest)
         self._window_kv: KeptWindow | None = None
         self._buffers: list[LayerKv] = []
-        with own.layers.peers.local():
-            if self.total > self._window:
-                self._window_kv = self._kept()
-            else:
-                self._buffers = [self._buffer(layers) for layers in own.steps]
+        if self.total > self._window:
+            self._window_kv = self._kept()
+        else:
+            self._buffers = [self._buffer(layers) for layers in own.steps]
 
     @property
     def done(self) -> bool:
@@ -234,11 +193,6 @@ class Prefill:
 
     def advance(self) -> Block:
         """Computes the next block; blocks end where multiples of the block size do."""
-        self._own.layers.peers.tell("block", number=self.number)
-        with self._own.layers.peers.together():
-            return self._block()
-
-    def _block(self) -> Block:
         own, first = self._own, self._next
         stop = min(self.total, (first // own.block + 1) * own.block)
         padded = np.zeros((1, own.block), np.int32)
@@ -264,8 +218,7 @@ class Prefill:
             )  # fmt: skip
             key = (len(layers), self._rows)
             new.append(own.join(key, self._buffers[step], at[0], block=own.block))
-        kv = jnp.concatenate(new)
-        return own.layers.shardings.gathered(kv) if self.bounded else kv, hidden
+        return jnp.concatenate(new), hidden
 
     def _in_pieces(
         self, hidden: Array, at: np.ndarray, kept: KeptWindow

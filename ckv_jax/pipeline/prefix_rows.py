@@ -21,6 +21,8 @@ class PrefixRows:
     choosers: list[Chooser]
     rows: np.ndarray
     """int32 [b], a bucket: places in the batch, those past the choosers' are padding."""
+    limits: np.ndarray
+    """int32 [b]: chunks that each row chooses, 0 of padding."""
     near: np.ndarray
     """int32 [b]: chunks of each row that are chosen or near misses."""
 
@@ -35,20 +37,13 @@ class PrefixRows:
             resident=choosers[0].window.resident,
             choosers=choosers,
             rows=np.array([*(place for place, _ in rows), *padding], np.int32),
+            limits=np.array([*(chooser.limit for chooser in choosers), *padding], np.int32),
             near=np.array([*wide, *padding], np.int32),
         )
 
-    def limits(self, lengths: np.ndarray) -> np.ndarray:
-        """How much each row is to choose, int32 [b], 0 for those that need not. `lengths` int [B]:
-        tokens in the buffers of the batch's rows."""
-        limits = np.zeros(len(self.rows), np.int32)
-        for row, chooser in enumerate(self.choosers):
-            limits[row] = chooser.limit if chooser.due(int(lengths[self.rows[row]])) else 0
-        return limits
-
     def before(self, period: int, parts: int, lengths: np.ndarray) -> np.ndarray:
         """Scores float32 [b * J, M] of earlier tokens, which count as well, for the J choices of a
-        period that each row makes."""
+        period that each row makes. `lengths` int [B]: tokens in the buffers of the batch's rows."""
         shape = (len(self.rows), parts, self.resident.probe_chunks)
         scores = np.zeros(shape, np.float32)
         for row, chooser in enumerate(self.choosers):

@@ -24,7 +24,6 @@ from ckv_jax.reads.source import Source
 from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, as_float32
 from ckv_jax.storage.errors import CkvError
-from ckv_jax.storage.layout_versions import MEANS_AND
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.trace import Trace
 
@@ -176,7 +175,8 @@ class Probes:
         if data is None:
             self._trace.count("recomputed_probes", self._plan.periods)
             layout = self._resident.prefix.layout
-            probes = self._made_anew() if layout.digest in MEANS_AND else self._recomputed()
+            made = self._made_again if layout.digest == "means+cosines" else self._recomputed
+            probes = made()
             rows = dict(zip(layout.digest_layers, probes, strict=True))
             return self._residents.digest_of(rows, layout)
         self._residents.keep_digest(self._resident, data)
@@ -197,18 +197,14 @@ class Probes:
             found.append(Keys(self._shardings.put(padded, PROBE)))
         return found
 
-    def _made_anew(self) -> list[TokenProbe | Landmarks]:
-        """A digest that does more than choose, made again of all keys and values."""
+    def _made_again(self) -> list[TokenProbe | Landmarks]:
+        """A digest that does more than choose, made again of all keys."""
         prefix, layout = self._resident.prefix, self._resident.prefix.layout
-
-        kinds = [self._recovered.keys]
-        if layout.digest == "means+values":
-            kinds.append(self._recovered.values)
         codes = []
         for row, layer in enumerate(layout.digest_layers):
-            kept = [np.ascontiguousarray(kind(layer)[:, layout.digest_part(row)]) for kind in kinds]
-            exact = [as_float32(rows.view(layout.disk_dtype), layout) for rows in kept]
-            codes.append(landmarks.encode(exact[0], layout, *exact[1:]))
+            kept = np.ascontiguousarray(self._recovered.keys(layer)[:, layout.digest_part(row)])
+            exact = as_float32(kept.view(layout.disk_dtype), layout)
+            codes.append(landmarks.encode(exact, layout))
         arrays = landmarks.decode(np.stack(codes), layout, prefix.num_tokens)
         chunks, size = self._resident.probe_chunks, layout.chunk_tokens
         return device_digest(DigestData(layout.digest, arrays), chunks, size, self._shardings)

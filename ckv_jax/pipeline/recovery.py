@@ -112,16 +112,9 @@ class Recovered:
     def keys(self, layer: int) -> np.ndarray:
         """Keys [T, K, D] of one layer, as stored. Raises `RecoveryNeeded` unless they have been
         computed."""
-        return self._stored(layer, 0)
-
-    def values(self, layer: int) -> np.ndarray:
-        """`keys`, of its values."""
-        return self._stored(layer, 1)
-
-    def _stored(self, layer: int, kind: int) -> np.ndarray:
         self._require(self.prefix.num_tokens)
         assert self._kv is not None
-        rows: np.ndarray = self._kv[layer, kind]
+        rows: np.ndarray = self._kv[layer, 0]
         layout = self.prefix.layout
         if self._order is None:
             return rows

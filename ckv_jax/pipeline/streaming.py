@@ -10,7 +10,6 @@ from jax import Array
 
 from ckv_jax.buckets import chunk_bucket
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.estimates import Estimate
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
@@ -48,12 +47,11 @@ class Streaming:
 
     def run(
         self, step: Step, window: Window, hidden: Array, start: np.ndarray, at: np.ndarray,
-        buffers: LayerKv, *, chooses: bool, estimate: Estimate | None = None,
+        buffers: LayerKv, *, chooses: bool,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         """`Layers.extend` of a step over the packs of row 0.
 
-        `chooses`: each period has its own choice, which is not known before that period;
-        `estimate`: see `Layers.extend`.
+        `chooses`: each period has its own choice, which is not known before that period.
         """
         packs, plan = self._packs, self._plan
         assert packs is not None
@@ -68,23 +66,21 @@ class Streaming:
         if not self._fits(step, window):
             owners = np.where(np.arange(len(at)) == 0, 0, -1)
             return self._pieces.run(
-                start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at,
-                estimate=estimate,
-            )  # fmt: skip
+                start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
+            )
         then = self._following(step, window, chooses)
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
-        with self._layers.peers.local():
-            for group in step.groups:
-                packs.demand(0, group, window.ids(plan.choice_of(step, group)))
-            for place, group in enumerate(step.groups):
-                ids = window.ids(plan.choice_of(step, group))
-                slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
-            for other in then:
-                for group in other.groups:
-                    packs.ahead(0, group, window.ids(plan.choice_of(other, group)), sure=True)
+        for group in step.groups:
+            packs.demand(0, group, window.ids(plan.choice_of(step, group)))
+        for place, group in enumerate(step.groups):
+            ids = window.ids(plan.choice_of(step, group))
+            slots[place, 0, : len(ids)] = packs.collect(0, group, ids)
+        for other in then:
+            for group in other.groups:
+                packs.ahead(0, group, window.ids(plan.choice_of(other, group)), sure=True)
         hidden, buffers = self._layers.extend(
             step.layers, hidden, start, buffers, at, self._memory.pool.pages, slots,
-            lengths if plan.parts > 1 else lengths[0], estimate, context=buffers[0][0].shape[1],
+            lengths if plan.parts > 1 else lengths[0], context=buffers[0][0].shape[1],
         )  # fmt: skip
         for group in step.groups:
             packs.give_up(0, group, hidden)
@@ -101,6 +97,5 @@ class Streaming:
 
     def _fits(self, step: Step, window: Window) -> bool:
         """Whether the pool has room for all packs of a step."""
-        room = self._layers.peers.least(self._memory.step_slots)
         ids = (window.ids(self._plan.choice_of(step, group)) for group in step.groups)
-        return sum(map(len, ids)) <= room
+        return sum(map(len, ids)) <= self._memory.step_slots

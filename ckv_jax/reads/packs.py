@@ -295,11 +295,11 @@ class Packs:
             self._withdraw(number)
             return left, failed
         try:
-            slots = self._landing.place(job.room, good, job.first_group)
+            slots = self._landing.place(job.room, good)
         except PoolExhausted:
             self._make_room(len(good), wait=True)
             self._take_back(len(good), codes)
-            slots = self._landing.place(job.room, good, job.first_group)
+            slots = self._landing.place(job.room, good)
         self._own(codes[good], slots)
         self._count_unused(number)
         self._end(number)  # not before: where there are no slots, it has its room still

@@ -17,14 +17,10 @@ from ckv_jax.storage.segment.reader import PrefixReader
 
 
 class RecomputedKv(Protocol):
-    """Keys and values that the store could not give, computed again."""
+    """Keys that the store could not give, computed again."""
 
     def keys(self, layer: int) -> np.ndarray:
         """Keys [T, K, D] of one layer. Raises `RecoveryNeeded` while they are to be computed."""
-        ...
-
-    def values(self, layer: int) -> np.ndarray:
-        """`keys`, of its values."""
         ...
 
 

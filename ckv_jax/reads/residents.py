@@ -341,12 +341,11 @@ def device_digest(
         case "pq":
             books = [shardings.put(book, CODEBOOKS) for book in arrays["codebooks"]]
             return [PqKeys(codes(row), books[row]) for row in rows]
-        case "means" | "means+values" | "means+cosines":
+        case "means" | "means+cosines":
             return [
                 MeanKeys(
                     codes(row, "mean"),
                     codes(row, "log_size"),
-                    value=codes(row, "value") if "value" in arrays else None,
                     oddity=codes(row, "oddity") if "oddity" in arrays else None,
                 )
                 for row in rows

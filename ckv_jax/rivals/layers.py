@@ -103,13 +103,12 @@ class RivalLayers:
         limits: Int32[ArrayLike, B],
         *,
         n: int,
-        heads: int | None,
+        heads: int,
         chunk_tokens: int,
     ) -> Choice:
         """IMPRESS: the tokens that probe heads vote for, and how far those heads agree.
 
-        The first `heads` query heads each have a vote; None: each of the P KV heads has one, by
-        the sums of its query heads.
+        The first `heads` query heads each have a vote.
         """
         key = (qkv[0].shape, probe.shape, n, heads)
         return Choice(
@@ -232,16 +231,11 @@ def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
 
 def _by_probe(
     qkv: Qkv, q_lengths: Array, probe: Array, num_tokens: Array, limits: Array, *, n: int,
-    heads: int | None, chunk_tokens: int,
+    heads: int, chunk_tokens: int,
 ) -> tuple[Array, ...]:  # fmt: skip
     q, k, _ = qkv
-    tokens, width, _ = probe.shape
-    group = q.shape[2] // k.shape[2]
-    if heads is None:
-        heads, of = width * group, np.arange(width)
-    else:  # one KV head a query head, so that each has sums of its own
-        heads = min(heads, q.shape[2])
-        of = np.arange(heads) // group
+    tokens, heads, group = probe.shape[0], min(heads, q.shape[2]), q.shape[2] // k.shape[2]
+    of = np.arange(heads) // group  # one KV head a query head, so that each has sums of its own
     sums = _sums(q[:, :, :heads], probe[:, of], k[:, :, of], num_tokens, q_lengths)
     sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
     ids = choose(jax.vmap(votes)(sums, sets), n, limits).ids

@@ -158,7 +158,7 @@ class LayerSchedule:
             return self._layers.choose_by_probe(
                 qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
                 n=self._budget, chunk_tokens=self._chunk_tokens,
-                heads=self._system.probe_heads if self._system.probe_unit == "query" else None,
+                heads=self._system.probe_heads,
             )  # fmt: skip
 
     def _all_keys(self, layer: int) -> np.ndarray:

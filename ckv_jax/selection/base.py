@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from ckv_jax.selection.select import Pool
 from ckv_jax.storage.grouping import FIRST, LAST
 
 
@@ -43,11 +42,6 @@ _MARGIN = 1e-5
 """What sums of float32 may be off, as a share: more is chosen rather than less than was asked."""
 
 
-_OWN = 2.0**-10
-"""What a unit's own score adds to the largest of its neighbourhood: a peak comes before what stands
-beside it. Peaks that differ by less than that share may change places."""
-
-
 class Share(NamedTuple):
     """As many units as hold a share of a row's score, see `Budget`."""
 
@@ -65,25 +59,23 @@ def choose(
     count: Array | None = None,
     among: Bool[Array, "B M"] | None = None,
     share: Share | None = None,
-    pool: Pool = "none",
     sure: Bool[Array, "B M"] | None = None,
 ) -> Selection:
     """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
     these.
 
-    With `share`, only the best of those that together hold it of all scores. `pool` decides which
-    are best; what is told of them are their own scores. What is `sure` comes before all others.
+    With `share`, only the best of those that together hold it of all scores. What is `sure` comes
+    before all others.
     """
     units = scores.shape[1]
     masked = scores
     if count is not None:
         ids = jnp.arange(units, dtype=jnp.int32)
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
-    ranked = pooled(masked, pool)
-    allowed = ranked if among is None else jnp.where(among, ranked, -jnp.inf)
+    allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
     allowed = before_others(allowed, sure)
     values, best, chosen = _best(allowed, n, limits)
-    if pool != "none" or sure is not None:
+    if sure is not None:
         values = jnp.take_along_axis(masked, best, axis=1)
     if share is not None:
         needed = _needed(values, masked, share)
@@ -120,29 +112,6 @@ def steady_chunks(
     first = jnp.arange(chunks, dtype=jnp.int32)[None, :] * chunk_tokens
     end = jnp.broadcast_to(num_tokens, (rows,))[:, None]
     return (first < FIRST) | ((first + chunk_tokens > end - LAST) & (first < end))
-
-
-def pooled(scores: Float32[Array, "B M"], pool: Pool) -> Float32[Array, "B M"]:
-    """What ranks units, by their `scores`; -inf is no unit, and nobody's neighbour.
-
-    Where a name is found, what it says often stands beside it (SnapKV, Li et al. 2024).
-    """
-    if pool == "none":
-        return scores
-    real = scores > -jnp.inf
-    value = jnp.where(real, scores, 0.0 if pool == "mean" else -jnp.inf)
-
-    def beside(values: Array, edge: float) -> list[Array]:
-        padded = jnp.pad(values, ((0, 0), (1, 1)), constant_values=edge)
-        return [padded[:, :-2], values, padded[:, 2:]]
-
-    if pool == "max":
-        found = jnp.max(jnp.stack(beside(value, -jnp.inf)), axis=0) + _OWN * value
-    else:
-        count = sum(beside(real.astype(jnp.float32), 0.0))
-        found = jnp.divide(sum(beside(value, 0.0)), count)  # what is real counts itself
-    out: Array = jnp.where(real, found, -jnp.inf)
-    return out
 
 
 def _needed(values: Array, scores: Array, share: Share) -> Array:

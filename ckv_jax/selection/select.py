@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from ckv_jax.selection.coarse import Coarse
-from ckv_jax.validate import check_number, check_whole
+from ckv_jax.validate import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore
-
-Ahead = Literal["near", "next", "both"]
-"""What is read before it is chosen: what the token before nearly chose, what the period before
-says that this one will choose, or both."""
-
-Pool = Literal["none", "max", "mean"]
-"""What ranks a chunk: its own score, or the largest or the mean of its own and its neighbours'."""
 
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every text and period."""
@@ -36,57 +29,29 @@ class Select:
     hidden state that enters the period; more than 1 needs a digest, of these layers."""
     queries: int | None = 1
     """Tokens whose scores are summed for one choice. Of a question its last ones, None: all. Of a
-    text, 1 to 64: the newest, and the last ones before it that chose. With more of them choices
-    change less from token to token, and less is fetched."""
+    text, 1 to 64: the newest ones. With more of them choices change less from token to token, and
+    less is fetched."""
     score: ChunkScore | None = None
     """What a chunk is worth to them; None: the attention that it gets (Equation 1)."""
     coarse: Coarse | None = None
     """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
-    pool: Pool = "none"
-    """What ranks a chunk: its own score, or the "max" or "mean" of its own and its two neighbours',
-    so that what stands beside something important is chosen with it."""
-    every: int = 1
-    """Tokens of a text between two choices."""
-    drift: float | None = None
-    """A token of a text chooses anew for a period only where its queries have turned away from
-    those of the token that chose last: where their cosine, in one of the layers that score, is
-    less than this (TokenSelect, Wu et al. 2024, which has 0.9). -1: never; None: always."""
     guessed: bool = False
     """What enters a period chooses for the next one, which attends to that and nothing else
     (InfiniGen): reads have a period's time, and the choice is not the layers' own. What earlier
     `queries` count with are then their guesses. Of texts alone."""
-    ahead: Ahead = "near"
-    """What the tokens of a text read ahead, while a period's layers compute: what was nearly chosen
-    (`SystemConfig.overfetch`), for the next token; "next": what enters the period scores the next
-    one's digest, too, and what the window lacks of that is read, while the choice stays the next
-    period's own; "both". No answer depends on it."""
 
     def __post_init__(self) -> None:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
-        check_whole("every", self.every, least=1)
-        if self.drift is not None:
-            check_number("drift", self.drift)
-            if not -1 <= self.drift <= 1:
-                raise ValueError(f"got drift={self.drift}, expected a cosine in [-1, 1]")
-        if self.pool not in get_args(Pool):
-            raise ValueError(f"got pool={self.pool!r}, expected one of {', '.join(get_args(Pool))}")
-        if self.ahead not in get_args(Ahead):
-            raise ValueError(
-                f"got ahead={self.ahead!r}, expected one of {', '.join(get_args(Ahead))}"
-            )
-        if self.guessed and self.ahead != "near":
-            raise ValueError(f"got ahead={self.ahead!r} with guessed=True, whose guess decides")
         if self.coarse is not None and self.score is not None:
             raise ValueError("got coarse with a score of one's own, expected one of them")
 
     def check_question(self) -> None:
         """Raises `ValueError` for what only the tokens of a text can do."""
-        if self.every != 1 or self.guessed or self.drift is not None:
+        if self.guessed:
             raise ValueError(
-                f"got choose={self}, expected every=1, drift=None, guessed=False: a question "
-                "chooses once, by its own queries"
+                f"got choose={self}, expected guessed=False: a question chooses by its own queries"
             )
 
     def check_text(self) -> None:

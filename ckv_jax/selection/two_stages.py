@@ -20,7 +20,6 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.select import Pool
 
 
 class Scored(NamedTuple):
@@ -48,15 +47,14 @@ def scored(
     whole: Callable[[Array], Array],
     before: Float32[Array, "B M"] | None = None,
     rough: Sequence[Probe] = (),
-    pool: Pool = "none",
     each: bool = False,
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
     `whole` makes one of sums over each device's heads. `before`: scores that count as well for
     what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores, one
-    probe for each layer that it asks; none: the probes of these layers. `pool`: what ranks chunks.
-    `each`: Equation 1 for every KV head by itself, in one stage.
+    probe for each layer that it asks; none: the probes of these layers. `each`: Equation 1 for
+    every KV head by itself, in one stage.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
@@ -100,7 +98,7 @@ def scored(
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate if before is None else estimate + before
-    ids = choose(ranked, stages.room, left, count=num_chunks, pool=pool).ids  # [B, room], or -1
+    ids = choose(ranked, stages.room, left, count=num_chunks).ids  # [B, room], or -1
     real = ids >= 0
 
     def of_row(ids: Array, count: Array, *queries: Array) -> Array:

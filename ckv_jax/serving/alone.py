@@ -7,7 +7,6 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from ckv_jax.errors import ContextOverflow
 from ckv_jax.parts.blending import Blended, Blending
 from ckv_jax.pipeline.decode import Row
 from ckv_jax.pipeline.layers import LayerKv
@@ -60,12 +59,7 @@ class Alone:
         if sequence.parts:
             return self._parts.job(sequence)
         if not self._computes_all and len(sequence.tokens) > self._prefills.window:
-            if self._prefills.layers.peers.alone:
-                self._store_prompt(sequence)
-                return None
-            says = "that are not stored, or cannot be read, over several processes"
-            most = f"expected at most prefill_window={self._prefills.window}"
-            sequence.fail(ContextOverflow(f"got {len(sequence.tokens)} tokens {says}, {most}"))
+            self._store_prompt(sequence)
             return None
         return self.dense_job(sequence)
 

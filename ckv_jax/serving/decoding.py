@@ -61,9 +61,8 @@ class Decoding:
         self._rows = KvRows(layers)
         self._choice_calls = ChoiceCalls(layers)
         self.segments: Segments | None = None
-        """What moves texts onto what they generated, where texts choose at all. Several processes
-        have only a part each of what is to be stored."""
-        if system.decode is not None and segment_tokens and layers.peers.alone:
+        """What moves texts onto what they generated, where texts choose at all."""
+        if system.decode is not None and segment_tokens:
             self.segments = Segments(
                 store, leases, plan, system.coder, tokens=segment_tokens,
                 open_packs=open_packs, chooser=self.chooser,
@@ -95,18 +94,13 @@ class Decoding:
         stay (`hold`) and all are there."""
         chosen = [ids[row][ids[row] >= 0] for ids in first.selections]
         window = Window(lease.resident, self._memory, self._plan, held=False)
-        held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
-        window.held = bool(self._layers.peers.least(int(held)))
+        window.held = hold and all(window.cached(choice, ids) for choice, ids in enumerate(chosen))
         for choice, ids in enumerate(chosen):
             window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
         chooser = None
         if self._system.decode is not None and limit < lease.resident.num_chunks:
-            suffix = len(sequence.suffix)
-            chooser = self.chooser(
-                limit, probes, window, lease.source,
-                first=suffix, always=sequence.made_up, apart=sequence.apart,
-            )  # fmt: skip
+            chooser = self.chooser(limit, probes, window, lease.source, apart=sequence.apart)
         self.begin(sequence, trace)
         return Going(
             sequence=sequence,
@@ -120,15 +114,14 @@ class Decoding:
         )
 
     def chooser(
-        self, limit: int, probes: Probes, window: Window, source: Source, *, first: int = 0,
-        always: bool = False, apart: bool = False,
-    ) -> Chooser:  # fmt: skip
+        self, limit: int, probes: Probes, window: Window, source: Source, *, apart: bool = False
+    ) -> Chooser:
         """What a text of `limit` chunks a choice chooses by (`Chooser`)."""
         assert self._system.decode is not None
         return Chooser(
-            select=self._system.decode, limit=limit, first=first, probes=probes, window=window,
+            select=self._system.decode, limit=limit, probes=probes, window=window,
             source=source, widths=self._profile.widths, packs=self._profile.packs,
-            recorded=self._profile.text(), always=always, apart=apart,
+            recorded=self._profile.text(), apart=apart,
         )  # fmt: skip
 
     def decoder(self, streams: Lease | None) -> Decoder:

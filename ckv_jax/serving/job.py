@@ -71,6 +71,6 @@ class Job:
             self.future.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for it gets `error`, unless there is an outcome. Any thread."""
+        """Whoever waits for it gets `error`, unless there is an outcome."""
         with suppress(InvalidStateError):
             self.future.set_exception(error)

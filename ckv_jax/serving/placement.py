@@ -19,6 +19,7 @@ from ckv_jax.parts.rotation import check_rotates
 from ckv_jax.request import Request, TokenEvent
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.ways import Way
+from ckv_jax.storage.codec import codec_of
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
@@ -123,8 +124,6 @@ class Placement:
         request, sampling = sequence.request, sequence.sampling
         if sampling is not None and sampling.stop and self._tokenizer is None:
             raise ValueError(f"got stop={sampling.stop!r}, but this engine has no tokenizer")
-        if sequence.keep_kv and self._config.processes > 1:
-            raise ValueError("got keep_kv over several processes, each of which has only a part")
         new_tokens = sampling.max_tokens if sampling is not None else 0
         salt = self.salt(request)
         asked = request.prefix
@@ -178,8 +177,6 @@ class Placement:
             return
         if sequence.keep_kv:
             raise ValueError("got keep_kv with parts, whose KV is not that of their text")
-        if self._config.processes > 1:
-            raise ValueError("got parts over several processes, expected an engine of one")
         if not self._system.chunked or self._system.choose.score is not None:
             raise ValueError(
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
@@ -189,11 +186,6 @@ class Placement:
             raise ValueError(
                 f"got parts, but heads of system {self._system.name!r} choose for themselves; ckv "
                 "and contiguous-kv put texts together"
-            )
-        if self._system.choose.pool != "none":
-            raise ValueError(
-                f"got parts with pool={self._system.choose.pool!r}, expected 'none': chunks of "
-                "several texts are ranked by themselves"
             )
         check_rotates(self._model)
         sequence.place(nothing, suffix, budget, tuple(found))
@@ -233,6 +225,8 @@ class Placement:
             return
         if prefix.layout == self._layout:  # as every request's but a mistaken one's
             return
+        if prefix.layout.codec != self._layout.codec:
+            codec_of(prefix.layout)  # refuses one that no system has
         stored, asked = asdict(prefix.layout), asdict(self._layout)
         differ = [field for field in asked if stored[field] != asked[field]]
         fields = ", ".join(f"{f} (stored {stored[f]!r}, got {asked[f]!r})" for f in differ)

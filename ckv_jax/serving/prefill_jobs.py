@@ -31,26 +31,22 @@ def _dense(sequence: Sequence, prefills: Prefills, done: Done) -> Generator[None
         return
     sequence.begin()
     trace = Trace()
-    peers = prefills.layers.peers
     prefill = prefills.begin(sequence.tokens, bounded=False)
     while True:
         with trace.span("compute", lane="compute"):
             block = prefill.advance()
-            with peers.together():
-                block.hidden.block_until_ready()
+            block.hidden.block_until_ready()
         if prefill.done:
             break
         yield
         if given_up(sequence):
             return
-    peers.tell("first", number=prefill.number, last=block.length - 1, sequence=sequence.to_json())
-    with peers.together():
-        with trace.span("compute", lane="compute"):
-            last = np.array([block.length - 1], np.int32)
-            found = prefills.layers.head(block.hidden, last)
-            logits, token = np.asarray(found[0]), np.asarray(found[1])
-        trace.end()
-        done(sequence, logits, int(token[0]), prefill.kv, trace)
+    with trace.span("compute", lane="compute"):
+        last = np.array([block.length - 1], np.int32)
+        found = prefills.layers.head(block.hidden, last)
+        logits, token = np.asarray(found[0]), np.asarray(found[1])
+    trace.end()
+    done(sequence, logits, int(token[0]), prefill.kv, trace)
 
 
 def recovery_job(needed: RecoveryNeeded, num_bytes: int) -> Job:

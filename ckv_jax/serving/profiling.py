@@ -17,10 +17,7 @@ from ckv_jax.storage.fingerprint import Fingerprint
 class Profile:
     """How the windows of one engine's texts share their room. Engine thread only, but `made_of`."""
 
-    def __init__(
-        self, plan: Plan, system: SystemConfig, fingerprint: Fingerprint, *, kept: bool
-    ) -> None:
-        """`kept`: whether what has been profiled before may be used."""
+    def __init__(self, plan: Plan, system: SystemConfig, fingerprint: Fingerprint) -> None:
         choices = range(0, plan.choices, plan.parts)
         self.packs = np.array([len(plan.groups(choice)) for choice in choices])
         self.widths = Widths.even(2.0, groups=plan.periods, rows=plan.parts)
@@ -31,7 +28,7 @@ class Profile:
         self._texts: list[Recorded] | None = None
         heads = hashlib.sha256(repr(system.heads).encode()).hexdigest()[:8] if system.heads else ""
         self._name = plain_name(f"{system.name}-{heads}" if heads else system.name)
-        if kept and system.decode is not None and system.widths == "profiled":
+        if system.decode is not None and system.widths == "profiled":
             found = load_widths(fingerprint, self._name, groups=plan.periods, rows=plan.parts)
             self.widths = found or self.widths
 

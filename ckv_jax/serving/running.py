@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import batch_bucket
-from ckv_jax.errors import CkvError, ProcessLost
+from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import (
     SamplingArrays,
     SamplingParams,
@@ -18,7 +18,6 @@ from ckv_jax.model.sampling import (
     sample,
     stack_params,
 )
-from ckv_jax.peers import ALONE, Peers
 from ckv_jax.pipeline.choices import Choices
 from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.layers import LayerKv
@@ -41,8 +40,6 @@ class Running:
         recovery: the job that computes again what the store lost.
         hold_slots: device slots that all windows may have together.
         window: slots of a window for each chunk of a choice, where there are so many.
-        check: ends a text that nobody waits for any more.
-        peers: who makes the same steps.
     """
 
     def __init__(
@@ -53,11 +50,7 @@ class Running:
         hold_slots: int,
         window: float,
         max_batch: int,
-        check: Callable[[Sequence], None] = Sequence.check,
-        peers: Peers = ALONE,
     ) -> None:
-        self._check = check
-        self._peers = peers
         self._decoding = decoding
         self._recovery = recovery
         self._hold_slots = hold_slots
@@ -112,7 +105,7 @@ class Running:
         chosen = np.asarray(sample(logits, stack_params(params), np.zeros(len(logits), np.int32)))
         left = []
         for row, going in starting:
-            self._check(going.sequence)
+            going.sequence.check()
             if going.sequence.reason is None:
                 _push(going.sequence, int(chosen[row]), logits, row)
             if _over(going):
@@ -127,23 +120,17 @@ class Running:
         self._widen()
 
     def step(self) -> list[Job]:
-        """One token for every sequence. Returns jobs that some of them have to wait for.
-
-        Raises `ProcessLost` where no process makes another one.
-        """
+        """One token for every sequence. Returns jobs that some of them have to wait for."""
         jobs = []
         before = len(self)
         for batch in list(self._batches):
             if batch.waits_for is not None and not batch.waits_for.future.done():
                 for going in batch.going.values():
-                    self._check(going.sequence)
+                    going.sequence.check()
                 continue
             try:
                 batch.waits_for = None
-                with self._peers.together():
-                    self._step(batch)
-            except ProcessLost:
-                raise  # there is no next token for anybody
+                self._step(batch)
             except RecoveryNeeded as needed:
                 batch.waits_for = self._recovery(needed)
                 jobs.append(batch.waits_for)
@@ -210,7 +197,7 @@ class Running:
 
     def _step(self, batch: _Batch) -> None:
         for going in batch.going.values():
-            self._check(going.sequence)
+            going.sequence.check()
         self._drop(batch, {})
         if not batch.going:
             return

@@ -8,7 +8,6 @@ ones while there is room; jobs take turns.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -17,10 +16,9 @@ from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
 from functools import partial
 from typing import Protocol, TypeVar
-from weakref import WeakSet
 
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.errors import CkvError, EngineClosed, ProcessLost
+from ckv_jax.errors import CkvError, EngineClosed
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
@@ -28,10 +26,6 @@ from ckv_jax.storage.errors import StoreError
 
 _T = TypeVar("_T")
 
-_STUCK_S = 5.0
-"""How long `close` waits for a thread whose devices wait for a process that is gone."""
-_LOOK_S = 1.0
-"""How often it looks whether there is such a process."""
 SWEEP_S = 0.02
 """How often the whole queue is searched for requests that were cancelled or are late."""
 
@@ -95,8 +89,6 @@ class Scheduler:
         self._begun: list[Job] = []
         self._next_sweep = time.monotonic()
         self._closed = False
-        self._abandoned: CkvError | None = None
-        self._known: WeakSet[Sequence] = WeakSet()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
@@ -108,7 +100,6 @@ class Scheduler:
         sequences = [sequence for sequence in sequences if not sequence.done()]
         with self._changed:
             self._open()
-            self._known.update(sequences)
             self._waiting.extend(sequences)
             self._changed.notify()
 
@@ -135,18 +126,6 @@ class Scheduler:
         with self._changed:
             self._changed.notify()
 
-    def abandon(self, error: CkvError) -> None:
-        """Fails everything that somebody waits for, at once and from any thread: what the engine
-        thread computes may never come to an end."""
-        with self._changed:
-            self._closed, self._abandoned = True, error
-            self._changed.notify()
-            sequences, jobs = list(self._known), list(self._jobs)
-        for sequence in sequences:
-            sequence.fail(error)
-        for job in jobs:
-            job.fail(error)
-
     @property
     def waiting(self) -> int:
         """Sequences in the queue."""
@@ -166,7 +145,7 @@ class Scheduler:
         """Ends what is being computed; all others fail as `EngineClosed`. Idempotent.
 
         Returns whether the thread has ended, so that nothing uses the engine's memory any more. It
-        has not where it hangs, in a process that was forked, and for a caller that it runs itself.
+        has not in a process that was forked, and for a caller that it runs itself.
         """
         with self._changed:
             self._closed = True
@@ -174,19 +153,13 @@ class Scheduler:
             thread = self._thread
         forked = os.getpid() != self._process
         if not forked and thread is not None and thread is not threading.current_thread():
-            stuck = math.inf
-            while thread.is_alive() and time.monotonic() < stuck:
-                thread.join(_LOOK_S)
-                if self._abandoned is not None:  # by now: perhaps nothing ends it any more
-                    stuck = min(stuck, time.monotonic() + _STUCK_S)
+            thread.join()
         return not forked and (thread is None or not thread.is_alive())
 
     def _open(self) -> None:
         """Refuses work that nobody would do; starts the thread."""
         if os.getpid() != self._process:
             raise EngineClosed("the engine belongs to the process that this one was forked from")
-        if self._abandoned is not None:
-            raise self._abandoned
         if self._closed:
             raise EngineClosed("the engine is closed")
         if self._thread is None:
@@ -197,8 +170,6 @@ class Scheduler:
         try:
             while self._round():
                 pass
-        except ProcessLost:
-            pass  # everybody has been told
         finally:  # nobody may wait for ever, whatever happened
             self._end()
 
@@ -349,11 +320,11 @@ class Scheduler:
             self._waiting.extendleft(reversed(batch))
 
     def _end(self) -> None:
-        error = self._abandoned or EngineClosed("the engine was closed before this request's turn")
+        error = EngineClosed("the engine was closed before this request's turn")
         with self._changed:  # first: who is told that all has ended is refused from then on
             self._closed = True
         self._worker.end(error)
-        for job in list(self._jobs):  # they stay until then: `abandon` tells them if this hangs
+        for job in list(self._jobs):
             job.end(error)
         with self._changed:
             left = list(self._waiting)

@@ -173,10 +173,9 @@ class Segments:
             else:
                 probes = self._leases.probes(lease, Trace())
                 window.onto(lease.resident)
-                left = going.row.length - count
                 if going.chooser is None:  # its whole prefix was one choice
                     going.chooser = self._chooser(tail.limit, probes, window, lease.source)
-                going.chooser.moved(count, left, probes, lease.source)
+                going.chooser.moved(count, probes, lease.source)
         except BaseException:
             lease.close()
             raise

@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import asdict
-from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +29,6 @@ from ckv_jax.token_trace import TokenTrace
 from ckv_jax.trace import Trace
 
 Outcome = Result | Generation
-_NUMBERS = count()
 
 
 class Sequence:
@@ -41,8 +37,6 @@ class Sequence:
     With `sampling` it ends in a `Generation`, without in a `Result`.
     """
 
-    made_up = False
-    """Nobody asks it: it goes through whatever others may need."""
     apart = False
     """Whether it chooses as if nobody else stood on its prefix."""
 
@@ -58,8 +52,6 @@ class Sequence:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"got {type(sampling).__name__}, expected SamplingParams")
         self.request = request
-        self.number = next(_NUMBERS)
-        """What the processes of an engine call it."""
         self.index = index
         """Place in the call that submitted it."""
         self.sampling = sampling
@@ -131,17 +123,6 @@ class Sequence:
         self.parts = parts
         self.suffix = suffix
         self.budget = budget
-
-    def to_json(self) -> dict[str, Any]:
-        """What another process has to know to compute the same."""
-        prefix = self.prefix
-        return {
-            "number": self.number,
-            "prefix": prefix.named() if prefix.num_tokens else None,
-            "suffix": self.suffix.tolist(),
-            "budget": self.budget,
-            "sampling": None if self.sampling is None else asdict(self.sampling),
-        }
 
     @property
     def tokens(self) -> np.ndarray:
@@ -258,7 +239,7 @@ class Sequence:
         )
 
     def finish(self, outcome: Outcome) -> None:
-        """The outcome is there, unless another one was before: that a process is gone."""
+        """The outcome is there, unless another one was before."""
         with suppress(InvalidStateError):
             self._future.set_result(outcome)
 

@@ -95,8 +95,6 @@ def _first_tokens(worker: Worker, batch: Several[Sequence]) -> Generator[None, N
 class _MadeUp(Sequence):
     """A request of warm-up's own; with `new`, a text of so many tokens, whatever they are."""
 
-    made_up = True
-
     def __init__(
         self, prefix: Prefix, suffix: np.ndarray, budget: float | str, new: int = 0, *,
         apart: bool = False,

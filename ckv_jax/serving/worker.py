@@ -28,7 +28,6 @@ from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
-from ckv_jax.request import FinishReason
 from ckv_jax.rivals.executor import LayerwiseExecutor
 from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.serving.alone import Alone
@@ -69,7 +68,6 @@ class Worker:
         """`store_prompt` ingests a prompt in another thread and submits its sequence again;
         `carry_over`: see `Reorderer`."""
         self.layers = layers
-        self._peers = layers.peers
         self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         self.residents = Residents(
@@ -80,8 +78,7 @@ class Worker:
             # Turned keys have their heads first, and are not split over devices.
             turns=layers.target.in_host_memory and layers.shardings.size == 1,
         )
-        # Processes that computed with other windows would wait for each other.
-        room = device_room(self.memory.pool.pages.devices()) if layers.peers.alone else None
+        room = device_room(self.memory.pool.pages.devices())
         self.prefills = Prefills.within(
             room, layers, block=config.prefill_block, window=config.prefill_window
         )
@@ -111,8 +108,7 @@ class Worker:
             self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
         else:
             self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
-        # Processes whose windows differ would read other packs.
-        self.profile = Profile(self.plan, system, fingerprint, kept=self._peers.alone)
+        self.profile = Profile(self.plan, system, fingerprint)
         self.decoding = Decoding(
             layers, self.memory, self.plan, system, store=store, leases=self.leases,
             profile=self.profile, tokenizer=tokenizer, segment_tokens=config.segment_tokens,
@@ -124,8 +120,6 @@ class Worker:
             hold_slots=self.memory.hold_slots,
             window=system.window,
             max_batch=config.max_batch,
-            check=Sequence.check if self._peers.alone else (lambda _: None),  # see `step`
-            peers=self._peers,
         )
         self._room = SlotRoom(
             self.memory, self._running, system=system, plan=self.plan, layout=layout,
@@ -180,15 +174,9 @@ class Worker:
             )
         for sequence in batch:
             sequence.begin()
-        if not self._peers.alone:
-            self._peers.tell("first_tokens", batch=[sequence.to_json() for sequence in batch])
-        with self._peers.together():
-            self._first_tokens(batch, texts)
-
-    def _first_tokens(self, batch: Several[Sequence], texts: bool) -> None:
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
-            with trace.span("open", lane="host"), self._peers.local():
+            with trace.span("open", lane="host"):
                 leases, which = self.leases.open_all([s.prefix for s in batch], stack)
                 prefixes = []
                 for lease in leases:
@@ -235,11 +223,6 @@ class Worker:
         else:
             for sequence in batch:  # nothing is held for them any more
                 sequence.settle()
-
-    @property
-    def layout(self) -> Layout:
-        """How what it reads lies on disk."""
-        return self._layout
 
     def packs(self, sources: Several[Source], trace: Trace) -> Packs:
         """The packs of some prefixes, for one batch."""
@@ -288,26 +271,7 @@ class Worker:
 
     def step(self) -> list[Job]:
         """See `scheduler.Computes`."""
-        if not self._peers.alone:
-            for sequence in self._running.sequences:
-                sequence.check()
-            going = [(s.number, s.token_ids[-1], s.reason) for s in self._running.sequences]
-            self._peers.tell("step", going=going)
         return self._running.step()
-
-    def follow(self, going: Several[tuple[int, int, FinishReason | None]]) -> None:
-        """A follower's `step`: sequences by number, each with its latest token; those with a
-        reason have ended by now.
-
-        Raises `RuntimeError` where it has other ones, or chose another token.
-        """
-        mine = {s.number: s for s in self._running.sequences}
-        here = {(number, s.token_ids[-1]) for number, s in mine.items()}
-        if here != {(number, token) for number, token, _ in going}:
-            raise RuntimeError(f"the processes went apart: got {here}, expected {going}")
-        for number, _, reason in going:
-            mine[number].reason = reason
-        self._running.step()
 
     def warm(self, sequences: Several[Sequence], tokens: int, suffix: int) -> None:
         """See `Running.warm`."""
@@ -338,10 +302,6 @@ class Worker:
     def shorten(self, sequence: Sequence) -> bool:
         """See `scheduler.Computes`."""
         before = sequence.prefix
-        if not self._peers.alone:  # some process cannot read it: nobody does
-            nothing = Prefix.empty(before.fingerprint, before.layout, before.salt)
-            sequence.place(nothing, sequence.tokens, 1.0)
-            return before.num_tokens > 0
         if self.reorderer is not None:
             self.reorderer.forget(before)
         self._placement.shorten(sequence)

@@ -50,8 +50,9 @@ def score(
     chunk_tokens: int,
     target: Target,
     heads: Literal["all", "each"] = "all",
+    squares: bool = False,
     implementation: Implementation = "auto",
-) -> Float32[Array, "B J M"]:
+) -> Float32[Array, "*2 B J M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
     chunk's tokens, the query heads and all valid queries.
 
@@ -67,6 +68,8 @@ def score(
       num_tokens: int32 scalar, how many tokens belong to the prefix.
       q_lengths: query i of sequence b counts if i < q_lengths[b].
       heads: pooled, or each KV head with its G query heads.
+      squares: also gives the sum of each query's *squared* mass per chunk, which a chunk that one
+        query of one head looks up leads. The result is [2, B, J, M] then: masses, squares.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -74,14 +77,14 @@ def score(
     """
     q, probe = of_head(q, probe)
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    args = (q, probe, num_tokens, q_lengths, chunk_tokens)
+    args = (q, probe, num_tokens, q_lengths, chunk_tokens, squares)
     kernels = IMPLEMENTATIONS
     if isinstance(probe, Landmarks):
         kernels = LANDMARKS
     elif isinstance(probe, TurnedKeys):
         kernels = TURNED
-    out: Array = dispatch("score", implementation, kernels, target, *args)  # [B, K, M]
-    return out if heads == "each" else jnp.sum(out, axis=1, keepdims=True)
+    out: Array = dispatch("score", implementation, kernels, target, *args)  # [*2, B, K, M]
+    return out if heads == "each" else jnp.sum(out, axis=-2, keepdims=True)
 
 
 def _mosaic_gpu() -> Callable[..., Any]:

@@ -79,8 +79,6 @@ class MeanKeys:
     mean: Float[Array, "M K D"]
     log_size: Float32[Array, "M K"]
     """Logarithm of how many keys a mean stands for; -inf: none."""
-    value: Float[Array, "M K D"] | None = None
-    """The chunk's mean value, where attention is estimated by it."""
     oddity: Int32[Array, "M K"] | None = None
     """The chunk's place among its head's, 0: has the key that is least like its mean."""
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
 
-__all__ = ["block_sums", "score"]
+__all__ = ["block_sums", "over_queries", "score"]
 
 _BLOCK_BYTES = 8 * 2**20  # of float32 logits and of keys as decoded, all KV heads
 _LONG_HALF = 64  # dims of half a key
@@ -32,11 +32,12 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
+    squares: bool = False,
     *,
     widen: bool = False,
     block_bytes: int = _BLOCK_BYTES,
 ) -> Array:
-    """See `api.score`; float32 [B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
+    """See `api.score`; float32 [*2, B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
 
     Keys go in blocks whose logits and decoded keys take at most `block_bytes`.
     """
@@ -74,8 +75,19 @@ def score(
     weighted = jnp.where(valid[None, :, :, None], sums * share[None, :, :, None], 0.0)
     blocks_, width = sums.shape[0], sums.shape[3]
     weighted = weighted.reshape(blocks_, kv_heads, batch, queries * group, width)
-    out = jnp.sum(weighted, axis=3)  # [blocks, K, B, width]
-    return out.transpose(2, 1, 0, 3).reshape(batch, kv_heads, blocks_ * width)[..., :chunks]
+    out = over_queries(weighted, squares, axis=3)  # [1 or 2, blocks, K, B, width]
+    out = out.transpose(0, 3, 2, 1, 4)
+    out = out.reshape(-1, batch, kv_heads, blocks_ * width)[..., :chunks]
+    return out if squares else out[0]
+
+
+def over_queries(share: Array, squares: bool, axis: int) -> Array:
+    """Sums of the queries' shares over an axis, in front of the others; with `squares` [2, ...],
+    those of their squares behind them, else [1, ...]."""
+    sums = [jnp.sum(share, axis=axis)]
+    if squares:
+        sums.append(jnp.sum(jnp.square(share), axis=axis))
+    return jnp.stack(sums)
 
 
 def block_sums(

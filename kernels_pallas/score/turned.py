@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, TurnedKeys
+from ckv_jax.kernels_pallas.score.reference import over_queries
 
 __all__ = ["score", "turn"]
 
@@ -44,9 +45,14 @@ def turn(probe: Int4Keys, *, dims: int) -> TurnedKeys:
 
 
 def score(
-    q: Array, probe: TurnedKeys, num_tokens: Array, q_lengths: Array, chunk_tokens: int
+    q: Array,
+    probe: TurnedKeys,
+    num_tokens: Array,
+    q_lengths: Array,
+    chunk_tokens: int,
+    squares: bool = False,
 ) -> Array:
-    """See `api.score`; float32 [B, K, M]. Queries are turned, too, and rounded to int8."""
+    """See `api.score`; float32 [*2, B, K, M]. Queries are turned, too, and rounded to int8."""
     batch, queries, heads, dim = q.shape
     _, kv_heads, _ = probe.shape
     group = heads // kv_heads
@@ -77,7 +83,8 @@ def score(
     counted = jnp.repeat(valid.reshape(-1), group)[None, :, None]
     share = jnp.where(counted, share, 0.0)
     by_sequence = share.reshape(kv_heads, batch, -1, share.shape[-1])
-    return jnp.sum(by_sequence, axis=2).swapaxes(0, 1)
+    out = over_queries(by_sequence, squares, axis=2).swapaxes(1, 2)
+    return out if squares else out[0]
 
 
 def _shares(

@@ -1,8 +1,7 @@
 """Digests with a landmark for each chunk: the mean of its keys, or their bounds (Quest).
 
-Beside the mean key there may be the mean value, by which attention to a chunk is estimated
-(RetroInfer, Chen et al. 2025), or how little the chunk's least alike key is like the mean, by
-which the chunks are found that a mean says least of (ShadowKV, Sun et al. 2025).
+Beside the mean key there may be how little the chunk's least alike key is like it, by which the
+chunks are found that a mean says least of (ShadowKV, Sun et al. 2025).
 
 A landmark depends on its own chunk alone: there are no parameters to inherit, and segments join as
 they are.
@@ -18,20 +17,17 @@ from ckv_jax.storage.layout import Layout
 _COSINE = 4  # bytes of one, float32
 
 
-def encode(keys: np.ndarray, layout: Layout, values: np.ndarray | None = None) -> np.ndarray:
+def encode(keys: np.ndarray, layout: Layout) -> np.ndarray:
     """Codes uint8 [M, K, digest_codes] of float32 `keys` [T, K, D] that begin with a chunk.
 
-    Means are of the layout's dtype: of the keys, and with "means+values" of the float32 `values`
-    [T, K, D], which no other kind has. "means+cosines": after a mean key the least cosine of it and
+    Means are of the layout's dtype. "means+cosines": after a mean key the least cosine of it and
     one of its keys, float32. "bounds": the least, then the greatest value of each dim, exact.
     """
     starts = np.arange(0, len(keys), layout.chunk_tokens)
     if layout.digest == "bounds":
         parts = [np.minimum.reduceat(keys, starts), np.maximum.reduceat(keys, starts)]
     else:
-        sizes = _sizes(len(keys), layout)[:, None, None]
-        kinds = [keys] if values is None else [keys, values]
-        parts = [np.add.reduceat(kind, starts) / sizes for kind in kinds]
+        parts = [np.add.reduceat(keys, starts) / _sizes(len(keys), layout)[:, None, None]]
     most = float(ml_dtypes.finfo(layout.numpy_dtype).max)
     rounded = np.stack([np.clip(part, -most, most) for part in parts], axis=2)  # [M, K, n, D]
     codes = np.ascontiguousarray(rounded.astype(layout.numpy_dtype)).view(np.uint8)
@@ -46,9 +42,9 @@ def decode(codes: np.ndarray, layout: Layout, tokens: int) -> dict[str, np.ndarr
     """The arrays of a digest of `tokens` tokens, by name, from codes uint8 [R, M, K, *].
 
     Means: mean [R, M, K, D] and log_size float32 [R, M, K], the logarithm of how many tokens the
-    mean stands for; with values, value [R, M, K, D]; with cosines, oddity int32 [R, M, K]: a
-    chunk's place among those of its layer and head, where 0 has the key that is least like its mean
-    and of equal ones the earlier comes first. "bounds": low and high [R, M, K, D].
+    mean stands for; with cosines, oddity int32 [R, M, K]: a chunk's place among those of its layer
+    and head, where 0 has the key that is least like its mean and of equal ones the earlier comes
+    first. "bounds": low and high [R, M, K, D].
     """
     bare = codes[..., :-_COSINE] if layout.digest == "means+cosines" else codes
     values = np.ascontiguousarray(bare).view(layout.numpy_dtype)
@@ -58,9 +54,7 @@ def decode(codes: np.ndarray, layout: Layout, tokens: int) -> dict[str, np.ndarr
     log_size = np.log(_sizes(tokens, layout))[None, :, None]
     whole = np.ascontiguousarray(np.broadcast_to(log_size, codes.shape[:3]))
     found = {"mean": values[:, :, :, 0], "log_size": whole}
-    if layout.digest == "means+values":
-        found["value"] = values[:, :, :, 1]
-    elif layout.digest == "means+cosines":
+    if layout.digest == "means+cosines":
         cosines = np.ascontiguousarray(codes[..., -_COSINE:]).view(np.float32)[..., 0]
         order = np.argsort(cosines, axis=1, kind="stable")
         found["oddity"] = np.argsort(order, axis=1).astype(np.int32)

@@ -12,7 +12,7 @@ from ckv_jax.storage.digest.data import as_float32, quantise
 from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.segment import crc
 from ckv_jax.storage.segment.manifest import Manifest
-from ckv_jax.storage.segment.packing import block_keys, block_values
+from ckv_jax.storage.segment.packing import block_keys
 
 
 class DigestWriter:
@@ -82,11 +82,7 @@ class DigestWriter:
         layout = self._layout
         first = first_token // layout.chunk_tokens * layout.digest_width * layout.digest_codes
         for row, keys in self._keys(packs, tokens):
-            values = None
-            if layout.digest == "means+values":
-                bits = block_values(packs, layout.digest_layers[row], layout)
-                values = as_float32(bits[:tokens, layout.digest_part(row)], layout)
-            self._append(row, 2, first, landmarks.encode(keys, layout, values))
+            self._append(row, 2, first, landmarks.encode(keys, layout))
 
     def finish(self, get: Callable[[int, np.ndarray], None], step: Callable[[], None]) -> None:
         """Encode what could not be encoded before the end.

@@ -16,7 +16,7 @@ import numpy as np
 from ckv_jax.storage import chain, tenant
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.layout import Layout
+from ckv_jax.storage.layout import DIGESTS, Layout
 from ckv_jax.storage.layout_versions import VERSION, VERSIONS
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
@@ -131,7 +131,7 @@ class Manifest:
         """The manifest in `data` and its checksum.
 
         Raises:
-          SegmentForeign: for a whole manifest of another version.
+          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
@@ -199,6 +199,12 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         raise SegmentForeign(
             f"segment {expected_id}: of version {version}, expected {VERSION}: it is left alone; "
             "ingest its text again"
+        )
+    kind = described.get("digest") if isinstance(described, dict) else None
+    if isinstance(kind, str) and kind not in DIGESTS:
+        raise SegmentForeign(
+            f"segment {expected_id}: got digest={kind[:40]!r}, expected one of "
+            f"{', '.join(DIGESTS)}: it is left alone; ingest its text again"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))

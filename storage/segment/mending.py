@@ -106,7 +106,7 @@ def _by_position(
     layout = segment.manifest.layout
     count, size = layout.num_chunks(kv.shape[2]), layout.chunk_tokens
     packs = pack(kv, layout, aligned(count * layout.groups * layout.pack_bytes))
-    stored = [encoded(codec, data, group, layout) for group, data in enumerate(packs)]
+    stored = [encoded(codec, data, layout) for data in packs]
     for at in range(count):
         for group in range(layout.groups):
             yield "packs", group, first + at, stored[group][at]

@@ -41,17 +41,8 @@ def pack(kv: np.ndarray, layout: Layout, memory: np.ndarray) -> np.ndarray:
 
 def block_keys(packs: np.ndarray, layer: int, layout: Layout) -> np.ndarray:
     """Bit patterns of the keys of one layer, [n * C, K, D], from packs [groups, n, *pack]."""
-    return _block_rows(packs, layer, layout, 0)
-
-
-def block_values(packs: np.ndarray, layer: int, layout: Layout) -> np.ndarray:
-    """Those of the values, from packs that hold keys and values together."""
-    return _block_rows(packs, layer, layout, 1)
-
-
-def _block_rows(packs: np.ndarray, layer: int, layout: Layout, kind: int) -> np.ndarray:
     groups, row = key_places(layer, layout)
-    parts = [packs[group, :, row, kind] for group in groups]  # [n, C, heads of a pack, D] each
+    parts = [packs[group, :, row, 0] for group in groups]  # [n, C, heads of a pack, D] each
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
     return rows.reshape(-1, *rows.shape[2:])
 

@@ -154,6 +154,6 @@ def _read(segment: Segment, group: int, first: int, out: np.ndarray, codec: Code
         if data is None:
             return False
         stored = np.frombuffer(data, np.uint8).view(layout.stored_dtype)
-        pack = decoded(codec, stored.reshape(1, *layout.stored_shape), group, layout)
+        pack = decoded(codec, stored.reshape(1, *layout.stored_shape), layout)
         out[at] = pack.view(layout.disk_dtype)[0]
     return True

@@ -173,7 +173,7 @@ class SegmentWriter:
         writes: list[Future[None]] = []
         try:
             put = self._arrays["packs"].put
-            stored = [encoded(self._codec, data, g, layout) for g, data in enumerate(packs)]
+            stored = [encoded(self._codec, data, layout) for data in packs]
             for group, data in enumerate(stored):
                 writes.append(self._disk.submit(put, group * draft.chunks + first, data))
             if layout.probe_layers:
@@ -283,8 +283,7 @@ class SegmentWriter:
             return
         stored = np.empty((len(out), *self.layout.stored_shape), self.layout.stored_dtype)
         self._arrays["packs"].get(entry, stored)
-        group = entry // self._draft.chunks
-        packs = decoded(self._codec, stored, group, self.layout)
+        packs = decoded(self._codec, stored, self.layout)
         out[:] = packs.view(self.layout.disk_dtype)
 
     def _finish(self, grouping: Callable[[int, int], None] | None) -> None:

@@ -14,7 +14,6 @@ from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.storage.quantised import Quantised
 from ckv_jax.storage.segment.manifest import servable
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
@@ -87,8 +86,6 @@ class PrefixInfo:
       bad_packs: packs that could not be read; they are not in the statistics.
       lost_orders: segments of alike tokens of which it is not known which tokens are in which pack.
       layers: statistics of every layer; none of a codec that is not known here.
-      bits: what every layer's keys and values are rounded to; None where they are not, or by a
-        codec that is not known here.
       importance: mean attention mass a chunk drew, over layer groups, [M]; None before a read.
     """
 
@@ -99,7 +96,6 @@ class PrefixInfo:
     bad_packs: int
     lost_orders: int
     layers: list[LayerStats]
-    bits: list[tuple[int, int]] | None
     importance: list[float] | None
 
 
@@ -221,16 +217,8 @@ def _read_prefix(store: ChunkStore, prefix: Prefix) -> PrefixInfo:
         bad_packs=bad,
         lost_orders=lost,
         layers=layers,
-        bits=_bits(layout),
         importance=None if importance is None else importance.mean(0).tolist(),
     )
-
-
-def _bits(layout: Layout) -> list[tuple[int, int]] | None:
-    codec = codec_of(layout) if known(layout) else None
-    if not isinstance(codec, Quantised):
-        return None
-    return [codec.bits_of(layer) for layer in range(layout.num_layers)]
 
 
 def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
@@ -243,7 +231,7 @@ def _read_group(reader: PrefixReader, group: int, totals: list[_Totals]) -> int:
     for first in range(0, prefix.num_chunks, step):
         chunks = np.arange(first, min(first + step, prefix.num_chunks))
         good = reader.read_packs(group, chunks, out[: len(chunks)])
-        packs = decoded(codec, out[: len(chunks)], group, layout)
+        packs = decoded(codec, out[: len(chunks)], layout)
         bad += int((~good).sum())
         tokens = np.minimum(prefix.num_tokens - chunks * layout.chunk_tokens, layout.chunk_tokens)
         valid = (np.arange(layout.chunk_tokens) < tokens[:, None]) & good[:, None]  # [n, C]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,24 @@ def expected(q: np.ndarray, keys: np.ndarray, case: Case) -> np.ndarray:
     return out.reshape(*out.shape[:2], -1, case.chunk).sum(axis=3)
 
 
+def expected_squares(q: np.ndarray, keys: np.ndarray, case: Case) -> np.ndarray:
+    """The sum over queries and heads of squared masses in float64, [B, K, M]."""
+    single = Case(
+        **{name: getattr(case, name) for name in Case.__slots__ if name != "lengths"},
+        lengths=(1,),
+    )
+    group = case.heads // case.kv_heads
+    out = np.zeros((len(case.lengths), case.kv_heads, case.tokens // case.chunk))
+    for b, length in enumerate(case.lengths):
+        for i in range(length):
+            for g in range(group):
+                # One query head of each KV head, the others without weight.
+                one = q[b : b + 1, i : i + 1, g::group]
+                alone = dataclasses.replace(single, heads=case.kv_heads)
+                out[b] += expected(one, keys, alone)[0] ** 2
+    return out
+
+
 def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -> float:
     """Logits are exact but for float32 sums. Only the TPU's lookup tables are rounded, to
     bfloat16: half an epsilon of each of their entries, and a softmax at worst doubles it.
@@ -117,6 +136,28 @@ def test_agrees_with_float64(
     rtol = tolerance(exact_q, keys, kind, implementation)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ragged", "more rows than a tile", "no tokens"])
+@pytest.mark.parametrize("kind", ["keys", "int4"])
+def test_squares_agree_with_float64(
+    kernel: Callable[..., Any], implementation: str, kind: str, name: str
+) -> None:
+    case, rng = CASES[name], np.random.default_rng(0)
+    probe, keys = make_probe(rng, kind, case)
+    q = make_queries(rng, case)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk, True)
+    if implementation == "mosaic_gpu":
+        with pytest.raises(NotImplementedError, match="squares"):
+            kernel(*args)
+        return
+    mass, squares = np.asarray(kernel(*args), np.float64)
+    exact_q = np.asarray(q, np.float64)
+    rtol = 2 * tolerance(exact_q, keys, kind, implementation)
+    np.testing.assert_allclose(mass, expected(exact_q, keys, case), rtol=rtol, atol=1e-5)
+    wanted = expected_squares(exact_q, keys, case)
+    np.testing.assert_allclose(squares, wanted, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,11 +48,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "def _make_room(self, n: int, *, wait: bool) -> None: ~0 @29 #0",
     ): "a private function may be called in more ways; nobody does",
     (
-        "storage/bits_table.py",
-        "core/ReplaceComparisonOperator_Eq_LtE",
-        "widths = [bits for bits in BITS if layout.head_dim % (8 // bits) == 0] ~0 @65 #0",
-    ): "a remainder is never less than 0",
-    (
         "storage/chain.py",
         "core/ReplaceFalseWithTrue",
         'data = tokens.astype("<i4", copy=False).tobytes() ~0 @33 #0',
@@ -128,11 +123,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         'if type(value["salt"]) is not str: ~0 @23 #0',
     ): "types are equal where they are the same",
     (
-        "storage/quantised.py",
-        "core/ReplaceTrueWithFalse",
-        "for part, bits in zip(parts, pair, strict=True) ~0 @42 #0",
-    ): "keys and values, and the bits of both",
-    (
         "ckv_jax/cache/heap.py",
         "core/ReplaceTrueWithFalse",
         "return list(zip(scores.view(np.uint64).tolist(), (-pages).tolist(), strict=True)) "
@@ -176,20 +166,10 @@ REASONS: dict[tuple[str, str, str], str] = {
         "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
     ): "what is put there is thrown away: it is to be compiled",
     (
-        "storage/quantised.py",
-        "core/NumberReplacer",
-        "if bits == 8: ~0 @11 #0",
-    ): "the general way gives a code of 8 bits as its byte, too",
-    (
         "storage/place/kernel_queue.py",
         "core/NumberReplacer",
         "self._reap(0, 0.0) ~0 @14 #0",
     ): "no event is waited for, or no time is left",
-    (
-        "storage/quantised.py",
-        "core/NumberReplacer",
-        "if bits == 8: ~0 @11 #1",
-    ): "the general way gives a code of 8 bits as its byte, too",
     (
         "storage/place/kernel_queue.py",
         "core/NumberReplacer",
@@ -201,20 +181,10 @@ REASONS: dict[tuple[str, str, str], str] = {
         "if bits == 8: ~0 @8 #0",
     ): "there are no more bits",
     (
-        "storage/quantised.py",
-        "core/ReplaceComparisonOperator_Eq_Gt",
-        "if bits == 8: ~0 @8 #0",
-    ): "the general way gives a code of 8 bits as its byte, too",
-    (
         "storage/place/kernel_queue.py",
         "core/NumberReplacer",
         "self._reap(0, 0.0) ~0 @11 #0",
     ): "no time is left, however many events are waited for",
-    (
-        "storage/quantised.py",
-        "core/ReplaceComparisonOperator_Eq_LtE",
-        "if len(self.bits) == 1: ~0 @18 #0",
-    ): "there is a pair of bits at least",
     (
         "storage/quantised.py",
         "core/ReplaceTrueWithFalse",

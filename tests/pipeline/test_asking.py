@@ -19,7 +19,8 @@ CHUNKS = 9
 
 def prefix(which: int, rows: int = 1, shapes: str = "alike", stages: object = None) -> Any:
     of = SimpleNamespace(shapes=shapes)
-    return SimpleNamespace(which=which, limits=np.ones(rows), stages=stages, of=of)
+    on = SimpleNamespace(rows=np.zeros(rows))
+    return SimpleNamespace(which=which, on=on, stages=stages, of=of)
 
 
 def asked_together(*asking: Any) -> list[list[int]]:
@@ -56,20 +57,19 @@ def chosen(ids: np.ndarray, near: np.ndarray) -> Chosen:
         moves=SimpleNamespace(table=ids + 10, misses=ids + 20),  # type: ignore[arg-type]
         own=scores,
         window=nothing,
-        estimate=None,
     )
 
 
 def rows_of_a_call() -> tuple[Call, list[Asking]]:
-    """Two prefixes, one of two rows and one of one; the first prefix's second row is not due."""
-    choosers = [SimpleNamespace(window=f"window {row}") for row in range(3)]
+    """Two prefixes of one row each; the first one's second row is padding."""
+    choosers = [SimpleNamespace(window=f"window {row}") for row in range(2)]
     on: list[Any] = [
-        SimpleNamespace(choosers=choosers[:2], rows=np.array([3, 1])),
-        SimpleNamespace(choosers=choosers[2:], rows=np.array([2])),
+        SimpleNamespace(choosers=choosers[:1], rows=np.array([3, 0]), limits=np.array([2, 0])),
+        SimpleNamespace(choosers=choosers[1:], rows=np.array([2]), limits=np.array([1])),
     ]
     asking = [
-        Asking(0, on[0], np.array([7, 8]), np.array([2, 0]), PARTS),
-        Asking(1, on[1], np.array([9]), np.array([1]), PARTS),
+        Asking(0, on[0], np.array([7, 8]), PARTS),
+        Asking(1, on[1], np.array([9]), PARTS),
     ]
     ids = np.array([[0, 4], [1, 5], [-1, -1], [-1, -1], [6, -1], [3, -1]])
     near = np.array([[5, -1], [4, 8], [-1, -1], [-1, -1], [7, -1], [-1, -1]])
@@ -84,20 +84,16 @@ def test_each_prefix_has_its_own_rows_of_a_call() -> None:
     assert second.outcome.selection.mass.tolist() == [4.0, 5.0]
     assert second.outcome is second.outcome  # made once
     who = [(one.window, rows, tokens) for one, rows, tokens in first.choosing()]
-    assert who == [("window 0", slice(0, 2), 7)]  # the other is not due
-    assert second.window == "window 2"
+    assert who == [("window 0", slice(0, 2), 7)]  # the other is padding
+    assert second.window == "window 1"
 
 
-def test_a_row_that_is_due_has_the_rows_of_the_outcome_at_its_place() -> None:
+def test_a_row_has_the_rows_of_the_outcome_at_its_place() -> None:
     on: Any = SimpleNamespace(choosers=["a", "b", "c"])
-    asking = Asking(0, on, np.array([7, 8, 9]), np.array([0, 3, 1]), PARTS)
-    assert [*asking.choosing()] == [("b", slice(2, 4), 8), ("c", slice(4, 6), 9)]
-
-
-def test_a_guess_is_all_that_was_or_nearly_was_chosen_of_each_choice() -> None:
-    _, (first, second) = rows_of_a_call()
-    assert [some.tolist() for some in first.guess()] == [[0, 4, 5], [1, 4, 5, 8]]
-    assert [some.tolist() for some in second.guess()] == [[6, 7], [3]]
+    asking = Asking(0, on, np.array([7, 8, 9, 7]), PARTS)
+    assert [*asking.choosing()] == [
+        ("a", slice(0, 2), 7), ("b", slice(2, 4), 8), ("c", slice(4, 6), 9)
+    ]  # fmt: skip
 
 
 def test_windows_move_by_the_rows_that_chose() -> None:

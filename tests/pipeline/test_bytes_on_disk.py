@@ -61,7 +61,7 @@ def test_stores_of_before_are_read(
                 room = landing.take(len(chunks), demand=True)
                 assert room is not None
                 assert reader.read_packs(group, chunks, room.array, rows=room.rows).all()
-                slots = landing.place(room, np.arange(len(chunks)), group)
+                slots = landing.place(room, np.arange(len(chunks)))
                 pages = np.asarray(memory.pool.pages)[slots]
                 assert pages.shape[1:] == slot_shape(layout)
                 truth = packs_of(layout, tokens, group, np.arange(len(tokens)))[chunks]

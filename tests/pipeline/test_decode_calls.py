@@ -31,7 +31,7 @@ class Calls:
 
     def extend(
         self, layers: range, hidden: Any, start: Any, buffers: Any, at: Any, pages: Any, slots: Any,
-        lengths: Any, estimate: Any, *, context: int,
+        lengths: Any, *, context: int,
     ) -> tuple[Any, Any]:  # fmt: skip
         self.made.append(SimpleNamespace(
             layers=layers, start=start.tolist(), at=at.tolist(), slots=np.asarray(slots),

@@ -148,7 +148,7 @@ def test_slots_that_were_filled_or_given_back_are_in_flight_no_longer() -> None:
         if turn % 2:
             landing.give_back(room, None)
         else:
-            own.tiers.release(landing.place(room, np.arange(6), 0))
+            own.tiers.release(landing.place(room, np.arange(6)))
         assert own.free_slots == SLOTS
 
 
@@ -162,12 +162,12 @@ def test_speculation_leaves_slots_to_spare() -> None:
 def test_what_was_not_good_is_free_and_the_rest_is_in_its_slots() -> None:
     landing, own = in_pool(2)
     room = taken(landing, 3)
-    slots = landing.place(room, np.array([0, 2]), 0)
+    slots = landing.place(room, np.array([0, 2]))
     np.testing.assert_array_equal(slots, room.rows[[0, 2]])
     assert own.free_slots == SLOTS - 2
     apart = landing.force(2)
     apart.array[...] = 1
-    slots = landing.place(apart, np.array([1]), 0)
+    slots = landing.place(apart, np.array([1]))
     assert own.free_slots == SLOTS - 3
     assert (own.pool.packs[slots] == 1).all()  # type: ignore[union-attr]
     assert taken(landing, 2).array.nbytes  # and its room in host memory is free again

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.pipeline.guesses import Guesses
-from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.choices import read_near_misses
 from ckv_jax.pipeline.read_ahead import READ, Pace, ReadAhead
 from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Span
@@ -89,9 +88,8 @@ def test_what_was_attended_to_most_is_read_first() -> None:
     assert ahead.opening(resident, 2).tolist() == [6, 2]
 
 
-def test_guesses_take_nobodys_place_and_near_misses_that_of_earlier_ones() -> None:
-    """Of four chunks one is on the device, one in host memory; who holds no window reads none."""
-    plan = Plan.of(4, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
+def test_near_misses_take_the_place_of_earlier_ones() -> None:
+    """Of three chunks one is on the device, one in host memory; who holds no window reads none."""
     said: list[tuple[str, int, int, list[int]]] = []
 
     def only_ahead(which: int, group: int, chunks: np.ndarray) -> None:
@@ -106,41 +104,12 @@ def test_guesses_take_nobodys_place_and_near_misses_that_of_earlier_ones() -> No
         held=True, lookup=lambda group, c: (np.where(c == 1, 0, -1), np.where(c == 2, 0, -1))
     )
     streams: Any = SimpleNamespace(held=False)
-    guesses = Guesses("both", 2.0, plan)
-    guesses.next_period(3, held, lambda: [np.array([1, 2, 4])] * len(plan.choices_of(1)))
-    guesses.nearly(3, held, 0, np.array([1, 5]))
-    guesses.nearly(7, streams, 0, np.array([5]))
-    guesses.start(0, lambda: packs)
-    groups = [[*plan.groups(choice)] for choice in (0, *plan.choices_of(1))]
-    near = [(kind, 3, group, [5]) for group in groups[0] for kind in ("only", "ahead")]
-    guessed = [("ahead", 3, group, [4]) for some in groups[1:] for group in some]
-    assert said == [*guessed, *near] and guessed
-    assert not Guesses("both", 1.0, plan).near
-
-
-def test_a_guess_that_was_not_chosen_is_given_up_when_its_period_is_computed() -> None:
-    plan = Plan.of(6, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))
-    left: list[tuple[int, int, list[int]]] = []
-    packs: Any = SimpleNamespace(
-        only_ahead=lambda which, group, chunks: left.append((which, group, chunks.tolist())),
-        ahead=lambda *_, **__: None,
-    )
-    window: Any = SimpleNamespace(
-        held=True, lookup=lambda _, c: (np.full(len(c), -1), np.full(len(c), -1))
-    )
-    guesses = Guesses("next", 2.0, plan)
-    assert not guesses.near
-    assert [guesses.asks_after(period) for period in range(3)] == [True, True, False]
-    for period in (0, 1):
-        guesses.next_period(period, window, lambda: [np.array([4])] * len(plan.choices_of(1)))
-        guesses.start(period, lambda: packs)
-        given_up = [
-            (0, group, []) for choice in plan.choices_of(1) for group in plan.groups(choice)
-        ]
-        assert left == (given_up if period else [])
-    guesses.forget()  # its token failed
-    guesses.start(2, lambda: packs)
-    assert left == given_up
+    read_near_misses(lambda: packs, 3, held, range(4, 6), np.array([1, 2, 5]))
+    read_near_misses(lambda: packs, 7, streams, range(4, 6), np.array([5]))
+    assert said == [(kind, 3, group, [5]) for group in (4, 5) for kind in ("only", "ahead")]
+    said.clear()
+    read_near_misses(lambda: packs, 3, held, [4], np.array([1]))
+    assert said == [("only", 3, 4, [])]
 
 
 def test_what_recurred_is_a_share_of_what_was_best() -> None:

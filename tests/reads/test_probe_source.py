@@ -34,9 +34,6 @@ class Recomputed:
     def keys(self, layer: int) -> np.ndarray:
         return self._kv[layer, 0]
 
-    def values(self, layer: int) -> np.ndarray:
-        return self._kv[layer, 1]
-
 
 @pytest.fixture(params=LAYOUTS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Source]:

@@ -1,10 +1,9 @@
-"""IMPRESS's probe: three heads, counted as its paper counts them or as KV heads."""
+"""IMPRESS's probe: the keys of three query heads."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
@@ -22,18 +21,15 @@ from ckv_jax.systems import SYSTEMS
 
 MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 LENGTH = 250
-BY_KV = dataclasses.replace(SYSTEMS["impress"], probe_unit="kv")
 
 
 def test_three_heads_of_a_grouped_model_need_one_key_head() -> None:
     seven = PUBLISHED["7B"]  # 28 query heads, 4 KV heads
     alike = dataclasses.replace(seven, num_kv_heads=28)
     widths = [
-        layout_of(system, model, "bfloat16").probe_heads
-        for system in (SYSTEMS["impress"], BY_KV)
-        for model in (seven, alike)
+        layout_of(SYSTEMS["impress"], model, "bfloat16").probe_heads for model in (seven, alike)
     ]
-    assert widths == [1, 3, 3, 3]
+    assert widths == [1, 3]
 
 
 def test_a_layout_of_three_heads_reads_as_before() -> None:
@@ -45,11 +41,9 @@ def test_a_layout_of_three_heads_reads_as_before() -> None:
         dataclasses.replace(three, probe_width=0)
 
 
-@pytest.mark.parametrize(("unit", "width"), [("query", 2), ("kv", 3)])
-def test_bytes_of_the_probe_and_the_answer(
-    tmp_path: Path, unit: Literal["query", "kv"], width: int
-) -> None:
-    system = dataclasses.replace(SYSTEMS["impress"], probe_unit=unit)
+@pytest.mark.parametrize(("heads", "width"), [(3, 2), (5, 3)])
+def test_bytes_of_the_probe_and_the_answer(tmp_path: Path, heads: int, width: int) -> None:
+    system = dataclasses.replace(SYSTEMS["impress"], probe_heads=heads)
     cold = {"device_cache_bytes": 0, "host_cache_bytes": 0}
     with small_engine(tmp_path, system=system, model=MODEL, **cold) as engine:
         prefix = engine.ingest(tokens(LENGTH))
@@ -87,9 +81,10 @@ def test_each_query_head_votes_by_itself() -> None:
 def test_the_model_of_time_reads_as_wide_a_probe() -> None:
     accelerator, model = costs.PRESETS["a800-990pro"], PUBLISHED["7B"]
     profile = costs.Profile(loaded_share=1.0, coverage=0.0, unused=0.0)
+    wider = dataclasses.replace(SYSTEMS["impress"], probe_heads=8)  # 28 query heads, 4 KV heads
     read = [
         costs.script(model, system, profile, accelerator, prefix=1000, suffix=32, budget=0.05)
         .stages[0].probe_bytes
-        for system in (SYSTEMS["impress"], BY_KV)
+        for system in (SYSTEMS["impress"], wider)
     ]  # fmt: skip
-    assert read == [1000 * 128 * 2, 3 * 1000 * 128 * 2]
+    assert read == [1000 * 128 * 2, 2 * 1000 * 128 * 2]

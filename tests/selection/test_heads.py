@@ -204,11 +204,6 @@ def test_texts_put_together_choose_by_them(engine: Engine, prefix: Prefix) -> No
     whole = engine.ingest(np.concatenate([tokens(250), tokens(100, 5)]))
     (one,) = engine.reprefill([Request(prefix=whole, suffix=parts.suffix, budget=1.0)])
     assert scale_error(together.logits, one.logits) < TIGHT
-    choose = dataclasses.replace(engine.system.choose, pool="max")
-    with changed(engine, choose=choose) as pooled:
-        (refused,) = pooled.reprefill([parts])
-    with pytest.raises(ValueError, match="parts with pool='max', expected 'none'"):
-        refused.raise_for_error()
 
 
 def test_a_digest_that_cannot_be_read_is_computed_again(engine: Engine, prefix: Prefix) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -34,10 +33,6 @@ class Chosen:
     own: list[LayerKv] = field(default_factory=list)
     asking: dict[int, list[tuple[np.ndarray, int]]] = field(default_factory=dict)
     """Hidden states and positions of the tokens that chose, by period."""
-    queries: dict[int, np.ndarray] = field(default_factory=dict)
-    """Of the token that chose last, [n, H*D] of n layers that score, by period."""
-    anew: list[bool] = field(default_factory=list)
-    """Whether each token of a text that might choose did, period by period."""
 
 
 class Oracle:
@@ -54,7 +49,6 @@ class Oracle:
         keys = digest.keys().astype(np.float64)  # [R, T, K, D]
         self.probe = dict(zip(prefix.layout.digest_layers, keys, strict=True))
         assert sorted(self.probe) == [0, 1, 3, 5]
-        self.pool = "none"
 
     def choose(self, row: Chosen, period: int, hidden: np.ndarray, positions: np.ndarray) -> None:
         """The best chunks of Equation 1, for the queries of these hidden states [n, E]."""
@@ -66,27 +60,11 @@ class Oracle:
             weights = softmax(np.einsum("shd,thd->hst", q, keys) * MODEL.head_dim**-0.5)
             by_token = np.pad(weights.sum(axis=(0, 1)), (0, self.chunks * CHUNK - self.start))
             scores += by_token.reshape(self.chunks, CHUNK).sum(axis=1)
-        worth = self._pooled(scores)
-        ranked = np.sort(worth)[::-1]
+        ranked = np.sort(scores)[::-1]
         gap = ranked[row.limit - 1] - ranked[row.limit]
         assert gap > 1e-4 * ranked[0], "a tie: float32 may choose otherwise"
-        row.ids[period] = np.sort(np.argsort(-worth)[: row.limit])
+        row.ids[period] = np.sort(np.argsort(-scores)[: row.limit])
         row.mass.append(float(scores[row.ids[period]].sum() / scores.sum()))
-
-    def _pooled(self, scores: np.ndarray) -> np.ndarray:
-        """What ranks chunks: their scores, or those of each and its neighbours."""
-        if self.pool == "none":
-            return scores
-        three = [scores[max(0, i - 1) : i + 2] for i in range(len(scores))]
-        if self.pool == "mean":
-            return np.array([part.mean() for part in three])
-        return np.array([part.max() for part in three]) + scores / 1024
-
-    def asked(self, period: int, hidden: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """A token's queries [n, H*D] of the n layers that score, each of length 1."""
-        found = np.concatenate([self.model.query(i, hidden, at) for i in PERIODS[period][1]])
-        found = found.reshape(len(found), -1)
-        return found / np.linalg.norm(found, axis=1, keepdims=True)
 
     def first(self, suffix: np.ndarray, budget: float) -> tuple[Chosen, np.ndarray]:
         """The selection of a suffix, and its logits."""
@@ -100,17 +78,13 @@ class Oracle:
                 hidden = self._layer(row, period, layer, hidden, positions)
         return row, self.model.logits(hidden[-1])
 
-    def next(self, row: Chosen, token: int, queries: int, drift: float = 2.0) -> np.ndarray:
-        """Logits after one more token; it and those that chose before it, `queries` in all, choose
-        anew where its cosine to the last of them is less than `drift`; 0: nothing does."""
+    def next(self, row: Chosen, token: int, queries: int) -> np.ndarray:
+        """Logits after one more token; it and those before it, `queries` in all, choose; 0: the
+        text goes on by what its question chose."""
         at = np.array([self.start + len(row.own[0][0])])
         hidden = self.model.embed(np.array([token]))
         for period, (layers, _) in PERIODS.items():
-            asked, then = self.asked(period, hidden, at), row.queries.get(period)
-            like = then is not None and (asked * then).sum(axis=1).min() >= drift
-            row.anew.append(bool(queries) and not like)
-            if row.anew[-1]:
-                row.queries[period] = asked
+            if queries:
                 asking = row.asking.setdefault(period, [])
                 asking.append((hidden[0], int(at[0])))
                 states, places = zip(*asking[-queries:], strict=True)
@@ -187,86 +161,28 @@ def test_rows_of_a_padded_batch_select_what_they_would_alone(
         assert scale_error(result.logits, logits) < TIGHT
 
 
-@pytest.mark.parametrize(("every", "queries"), [(1, 1), (3, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("queries", [1, 3, 4])
 def test_what_is_chosen_anew_is_chosen_by_the_tokens_themselves(
-    made: tuple[Engine, Prefix, Oracle], every: int, queries: int
+    made: tuple[Engine, Prefix, Oracle], queries: int
 ) -> None:
     """The text tells: its likeliest token is another one where other chunks are attended to."""
     engine, prefix, oracle = made
     suffix, length = tokens(7, 40), 14
     texts = {}
-    for period in (every, 0):
+    for count in (queries, 0):
         row, logits = oracle.first(suffix, 0.2)
         text = [int(logits.argmax())]
-        for step in range(1, length):
-            anew = period > 0 and step % period == 0
-            logits = oracle.next(row, text[-1], queries if anew else 0)
+        for _ in range(1, length):
+            logits = oracle.next(row, text[-1], count)
             best = np.sort(logits)
             assert best[-1] - best[-2] > 2 * TIGHT * np.abs(logits).max(), "a tie"
             text.append(int(logits.argmax()))
-        texts[period] = text
+        texts[count] = text
     request = Request(prefix=prefix, suffix=suffix, budget=0.2)
-    for period, text in texts.items():
-        decode = Select(score_layers=3, every=period, queries=queries) if period else None
+    for count, text in texts.items():
+        decode = Select(score_layers=3, queries=count) if count else None
         system = dataclasses.replace(engine.system, decode=decode)
         with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
             (got,) = other.generate(request, SamplingParams(max_tokens=length)).results()
         assert got.token_ids.tolist() == text
-    assert texts[every] != texts[0]
-
-
-@pytest.mark.parametrize("pool", ["max", "mean"])
-@pytest.mark.parametrize("length", [3, 16])
-def test_neighbours_of_what_matters_are_chosen_with_it(
-    made: tuple[Engine, Prefix, Oracle], pool: Literal["max", "mean"], length: int
-) -> None:
-    engine, prefix, oracle = made
-    suffix = tokens(length, length)
-    alone, _ = oracle.first(suffix, 0.2)
-    oracle.pool = pool
-    try:
-        row, logits = oracle.first(suffix, 0.2)
-    finally:
-        oracle.pool = "none"
-    assert any(row.ids[p].tolist() != alone.ids[p].tolist() for p in PERIODS)
-    choose = dataclasses.replace(engine.system.choose, pool=pool)
-    system = dataclasses.replace(engine.system, choose=choose)
-    with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
-        (result,) = other.reprefill([Request(prefix=prefix, suffix=suffix, budget=0.2)])
-        got = other.last_selection(prefix)
-    assert [ids.tolist() for ids in got] == [row.ids[p].tolist() for p in PERIODS]
-    np.testing.assert_allclose(result.trace.period_attention_mass, row.mass, rtol=1e-4)
-    assert scale_error(result.logits, logits) < TIGHT
-
-
-@pytest.mark.parametrize(("drift", "pool"), [(-1.0, "none"), (0.3, "none"), (1.0, "mean")])
-def test_a_text_chooses_anew_where_its_queries_have_turned(
-    made: tuple[Engine, Prefix, Oracle], drift: float, pool: Literal["none", "mean"]
-) -> None:
-    engine, prefix, oracle = made
-    suffix, length = tokens(7, 43), 14
-    row, logits = oracle.first(suffix, 0.2)
-    oracle.pool = pool
-    text = [int(logits.argmax())]
-    try:
-        for _ in range(1, length):
-            logits = oracle.next(row, text[-1], 2, drift)
-            best = np.sort(logits)
-            assert best[-1] - best[-2] > 2 * TIGHT * np.abs(logits).max(), "a tie"
-            text.append(int(logits.argmax()))
-    finally:
-        oracle.pool = "none"
-    first, later = row.anew[: len(PERIODS)], row.anew[len(PERIODS) :]
-    if drift == -1:
-        assert all(first) and not any(later)  # a first token has nothing to be like
-    elif drift == 1:
-        assert all(row.anew)
-    else:
-        assert all(first) and any(later) and not all(later)
-    decode = Select(score_layers=3, queries=2, drift=drift, pool=pool)
-    system = dataclasses.replace(engine.system, decode=decode)
-    request = Request(prefix=prefix, suffix=suffix, budget=0.2)
-    with engine.variant(dataclasses.replace(engine.config, system=system)) as other:
-        (got,) = other.generate(request, SamplingParams(max_tokens=length)).results()
-    assert got.token_ids.tolist() == text
-    assert sum(token.choices for token in got.trace.tokens) == sum(row.anew)
+    assert texts[queries] != texts[0]

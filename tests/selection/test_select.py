@@ -34,7 +34,7 @@ def test_stores_of_every_preset_still_open() -> None:
     assert {name: system.layout(**MODEL).hex[:8] for name, system in SYSTEMS.items()} == STORED
 
 
-@pytest.mark.parametrize("select", [Select(queries=None), Select(queries=7), Select(every=1)])
+@pytest.mark.parametrize("select", [Select(queries=None), Select(queries=7)])
 def test_queries_are_nothing_that_is_stored(select: Select) -> None:
     ours = SYSTEMS["ckv"]
     choose = dataclasses.replace(select, score_layers=3)
@@ -44,30 +44,21 @@ def test_queries_are_nothing_that_is_stored(select: Select) -> None:
 @pytest.mark.parametrize(
     ("choose", "why"),
     [
-        ({"every": 2}, "a question chooses once"),
         ({"guessed": True}, "by its own queries"),
-        ({"drift": 0.9}, "drift=0.9"),
         ({"queries": 0}, "queries=0"),
-        ({"every": 0}, "every=0"),
-        ({"ahead": "far"}, "ahead='far', expected one of near, next, both"),
-        ({"ahead": "next", "guessed": True}, "ahead='next' with guessed=True"),
         ({"queries": 1.5}, "queries=1.5"),
         ({"score_layers": 0}, "score_layers=0"),
     ],
 )
-def test_a_question_chooses_once_by_its_own_queries(choose: dict[str, object], why: str) -> None:
+def test_a_question_chooses_by_its_own_queries(choose: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         dataclasses.replace(SYSTEMS["ckv"], choose=Select(**choose))  # type: ignore[arg-type]
 
 
 def test_what_is_at_the_edge_is_a_way_to_choose() -> None:
-    for select in (
-        Select(drift=-1), Select(drift=1), Select(queries=64), Select(guessed=True),
-        Select(score=attention_mass), Select(ahead="both"),
-    ):  # fmt: skip
+    for select in (Select(queries=64), Select(guessed=True), Select(score=attention_mass)):
         select.check_text()
-    for choose in (Select(queries=None), Select(ahead="next")):
-        choose.check_question()
+    Select(queries=None).check_question()
 
 
 @pytest.mark.parametrize("queries", [None, 65])

@@ -10,7 +10,6 @@ import pytest
 
 from ckv_jax.kernels_pallas.score.probe import MeanKeys
 from ckv_jax.selection.base import Share, before_others, choose, steady_chunks
-from ckv_jax.selection.select import Select
 from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.zones import Zones
 from ckv_jax.storage.layout import Layout
@@ -83,28 +82,21 @@ def test_counts_are_whole_and_of_what_there_is() -> None:
     zones = SYSTEMS["shadowkv"].zones
     assert [zones.always(layout, 8 * n) for n in (16_384, 4096, 512, 1)] == [48, 12, 2, 1]
     assert Zones().always(layout, 4096) == 0 == Zones().outliers_of(512)
-    assert Zones(estimate=0.232).estimated_of(1000) == 232
-    assert Zones(estimate=1.0).estimated_of(7) == 7
+    assert Zones(outliers=0.232).outliers_of(1000) == 232
+    assert Zones(outliers=1.0).outliers_of(7) == 7
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"estimate": -0.1}, r"estimate=-0.1, expected a share of the chunks in \[0, 1\]"),
-        ({"estimate": 1.5}, r"estimate=1.5, expected a share"),
+        ({"outliers": -0.1}, r"outliers=-0.1, expected a share of the chunks in \[0, 1\]"),
         ({"outliers": 1.01}, r"outliers=1.01, expected a share"),
         ({"outliers": "48"}, r"outliers='48', expected a number"),
-        ({"estimate": 0.2, "digest": "means"}, r"expected digest='means\+values', with which"),
-        ({"outliers": 0.1}, r"expected digest='means\+cosines', with which texts have to be"),
-        ({"estimate": 0.2, "period": 2, "subperiod": 2}, "each head of every layer"),
-        ({"estimate": 0.2, "decode": None}, "every token chooses"),
-        ({"estimate": 0.2, "decode": Select(every=2)}, "every token chooses"),
-        ({"estimate": 0.2, "decode": Select(drift=0.9)}, "every token chooses"),
-        ({"estimate": 0.2, "decode": Select(guessed=True)}, "the layer's own queries"),
+        ({"digest": "means"}, r"expected digest='means\+cosines', with which texts have to be"),
+        ({"period": 2, "subperiod": 2}, "each head of every layer"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
-    base = dataclasses.replace(SYSTEMS["retroinfer"], digest="means+values")
     with pytest.raises(ValueError, match=says):
-        dataclasses.replace(base, **wrong)  # type: ignore[arg-type]
+        dataclasses.replace(SYSTEMS["shadowkv"], **wrong)  # type: ignore[arg-type]

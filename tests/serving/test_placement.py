@@ -21,6 +21,7 @@ from ckv_jax.selection.select import Select
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.ways import Way
+from ckv_jax.storage.codec import codec_named
 from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
@@ -182,21 +183,6 @@ def test_what_fills_the_context_fits(store: ChunkStore) -> None:
             place(where, sampling, prefix=[], suffix=suffix)
 
 
-def test_several_processes_keep_no_kv_and_put_nothing_together(
-    store: ChunkStore, prefix: Prefix
-) -> None:
-    alone = placement(store)
-    several = placement(store, tensor_parallel=2, processes=2)
-    sampling = SamplingParams()
-    assert place(alone, sampling, prefix=prefix, keep_kv=True).prefix == prefix
-    assert place(several, sampling, prefix=prefix).prefix == prefix
-    with pytest.raises(ValueError, match="keep_kv over several processes"):
-        place(several, sampling, prefix=prefix, keep_kv=True)
-    assert place(alone, parts=[prefix, prefix]).parts == (prefix, prefix)
-    with pytest.raises(ValueError, match="parts over several processes"):
-        place(several, parts=[prefix, prefix])
-
-
 # -- parts ----------------------------------------------------------------------------------------
 
 
@@ -222,7 +208,6 @@ def test_a_system_that_computes_all_reads_no_part(store: ChunkStore, prefix: Pre
 def test_systems_that_cannot_put_texts_together_say_why(store: ChunkStore) -> None:
     cases: list[tuple[SystemConfig, str]] = [
         (SYSTEMS["as-lru"], "'as-lru' does not choose chunks by attention"),
-        (replace(CKV, choose=replace(CKV.choose, pool="mean")), "got parts with pool='mean'"),
         (replace(SYSTEMS["quest"], name="apart"), "heads of system 'apart' choose for themselves"),
     ]
     for number, (system, says) in enumerate(cases):
@@ -261,8 +246,12 @@ def test_who_asks_with_another_system_is_told_which_stored_it(
     assert "chunk_tokens (stored 8, got 16)" in refused() and "head_dim" not in refused()
     assert refused(chunk_tokens=64).startswith("stored with another system, asked")
     theirs = layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32")
-    coded = refused(codec="int8:1", codec_bytes=4096)
+    int8 = codec_named("int8")
+    assert int8 is not None
+    coded = refused(codec="int8:1", codec_bytes=int8.num_bytes(theirs))
     assert coded.startswith("stored with --system contiguous-kv, ") and "codec" in coded
+    gone = refused(codec="int4-rotated:1", codec_bytes=4096)
+    assert gone.startswith("stored with codec 'int4-rotated:1', ") and "ingest the text" in gone
     theirs = layout_of(replace(SYSTEMS["ckv"], heads=((0, 1), (4, 0), (9, 0))), SMALL, "float32")
     assert refused().startswith("stored with --system ckv --heads, ")
     recompute = placement(store, SYSTEMS["recompute"])

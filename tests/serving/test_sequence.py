@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ def answer(sequence: Sequence) -> None:
 
 def test_a_request_by_itself_is_the_first_of_its_call_and_keeps_nothing() -> None:
     made = asked(SamplingParams())
-    assert (made.index, made.keep_kv, made.made_up, made.apart) == (0, False, False, False)
+    assert (made.index, made.keep_kv, made.apart) == (0, False, False)
     assert made.grown == 0
     with pytest.raises(ValueError, match="got int, expected SamplingParams"):
         Sequence(made.request, sampling=3)  # type: ignore[arg-type]
@@ -145,16 +145,6 @@ def test_an_answer_names_the_codec_of_what_it_was_read_from() -> None:
     ):
         answer(made)
         assert result_of(made).codec == codec
-
-
-def test_other_processes_are_told_all_that_is_computed_with() -> None:
-    first, text = asked(), asked(SamplingParams(max_tokens=3), STORED)
-    facts = {"suffix": [7, 8], "budget": 0.5}
-    assert first.to_json() == facts | {"number": first.number, "prefix": None, "sampling": None}
-    assert text.to_json() == facts | {
-        "number": text.number, "prefix": STORED.named(), "sampling": asdict(text.sampling),
-    }  # fmt: skip
-    assert text.number != first.number
 
 
 def waits(call: Any) -> threading.Thread:

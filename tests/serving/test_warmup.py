@@ -111,7 +111,7 @@ def test_every_size_of_a_batch_and_a_suffix_meets_every_count_that_is_selected(
     assert asked == [
         (batch, suffix, budget) for batch in (1, 2, 4) for suffix in (16, 20) for budget in budgets
     ]
-    assert all(one.sampling is None and one.made_up for batch in worker.batches for one in batch)
+    assert all(one.sampling is None for batch in worker.batches for one in batch)
     most = job_packs(LAYOUT)
     assert worker.packs == sorted({bucket(n) for n in (*range(1, most), most)})
 
@@ -157,7 +157,7 @@ def test_one_budget_for_each_count_that_it_selects_or_may() -> None:
 def test_no_token_ends_a_made_up_text_before_its_length() -> None:
     tokens = np.zeros(2, np.int32)
     text = warmup._MadeUp(PREFIX, tokens, 0.5, 3)
-    assert text.made_up and text.keep_kv and not text.apart and text.sampling is not None
+    assert text.keep_kv and not text.apart and text.sampling is not None
     text.begin_text(Text(None, text.sampling, [7]), Trace())
     reasons = []
     for token in (7, 5, 7):

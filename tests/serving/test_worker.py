@@ -21,7 +21,7 @@ from engine_tiny import tiny_engine
 from bench.truth import FINGERPRINT
 from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
-from ckv_jax.errors import Cancelled, EngineClosed, ProcessLost
+from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.pipeline.choices import Choices
@@ -371,21 +371,6 @@ def test_whoever_is_told_that_a_text_has_ended_finds_it_gone(
     assert found == [(False, 0)] * 2
 
 
-def test_where_a_process_is_lost_no_text_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*_: object, **__: object) -> None:
-        raise ProcessLost("process 1 of 2 is gone")
-
-    with tiny_engine(tmp_path) as engine:
-        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
-        monkeypatch.setattr(Decoder, "step", lost)
-        [text] = engine.generate(request, SamplingParams(max_tokens=8)).results()
-        assert type(text.error) is EngineClosed
-        with pytest.raises(EngineClosed):
-            engine.reprefill([request])
-
-
 def test_each_token_is_told_with_what_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,32 +389,6 @@ def test_each_token_is_told_with_what_it_took(
     assert len(took) == 7 and sum(took) <= spent_ms
     assert any(ms % 1 for ms in took) and min(took) > 0
     assert len(told) == 1
-
-
-def test_a_follower_makes_the_leaders_steps_or_says_that_they_differ(tmp_path: Path) -> None:
-    with tiny_engine(tmp_path) as engine:
-        request = Request(prefix=engine.ingest(tokens(40)), suffix=[1])
-        with engine.generate([request] * 2, SamplingParams(max_tokens=900)) as stream:
-            begun(stream, 2)
-            worker, (one, other) = engine.worker, stream._sequences
-
-            def follow() -> None:
-                before = len(one.token_ids)
-                said = [(text.number, text.token_ids[-1], None) for text in (one, other)]
-                worker.follow(said)
-                assert len(one.token_ids) == len(other.token_ids) == before + 1
-                said = [(text.number, text.token_ids[-1], None) for text in (one, other)]
-                wrong = [said[0], (other.number, said[1][1] + 1, None)]
-                for differs in (wrong, said[:1], [*said, (10**9, 0, None)]):
-                    with pytest.raises(RuntimeError, match="the processes went apart"):
-                        worker.follow(differs)
-                worker.follow([said[0], (*said[1][:2], "cancelled")])
-                assert (len(one.token_ids), len(other.token_ids)) == (before + 2, before + 1)
-
-            engine._scheduler.call(follow)
-            stream.cancel()
-            texts = stream.results()
-        assert [text.finish_reason for text in texts] == ["cancelled"] * 2
 
 
 def test_what_is_looked_up_again_says_whether_that_changed_anything(tmp_path: Path) -> None:

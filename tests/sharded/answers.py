@@ -1,4 +1,4 @@
-"""What an engine answers over one text: the same on any number of devices and processes."""
+"""What an engine answers over one text: the same on any number of devices."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -42,23 +41,11 @@ def system(name: str) -> SystemConfig:
     return dataclasses.replace(found, **small) if found.chunked else found
 
 
-def config(name: str, size: int, processes: int = 1) -> EngineConfig:
+def config(name: str, size: int) -> EngineConfig:
     """Pools of a few packs, so that a budget of 1.0 goes through them in parts."""
     return EngineConfig(
-        system=system(name), dtype="float32", tensor_parallel=size, processes=processes,
-        prefill_block=128 if processes > 1 else 64, prefill_window=512 if processes > 1 else 128,
+        system=system(name), dtype="float32", tensor_parallel=size,
+        prefill_block=64, prefill_window=128,
         device_cache_bytes=200_000, prefetch_device_bytes=400_000, host_cache_bytes=0,
         compilation_cache=False,
     )  # fmt: skip
-
-
-def free_address() -> str:
-    """A port of this machine, and the next one, that nobody listens at."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            port = one.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-        return f"127.0.0.1:{port}"

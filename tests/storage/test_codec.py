@@ -24,9 +24,6 @@ class Halves:
     def num_bytes(self, layout: Layout) -> int:
         return layout.pack_bytes + 1
 
-    def of_group(self, group: int, layout: Layout) -> Halves:
-        return self
-
     def encode(self, packs: np.ndarray, layout: Layout) -> np.ndarray:
         pairs = packs.reshape(len(packs), -1).view(np.uint8).reshape(len(packs), -1, 2)
         halves = [pairs[:, :, 1], pairs[:, :, 0], np.full((len(packs), 1), 7, np.uint8)]
@@ -72,6 +69,16 @@ def test_a_layout_without_a_codec_is_what_it_was() -> None:
     assert Layout.from_dict(LAYOUT.to_dict()) == LAYOUT and LAYOUT.hex != SMALL.hex
 
 
+def test_a_codec_of_a_long_name_is_of_a_version_that_older_programs_leave_alone() -> None:
+    for letters, version in ((64, 3), (65, 6)):
+        layout = dataclasses.replace(SMALL, codec="a" * letters + ":1", codec_bytes=8)
+        assert (
+            layout.to_dict()["version"] == version and Layout.from_dict(layout.to_dict()) == layout
+        )
+    with pytest.raises(ValueError, match="fields"):
+        Layout.from_dict(layout.to_dict() | {"version": 3})
+
+
 @pytest.mark.parametrize(
     "change",
     [{"codec": "x"}, {"codec": "x:1"}, {"codec_bytes": 5}, {"codec": 3}, {"codec": "X:1"},
@@ -90,7 +97,7 @@ def test_a_layout_with_half_a_codec_is_refused(change: dict[str, object]) -> Non
 def test_what_a_codec_gives_is_as_many_bytes_as_it_said() -> None:
     packs = packs_of(SMALL, some_tokens(32), 0, np.arange(32))
     right = CODEC.encode(packs, SMALL)
-    np.testing.assert_array_equal(encoded(CODEC, packs, 0, LAYOUT), right)
+    np.testing.assert_array_equal(encoded(CODEC, packs, LAYOUT), right)
     for wrong in (right[:, :-1], right[:-1], right.astype(np.uint16)):
 
         class Wrong(Halves):
@@ -100,8 +107,8 @@ def test_what_a_codec_gives_is_as_many_bytes_as_it_said() -> None:
                 return wrong
 
         with pytest.raises(ValueError, match=r"halves:3: got uint.* expected uint8 \(2, "):
-            encoded(Wrong(), packs, 0, LAYOUT)
-    assert encoded(None, packs, 0, SMALL) is packs is decoded(None, packs, 0, SMALL)
+            encoded(Wrong(), packs, LAYOUT)
+    assert encoded(None, packs, SMALL) is packs is decoded(None, packs, SMALL)
 
 
 @pytest.mark.parametrize("kv_together", [True, False])
@@ -121,8 +128,8 @@ def test_bytes_on_disk_are_the_codecs(folder: Path, kv_together: bool) -> None:
             good, stored = read(store, found, group)
             truth = packs_of(plain, tokens, group, order)
             assert good.all() and (stored[:, -1] == 7).all()
-            np.testing.assert_array_equal(stored, encoded(CODEC, truth, group, layout))
-            packs = decoded(CODEC, stored, group, layout)
+            np.testing.assert_array_equal(stored, encoded(CODEC, truth, layout))
+            packs = decoded(CODEC, stored, layout)
             np.testing.assert_array_equal(packs.view(np.uint16), truth.view(np.uint16))
         assert verify_store(store).ok
         info = inspect_store(store, prefix=found.id).prefix

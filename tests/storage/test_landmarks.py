@@ -73,23 +73,6 @@ def test_means_are_those_of_the_keys(store: ChunkStore, dtype: str) -> None:
     assert part_["log_size"].shape == (2, 6, 2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_means_of_values_stand_beside_those_of_keys(store: ChunkStore, dtype: str) -> None:
-    layout = layout_of("means+values", dtype=dtype)
-    kv = keys_of(layout, ENDS[-1])
-    prefix = write(store, layout, kv)
-    found = read(store, prefix).arrays
-    plain = read(store, write(store, layout_of("means", dtype=dtype), kv)).arrays
-    np.testing.assert_array_equal(found["mean"], plain["mean"])
-    np.testing.assert_array_equal(found["log_size"], plain["log_size"])
-    values = kv[[0, 3], 1].astype(np.float64)
-    wanted = np.stack([values[:, 16 * i : 16 * i + 16].mean(1) for i in range(13)], axis=1)
-    step = float(ml_dtypes.finfo(layout.numpy_dtype).eps)
-    np.testing.assert_allclose(found["value"].astype(np.float64), wanted, rtol=step, atol=1e-6)
-    cut = store.longest_prefix(prefix.tokens[:100], fingerprint=FINGERPRINT, layout=layout)
-    np.testing.assert_array_equal(read(store, cut).arrays["value"], found["value"][:, :6])
-
-
 def test_the_oddest_chunk_has_the_key_that_is_least_like_its_mean(store: ChunkStore) -> None:
     layout = layout_of("means+cosines")
     kv = keys_of(layout, ENDS[-1])
@@ -116,14 +99,6 @@ def test_the_oddest_chunk_has_the_key_that_is_least_like_its_mean(store: ChunkSt
     some = read(store, cut).arrays["oddity"]  # places among fewer
     np.testing.assert_array_equal(np.sort(some, axis=1)[0, :, 0], np.arange(6))
     np.testing.assert_array_equal(np.argsort(some, axis=1), np.argsort(oddity[:, :6], axis=1))
-
-
-def test_values_that_lie_apart_from_keys_have_no_means() -> None:
-    with pytest.raises(ValueError, match="'means\\+values', expected K and V together"):
-        Layout(
-            num_layers=4, num_kv_heads=2, head_dim=8, pack_layers=1, kv_together=False,
-            digest="means+values",
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -170,8 +145,7 @@ def test_blocks_do_not_matter(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "each"),
-    [("means", 16), ("bounds", 32), ("means+values", 32), ("means+cosines", 16 + 4)],
+    ("kind", "each"), [("means", 16), ("bounds", 32), ("means+cosines", 16 + 4)]
 )
 def test_they_take_so_many_bytes_of_each_chunk_and_head(kind: str, each: int) -> None:
     layout = layout_of(kind)

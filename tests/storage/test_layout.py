@@ -81,7 +81,7 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, object], said: st
         {"digest": "pq", "head_dim": 8},
         {"digest": "int8", "digest_layers": (5,), "digest_heads": (3,)},
         {"digest": "int8", "digest_heads": (0, 1, 2, 3, 2, 1)},
-        {"digest": "means+values"},
+        {"digest": "means+cosines"},
         {"reordered": True, "layer_orders": True},
     ],
     ids=str,
@@ -160,7 +160,6 @@ def test_a_digest_s_record_is_as_long_as_its_parts() -> None:
         "pq": (4 * 64 * 256, 0, 8 * 33),
         "means": (0, 0, 2 * 64 * 3),
         "bounds": (0, 0, 2 * 2 * 64 * 3),
-        "means+values": (0, 0, 2 * 2 * 64 * 3),
         "means+cosines": (0, 0, (2 * 64 + 4 * 4) * 3),
     }
     for kind, record in sizes.items():

@@ -190,6 +190,18 @@ def test_another_version_is_not_damage(version: int) -> None:
             Manifest.decode(wrapped(body), manifest.segment_id)
 
 
+def test_a_digest_of_unknown_kind_is_not_damage() -> None:
+    """Such as one that an earlier version had."""
+    manifest = made()
+    body = body_of(manifest)
+    body["layout"]["digest"] = "means+values"
+    with pytest.raises(SegmentForeign, match=r"digest='means\+values', expected one of .* ingest"):
+        Manifest.decode(wrapped(body), manifest.segment_id)
+    body["layout"]["digest"] = 7
+    with pytest.raises(SegmentDamaged):
+        Manifest.decode(wrapped(body), manifest.segment_id)
+
+
 @pytest.mark.parametrize(
     ("name", "good"),
     [("0123456789abcdef" * 2, True), ("0" * 31, False), ("0" * 33, False), ("0" * 31 + "g", False),

@@ -26,8 +26,8 @@ LAYOUTS = {
     "float32": Layout(**SHAPE, dtype="float32", digest="int8"),
     "float16": Layout(**SHAPE, dtype="float16"),
     "heads apart": Layout(**SHAPE, pack_layers=1, heads_apart=True, digest="means"),
-    "heads apart, mean values": Layout(
-        **SHAPE, pack_layers=1, heads_apart=True, digest="means+values"
+    "heads apart, cosines": Layout(
+        **SHAPE, pack_layers=1, heads_apart=True, digest="means+cosines"
     ),
     "heads apart, packs of 4, probe heads": Layout(
         **SHAPE, heads_apart=True, probe="heads", digest="pq"

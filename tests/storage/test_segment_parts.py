@@ -17,7 +17,7 @@ from ckv_jax.storage.segment import crc, manifest_cache
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.manifest_cache import ManifestCache
 from ckv_jax.storage.segment.open_segments import OpenSegments
-from ckv_jax.storage.segment.packing import block_keys, block_values, key_places, pack
+from ckv_jax.storage.segment.packing import block_keys, key_places, pack
 from ckv_jax.storage.segment.proof import Proof
 from ckv_jax.storage.segment.runs import Runs, rows_of
 
@@ -189,8 +189,6 @@ def test_packs_hold_the_keys_of_every_layer_and_zeros_where_there_are_none(
         keys = block_keys(packs, layer, layout)
         np.testing.assert_array_equal(keys[:tokens], kv[layer, 0])
         assert not keys[tokens:].any() and len(keys) == chunks * 8
-        if layout.kv_together:
-            np.testing.assert_array_equal(block_values(packs, layer, layout)[:tokens], kv[layer, 1])
 
 
 def test_the_keys_of_a_layer_are_in_the_packs_of_its_group_or_of_its_heads() -> None:

@@ -248,8 +248,10 @@ def test_an_error_of_the_disk_is_told_by_whatever_is_called_next(
 
 def test_a_codec_s_error_is_told_as_it_is(desk: Desk) -> None:
     class Bad:
-        def of_group(self, group: int, layout: Layout) -> Any:
+        def encode(self, packs: np.ndarray, layout: Layout) -> Any:
             raise ArithmeticError("no such number")
+
+        decode = encode
 
     tokens = some_tokens(32)
     kv = kv_of(ONE, tokens)

@@ -119,7 +119,6 @@ def test_prefixes_are_equal_by_id_and_by_where_they_lie() -> None:
     one, other = prefix_of(16, (0, 1, 2)), prefix_of(16, (0, 1, 3))
     assert one == prefix_of(16, (0, 1, 2)) and hash(one) == hash(prefix_of(16, (0, 1, 2)))
     assert one != other and one != one.id
-    assert one.named() == ("ab" * 16, "", "exact", list(range(16)))
 
 
 def test_nothing_stored_is_a_prefix_too() -> None:
