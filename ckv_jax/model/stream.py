@@ -13,8 +13,8 @@ class TextStream:
     """Turns one request's generated ids into text as they come.
 
     Pieces joined equal what all ids at once add to the text of the ids in `after`, the last of the
-    prompt. Text is held back while it ends inside a character, or could be the start of a stop string; a stop string itself is never given out.
-    Used by one thread.
+    prompt. Text is held back while it ends inside a character, or could be the start of a stop
+    string; a stop string itself is never given out. Used by one thread.
     """
 
     def __init__(
