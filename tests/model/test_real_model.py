@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,18 +32,26 @@ def tokenizer(smollm2: Path) -> Tokenizer:
     return load_tokenizer(smollm2)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_logits_are_transformers(smollm2: Path, tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def theirs(smollm2: Path) -> Any:
+    """transformers' float32 model of the same file."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    theirs = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         str(smollm2.parent),
         gguf_file=smollm2.name,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     ).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_logits_are_transformers(
+    smollm2: Path, tokenizer: Tokenizer, theirs: Any, optimised: None
+) -> None:
     tokens = tokenizer.encode(" ".join(TEXTS))[None]
     expected = their_logits(theirs, tokens)
     model = load_pretrained(smollm2, dtype="float32")
@@ -53,17 +62,17 @@ def test_logits_are_transformers(smollm2: Path, tokenizer: Tokenizer) -> None:
 def test_ids_and_chat_are_transformers(smollm2: Path, tokenizer: Tokenizer) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast.from_pretrained(
+    original = PreTrainedTokenizerFast.from_pretrained(
         str(smollm2.parent), gguf_file=smollm2.name, local_files_only=True
     )
     for text in TEXTS:
         ids = tokenizer.encode(text).tolist()
-        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ids == original.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
-    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    expected = original.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert tokenizer.apply_chat(MESSAGES) == expected
-    assert tokenizer.vocab_size == len(theirs)
-    assert tokenizer.eos_token_id == theirs.eos_token_id
+    assert tokenizer.vocab_size == len(original)
+    assert tokenizer.eos_token_id == original.eos_token_id
 
 
 def test_each_digit_is_a_word(tokenizer: Tokenizer) -> None:
@@ -73,12 +82,20 @@ def test_each_digit_is_a_word(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_answers(smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_the_engine_answers_as_transformers(
+    smollm2: Path, theirs: Any, tmp_path: Path, optimised: None
+) -> None:
+    import torch
+
     config = EngineConfig(budget=1.0, dtype="float32")
     with Engine.from_pretrained(smollm2, store=tmp_path / "kv", config=config) as engine:
         assert engine.tokenizer is not None
         prompt = engine.tokenizer.apply_chat(MESSAGES)
-        prefix = engine.ingest(prompt[: prompt.index("What")])
-        request = Request(prefix=prefix, suffix=prompt[prompt.index("What") :])
-        (generation,) = engine.generate(request, SamplingParams(max_tokens=8)).results()
-        assert "Paris" in generation.text
+        at = prompt.index("What")
+        request = Request(prefix=engine.ingest(prompt[:at]), suffix=prompt[at:])
+        (generation,) = engine.generate(request, SamplingParams(max_tokens=12)).results()
+        ids = torch.tensor([engine.tokenizer.encode(prompt).tolist()])
+    expected = theirs.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]
+    assert generation.token_ids.tolist() == expected.tolist()
