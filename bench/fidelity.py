@@ -1,6 +1,6 @@
 """What a small budget costs on a real model: every system against full attention on real text.
 
-    python -m bench.fidelity --model DIR [--quick] [--json OUT] [--plot OUT.png]
+    python -m bench.fidelity [--model DIR] [--quick] [--json OUT] [--plot OUT.png]
 
 Tasks: `continuation` (the text goes on), `recall` (a passage is begun again and must go on word by
 word), `needle` (facts in plain words), few-shot classification with `--dataset FILE...` (`{"text",
@@ -38,6 +38,8 @@ from bench.fidelity_tasks import (
 from bench.figures import save
 from bench.kept import Kept
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.data.smollm2 import fetch
+from ckv_jax.errors import CheckpointError
 from ckv_jax.systems import SYSTEMS
 
 SYSTEMS_MEASURED = ("ckv", "contiguous-kv", "impress", "as-h2o-lfu")
@@ -269,7 +271,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--quick", action="store_true", help="one text, few questions: minutes")
-    p.add_argument("--model", type=existing_path, required=True, help="checkpoint folder or GGUF")
+    p.add_argument("--model", type=existing_path, help="folder or GGUF; default: SmolLM2, fetched")
     p.add_argument("--texts", type=existing_path, nargs="+", default=[], help="plain text files")
     p.add_argument("--dataset", type=existing_path, nargs="+", default=[], help="labelled lines")
     p.add_argument("--tasks", nargs="+", default=["continuation", "recall", "needle", "greedy"])
@@ -293,6 +295,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints the table."""
     args = parse(argv)
+    if args.model is None:
+        try:
+            args.model = fetch()
+        except CheckpointError as error:
+            raise SystemExit(str(error)) from error
     about = {key: str(value) for key, value in vars(args).items() if key not in ("json", "plot")}
     kept = Kept(args.json, about)
     config = EngineConfig(system="ckv", budget=1.0, dtype=args.dtype)
