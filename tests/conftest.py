@@ -56,6 +56,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # processor: most of what tests make is JAX's, and stays.
 gc.set_threshold(10_000, 20, 20)
 
+# Tests that hold on any processor hold whatever a product's last bits are.
+if nudge := os.environ.get("CKV_TESTS_NUDGE"):
+    from nudge import nudge_products
+
+    nudge_products(nudge)
+
 MOST_BYTES = 1.9e9
 """Resident memory of a worker with which one more file of tests may begin; the largest of them
 takes 0.55e9 more."""
