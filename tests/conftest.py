@@ -42,6 +42,7 @@ if not os.environ.get("CKV_TESTS_OPTIMISED"):
 import jax
 import psutil
 import pytest
+from nudge import nudge_products
 
 if TYPE_CHECKING:
     from command_line import Here
@@ -57,10 +58,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(10_000, 20, 20)
 
 # Tests that hold on any processor hold whatever a product's last bits are.
-if nudge := os.environ.get("CKV_TESTS_NUDGE"):
-    from nudge import nudge_products
-
-    nudge_products(nudge)
+nudge_products()
 
 MOST_BYTES = 1.9e9
 """Resident memory of a worker with which one more file of tests may begin; the largest of them

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from engine_support import TIGHT, scale_error, tokens
+from engine_support import TIGHT, kept_kv, scale_error, tokens
 from engine_tiny import TINY, tiny_engine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -113,6 +114,23 @@ def test_a_batch_decodes_what_each_would_alone(engine: Engine, prefix: Prefix) -
         (alone,) = engine.generate(request, params).results()
         assert got.request is request
         assert got.token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_one_at_a_time_others_change_no_bit(engine: Engine, prefix: Prefix) -> None:
+    """Programs have the same shapes then, whatever else waits or runs."""
+    other = engine.ingest(tokens(90, 61))
+    requests = [
+        Request(prefix=p, suffix=tokens(3 + 9 * i, i).tolist(), budget=budget)
+        for i, (p, budget) in enumerate([(prefix, 0.2), (other, 0.6), (prefix, 1.0)])
+    ]
+    with engine.variant(dataclasses.replace(engine.config, max_batch=1)) as single:
+        together = kept_kv(single, requests, max_tokens=8)
+        logits = [result.logits for result in single.reprefill(requests)]
+        for request, kv, mine in zip(requests, together, logits, strict=True):
+            (alone,) = kept_kv(single, [request], max_tokens=8)
+            np.testing.assert_array_equal(kv, alone)
+            (result,) = single.reprefill([request])
+            np.testing.assert_array_equal(mine, result.logits)
 
 
 def test_seeds_decide_what_is_sampled(engine: Engine, prefix: Prefix) -> None:
