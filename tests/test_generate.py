@@ -107,7 +107,8 @@ def test_a_batch_decodes_what_each_would_alone(engine: Engine, prefix: Prefix) -
     ]
     sampling = [
         SamplingParams(max_tokens=12),
-        SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, top_k=20, seed=7),
+        # No near tie: the same with products off by a thousandth (CKV_TESTS_NUDGE=3:8192).
+        SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, top_k=20, seed=3),
     ]
     together = engine.generate(requests, sampling).results()
     for request, params, got in zip(requests, sampling, together, strict=True):
