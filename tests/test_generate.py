@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_support import TIGHT, kept_kv, scale_error, tokens
 from engine_tiny import TINY, tiny_engine
+from greedy import greedy_tokens
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ckv_jax import ContextOverflow, Engine, EngineConfig, Request
@@ -74,16 +75,14 @@ def one(engine: Engine, request: Request, **sampling: object) -> Generation:
 
 
 def test_greedy_equals_transformers(engine: Engine, prefix: Prefix, checkpoint: Path) -> None:
-    request = Request(prefix=prefix, suffix=SUFFIX, budget=1.0)
+    suffix = [1, 2, 45]
+    request = Request(prefix=prefix, suffix=suffix, budget=1.0)
     began = time.perf_counter()
     got = one(engine, request, max_tokens=64)
     spent_ms = (time.perf_counter() - began) * 1e3
     model = Qwen2ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    prompt = torch.tensor([[*prefix.tokens.tolist(), *SUFFIX]])
-    expected = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=64
-    )
-    assert got.token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+    expected = greedy_tokens(model, [*prefix.tokens.tolist(), *suffix], 64)
+    assert got.token_ids.tolist() == expected
     assert len(set(got.token_ids.tolist())) > 8
     assert got.finish_reason == "length"
     assert got.trace.end_ns is not None
