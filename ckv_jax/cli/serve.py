@@ -138,8 +138,9 @@ def serve(
     terminal = Terminal(as_json=True)
     try:
         from ckv_jax.cli.serving import parse_budget
+        from ckv_jax.server.app import bind, create_app, run
         from ckv_jax.server.config import ServerConfig
-        from ckv_jax.server.run import bind, run
+        from ckv_jax.server.observability import log_to_stderr
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
         raise ValueError(
@@ -173,8 +174,6 @@ def serve(
             from ckv_jax import compilation_cache
             from ckv_jax.config import EngineConfig
             from ckv_jax.engine import Engine
-            from ckv_jax.server import log
-            from ckv_jax.server.app import create_app
             from ckv_jax.systems import preset
 
             compilation_cache.enable()
@@ -192,7 +191,7 @@ def serve(
                 store_config=settings,
             )
         with engine:
-            log.write_to_stderr()
+            log_to_stderr()
             app = create_app(engine, config, tenants)
             try:
                 run(app, bound)
