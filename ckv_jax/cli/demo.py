@@ -1,4 +1,4 @@
-"""`ckv demo`: see it work with no model, no network and no GPU."""
+"""`ckv demo`: shows the engine at work with no model, no network and no GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckv_jax.cli.ingest import read_text
-from ckv_jax.cli.options import Json, System
+from ckv_jax.cli.options import Json, System, read_text
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 
 if TYPE_CHECKING:
@@ -136,11 +135,11 @@ def _show(terminal: Terminal, report: Report) -> None:
 
 
 def _silent(asked: Sequence[dict[str, Any]]) -> None:
-    """Nothing is shown of answers that are noise."""
+    """Shows no answers, which would be noise."""
 
 
 def _show_answers(terminal: Terminal, asked: Sequence[dict[str, Any]]) -> None:
-    """A few questions, with what was answered at the smallest budget and in full."""
+    """Shows a few questions with their answers at the smallest budget and at budget 1."""
     from rich.table import Table
 
     if terminal.as_json:
@@ -153,7 +152,7 @@ def _show_answers(terminal: Terminal, asked: Sequence[dict[str, Any]]) -> None:
     for one in asked:
         expected = [one["expected"]] if known else []
         table.add_row(one["question"], *one["answers"].values(), *expected)
-    # Beside a bar on the same terminal, the bar's console knows where to print.
+    # With a progress bar on the same terminal, its console has to print.
     console = (
         terminal.err if terminal.err.is_terminal and terminal.out.is_terminal else terminal.out
     )

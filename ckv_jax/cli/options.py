@@ -1,11 +1,18 @@
-"""Arguments and options that several commands share, each described once."""
+"""Arguments and options that several commands share, and how their values are parsed."""
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ckv_jax.config import check_budget
+
+if TYPE_CHECKING:
+    from ckv_jax.config import Heads
 
 __all__ = [
     "Budget",
@@ -25,7 +32,17 @@ __all__ = [
     "System",
     "TenantBytes",
     "TensorParallel",
+    "check_writable",
+    "parse_budget",
+    "parse_seconds",
+    "parse_size",
+    "read_heads_file",
+    "read_text",
 ]
+
+_UNITS = {unit: 10**power for power, unit in ((0, ""), (3, "k"), (6, "m"), (9, "g"), (12, "t"))}
+_UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 Checkpoint = Annotated[
     Path,
@@ -159,3 +176,54 @@ TensorParallel = Annotated[
         "depend on it.",
     ),
 ]
+
+
+def parse_budget(text: str) -> float | str:
+    """A budget: a share of the text, or of the attention that it has to cover."""
+    try:
+        number = float(text)
+    except ValueError:
+        return check_budget(text)
+    return check_budget(number)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in `90`, `30m`, `12h` or `7d`. `ValueError` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", text)
+    if found is None:
+        raise ValueError(f"got {text!r}, expected a time such as 90s, 30m, 12h or 7d")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `50GB`, `1.5 GiB` or `1000`. `ValueError` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"got {text!r}, expected a size such as 1000, 50GB or 10GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def read_heads_file(path: Path | None) -> Heads:
+    """The heads in the file of --heads; none without one."""
+    from ckv_jax.heads import read_heads
+
+    return () if path is None else read_heads(path)
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin for `-`. `ValueError` if it is empty or not UTF-8."""
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
+    return text
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises `ValueError` before the work for a file that could not be written after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{path} cannot be written: its folder is missing, or it is one")
