@@ -134,22 +134,22 @@ def _show(terminal: Terminal, report: Report) -> None:
         terminal.say("With random weights attention is flat, so mass follows the budget.")
 
 
-def _silent(asked: Sequence[dict[str, Any]]) -> None:
+def _silent(answered: Sequence[dict[str, Any]]) -> None:
     """Shows no answers, which would be noise."""
 
 
-def _show_answers(terminal: Terminal, asked: Sequence[dict[str, Any]]) -> None:
+def _show_answers(terminal: Terminal, answered: Sequence[dict[str, Any]]) -> None:
     """Shows a few questions with their answers at the smallest budget and at budget 1."""
     from rich.table import Table
 
     if terminal.as_json:
         return
-    low = next(iter(asked[0]["answers"]))
-    known = asked[0]["expected"] is not None
+    low = next(iter(answered[0]["answers"]))
+    known = answered[0]["expected"] is not None
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("question", f"at {float(low):.0%}", "in full", *(["right"] if known else [])):
         table.add_column(name, no_wrap=True)
-    for one in asked:
+    for one in answered:
         expected = [one["expected"]] if known else []
         table.add_row(one["question"], *one["answers"].values(), *expected)
     # With a progress bar on the same terminal, its console has to print.

@@ -43,7 +43,7 @@ def ingest(
         typer.Argument(
             metavar="TEXTFILE",
             help="The text, UTF-8; - reads it from stdin. With question and answer it has to fit "
-            "the model's context, which `ckv inspect CHECKPOINT` tells.",
+            "the model's context, which `ckv inspect CHECKPOINT` shows.",
         ),
     ],
     store: Store,
@@ -63,9 +63,9 @@ def ingest(
         typer.Option(
             "--retain",
             metavar="TIME",
-            help="Let it expire when it has not been used for so long: 12h, 7d. Expired prefixes "
-            "are evicted first, and `ckv prune --expired` removes them. Without it, what was said "
-            "of the same text before holds.",
+            help="Time after its last use at which the prefix expires: 12h, 7d. Expired prefixes "
+            "are evicted first, and `ckv prune --expired` removes them. Without it: as set for the "
+            "same text before.",
         ),
     ] = None,
     priority: Annotated[
@@ -73,7 +73,7 @@ def ingest(
         typer.Option(
             "--priority",
             metavar="N",
-            help="What has less is evicted first. Without it: what was said before, or 0.",
+            help="Lower priorities are evicted first. Without it: as set before, or 0.",
         ),
     ] = None,
     name: Annotated[
@@ -81,16 +81,16 @@ def ingest(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="What to call it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
+            help="A name for it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
         ),
     ] = "",
     json: Json = False,
 ) -> None:
     """Run the model over a text once and keep its KV cache in the store.
 
-    Prints the id of the stored prefix, which `ckv ask --prefix` wants. A text that begins like a
-    stored one is computed and stored only from where they part. An interrupted ingest leaves
-    nothing behind; run it again.
+    Prints the id of the stored prefix, for `ckv ask --prefix`. Of a text that shares a prefix with
+    a stored one, only the rest is computed and stored. An interrupted ingest stores nothing; run it
+    again.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":

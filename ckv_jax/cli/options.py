@@ -65,8 +65,8 @@ MaxBytes = Annotated[
     typer.Option(
         "--max-bytes",
         metavar="SIZE",
-        help="What the store may hold, such as 50GB or 10GiB: whole prefixes that are worth least "
-        "go to make room. Without it: as much as the disk has.",
+        help="Bound of the store, such as 50GB or 10GiB: the least valuable prefixes are evicted "
+        "to make room. Without it: the size of the disk.",
     ),
 ]
 TenantBytes = Annotated[
@@ -74,8 +74,8 @@ TenantBytes = Annotated[
     typer.Option(
         "--tenant-bytes",
         metavar="SIZE",
-        help="What the prefixes of one --salt may take of the store, those without one too: others "
-        "of the same salt go to make room. Without it: as much as the store may hold.",
+        help="Bound of the prefixes of one --salt, and of those without one: others of the same "
+        "salt are evicted to make room. Without it: the bound of the store.",
     ),
 ]
 Eviction = Annotated[
@@ -83,7 +83,7 @@ Eviction = Annotated[
     typer.Option(
         "--eviction",
         metavar="NAME",
-        help="What is worth least then: attention (importance x frequency) or lru.",
+        help="What is evicted first: by attention (importance x frequency) or lru.",
     ),
 ]
 DirectIo = Annotated[
@@ -113,7 +113,7 @@ Codec = Annotated[
     typer.Option(
         "--codec",
         metavar="NAME",
-        help="How keys and values lie on disk: none, int8 or k8v4 (keys 8 bits, values 4): half "
+        help="How keys and values are stored: none, int8 or k8v4 (keys 8 bits, values 4): half "
         "or two fifths of the bytes.",
     ),
 ]
@@ -122,8 +122,7 @@ HeadsFile = Annotated[
     typer.Option(
         "--heads",
         metavar="FILE.json",
-        help="The heads that score what is to be read, as `ckv heads profile` finds them; without "
-        "it all of them do.",
+        help="The heads that score chunks, as `ckv heads profile` finds them. Without it: all.",
     ),
 ]
 Dtype = Annotated[
@@ -139,7 +138,7 @@ SampleTexts = Annotated[
     typer.Option(
         "--text",
         metavar="FILE",
-        help="A text such as those to be stored, UTF-8; may be given several times. Without "
+        help="A text like those to be stored, UTF-8; may be given several times. Without "
         "it: the handbook of `ckv demo`.",
     ),
 ]

@@ -39,7 +39,7 @@ def inspect(
         str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint folder.")
     ],
     prefix: Annotated[
-        str | None, typer.Argument(metavar="[PREFIX]", help="An id, or how it begins.")
+        str | None, typer.Argument(metavar="[PREFIX]", help="An id, or the start of one.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -89,19 +89,19 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Mend, remove or fence off what is damaged, and rebuild the index."
+            "--repair", help="Repair, remove or quarantine what is damaged, and rebuild the index."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --repair: only say what it would do.")
+        bool, typer.Option("--dry-run", help="With --repair: only report what it would do.")
     ] = False,
     json: Json = False,
 ) -> None:
     """Read everything in a store back and check it. Exit code 1 if something is damaged.
 
-    A repair makes whole what can be made whole; of the rest it removes segments that are of no use
-    and limits others to their chunks before the first bad one: those of alike tokens to whole runs.
-    A reordered one goes for a single bad pack: its original lies in segments of its own. `ckv
+    A repair restores what it can. Of the rest it removes segments that cannot be served, and limits
+    others to the chunks before the first bad one (to whole runs, where chunks are clusters). One
+    bad pack removes a reordered segment, whose original is stored in segments of its own. `ckv
     ingest` of the same text computes again what was lost.
     """
     from ckv_jax.storage.tools.verify import losses, ranges, verify_store
@@ -163,7 +163,7 @@ def prune(
         typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0."),
     ] = None,
     expired: Annotated[
-        bool, typer.Option("--expired", help="Remove what was kept for a time that is over.")
+        bool, typer.Option("--expired", help="Remove prefixes whose time to live is over.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -197,11 +197,11 @@ def prune(
 
 def pin(
     store: _StoreArgument,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="An id, or how it begins.")],
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="An id, or the start of one.")],
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
     json: Json = False,
 ) -> None:
-    """Keep a prefix: it is never evicted or pruned until it is unpinned."""
+    """Pin a prefix: it is never evicted or pruned until it is unpinned."""
     from ckv_jax.storage.tools.upkeep import pin_prefix
 
     terminal = Terminal(as_json=json)

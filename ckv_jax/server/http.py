@@ -259,7 +259,7 @@ async def read_body(
 
 
 def prefix_key(body: bytes) -> str:
-    """A hexadecimal digest of how a request's prompt begins, by which replicas are chosen.
+    """A hexadecimal digest of the start of a request's prompt, by which replicas are chosen.
 
     Of a chat, or of a prefix stored for chats, it covers the first message alone; of other
     prompts, the start of the first one. A body that is not valid has a key, too: a replica reports

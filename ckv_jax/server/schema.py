@@ -355,7 +355,7 @@ class RequestParser:
         )
 
     def chat_text(self, messages: list[Message]) -> str:
-        """Messages in the model's own template, up to where its answer begins."""
+        """Messages in the model's own chat template, up to the start of its answer."""
         roles = {"developer": "system"}  # as chat templates name it
         with client_errors():
             return self._engine.chat(
