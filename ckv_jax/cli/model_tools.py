@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["convert", "inspect_checkpoint", "is_checkpoint", "profile"]
 
 
-def is_checkpoint(folder: str) -> bool:
-    """Whether this is a local folder that calls itself a model: no store has a `config.json`."""
-    return (Path(folder) / "config.json").is_file()
+def is_checkpoint(place: str) -> bool:
+    """Whether this is a model: a GGUF file, or a folder with a `config.json` (no store has one)."""
+    from ckv_jax.model.gguf_model import is_gguf
+
+    return (Path(place) / "config.json").is_file() or is_gguf(place)
 
 
 def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:
@@ -104,6 +106,8 @@ def convert(
     json: Json = False,
 ) -> None:
     """Write a checkpoint in another format, weights bit for bit, tokenizer included.
+
+    Quantised weights of a GGUF file are written in float32.
 
     Every command takes the new folder in place of the old one. A store identifies a model by the
     content of its files, so that texts have to be ingested again for a converted one.

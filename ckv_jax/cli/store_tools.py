@@ -35,9 +35,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def inspect(
-    store: Annotated[
-        str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint folder.")
-    ],
+    store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")],
     prefix: Annotated[
         str | None, typer.Argument(metavar="[PREFIX]", help="An id, or the start of one.")
     ] = None,
@@ -220,10 +218,11 @@ def _open_to_look(url: str) -> ChunkStore:
     except (StoreError, ValueError) as error:
         if type(error) not in (StoreError, ValueError):
             raise  # a store that cannot be read just now
-        from ckv_jax.model.checkpoint import hub_hint
+        if "://" in url:
+            raise
+        from ckv_jax.model.checkpoint import not_a_checkpoint
 
-        hint = "" if "://" in url else hub_hint(Path(url))
-        raise ValueError(f"{error}; nor is it a checkpoint: it has no config.json{hint}") from error
+        raise ValueError(f"{error}; {not_a_checkpoint(Path(url))}") from error
 
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation
@@ -30,6 +31,11 @@ class ResponseFormat:
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._request = request
         self._tokenizer = tokenizer
+        self._latest = [
+            prompt.tokens[-LAST_TOKENS:].tolist()
+            for prompt in request.prompts
+            for _ in range(request.choices)
+        ]
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         """The first piece of a choice in a stream, before any text; None if there is none."""
@@ -77,8 +83,21 @@ class ResponseFormat:
             **more,
         }
 
-    def _token(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+    def _rows(
+        self, choice: int, logprobs: Sequence[TokenLogprobs]
+    ) -> list[tuple[str, float, list[tuple[str, float]]]]:
+        """For each token its string after the tokens before it, its log probability, and the
+        strings and log probabilities of the likeliest."""
+        rows = []
+        for token, found in logprobs:
+            after = self._latest[choice]
+            top = [
+                (self._tokenizer.decode_next(other, after=after), value)
+                for other, value in found.top
+            ]
+            rows.append((self._tokenizer.decode_next(token, after=after), found.token, top))
+            self._latest[choice] = [*after, token][-LAST_TOKENS:]
+        return rows
 
 
 class ChatFormat(ResponseFormat):
@@ -105,7 +124,7 @@ class ChatFormat(ResponseFormat):
         return {
             "index": choice,
             "message": {"role": "assistant", "content": generation.text, "refusal": None},
-            "logprobs": self._logprobs(logprobs),
+            "logprobs": self._logprobs(choice, logprobs),
             "finish_reason": _FINISH[generation.finish_reason],
         }
 
@@ -122,27 +141,26 @@ class ChatFormat(ResponseFormat):
                 {
                     "index": choice,
                     "delta": delta,
-                    "logprobs": self._logprobs(logprobs),
+                    "logprobs": self._logprobs(choice, logprobs),
                     "finish_reason": None if reason is None else _FINISH[reason],
                 }
             ],
         )
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not logprobs:
             return None
         return {
             "content": [
-                self._one(token, found.token)
-                | {"top_logprobs": [self._one(other, value) for other, value in found.top]}
-                for token, found in logprobs
+                _logprob(text, value) | {"top_logprobs": [_logprob(*other) for other in top]}
+                for text, value, top in self._rows(choice, logprobs)
             ],
             "refusal": None,
         }
 
-    def _one(self, token: int, value: float) -> dict[str, Any]:
-        text = self._token(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+def _logprob(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
 class CompletionFormat(ResponseFormat):
@@ -180,17 +198,15 @@ class CompletionFormat(ResponseFormat):
     def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not logprobs:
             return None
-        tokens = [self._token(token) for token, _ in logprobs]
+        rows = self._rows(choice, logprobs)
         offsets = []
-        for text in tokens:
+        for text, _, _ in rows:
             offsets.append(self._offsets[choice])
             self._offsets[choice] += len(text)
         return {
-            "tokens": tokens,
-            "token_logprobs": [found.token for _, found in logprobs],
-            "top_logprobs": [
-                {self._token(other): value for other, value in found.top} for _, found in logprobs
-            ],
+            "tokens": [text for text, _, _ in rows],
+            "token_logprobs": [value for _, value, _ in rows],
+            "top_logprobs": [dict(top) for _, _, top in rows],
             "text_offset": offsets,
         }
 

@@ -50,8 +50,9 @@ def score(
     chunk_tokens: int,
     target: Target,
     heads: Literal["all", "each"] = "all",
+    peaks: bool = False,
     implementation: Implementation = "auto",
-) -> Float32[Array, "B J M"]:
+) -> Float32[Array, "*2 B J M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
     chunk's tokens, the query heads and all valid queries.
 
@@ -67,6 +68,9 @@ def score(
       num_tokens: int32 scalar, how many tokens belong to the prefix.
       q_lengths: query i of sequence b counts if i < q_lengths[b].
       heads: pooled, or each KV head with its G query heads.
+      peaks: each query's mass is weighed by 1 / (1 + d), d queries before its row's last, and the
+        result is [2, B, J, M]: the sums of these masses, and the sums of their squares, in which a
+        chunk that one query of one head looks up comes first.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -74,14 +78,14 @@ def score(
     """
     q, probe = of_head(q, probe)
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    args = (q, probe, num_tokens, q_lengths, chunk_tokens)
+    args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
     kernels = IMPLEMENTATIONS
     if isinstance(probe, Landmarks):
         kernels = LANDMARKS
     elif isinstance(probe, TurnedKeys):
         kernels = TURNED
-    out: Array = dispatch("score", implementation, kernels, target, *args)  # [B, K, M]
-    return out if heads == "each" else jnp.sum(out, axis=1, keepdims=True)
+    out: Array = dispatch("score", implementation, kernels, target, *args)  # [*2, B, K, M]
+    return out if heads == "each" else jnp.sum(out, axis=-2, keepdims=True)
 
 
 def _mosaic_gpu() -> Callable[..., Any]:

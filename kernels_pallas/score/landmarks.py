@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Landmarks, MeanKeys
+from ckv_jax.kernels_pallas.score.reference import over_queries
+from ckv_jax.kernels_pallas.score.rows import weights_of
 
 __all__ = ["landmark_sums", "score"]
 
@@ -24,10 +26,11 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
+    peaks: bool = False,
     *,
     widen: bool = False,
 ) -> Array:
-    """See `api.score`; float32 [B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
+    """See `api.score`; float32 [*2, B, K, M]. `widen`: multiplies in float32, see `Target.widens`.
 
     A chunk's logit is q.mean + log(size), or the greatest that q.k can be for keys k within the
     chunk's bounds, sum over dims of max(q low, q high).
@@ -42,10 +45,11 @@ def score(
         rows = rows.astype(jnp.float32)
     weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    counted = jnp.repeat(valid.reshape(-1), heads // kv_heads)[None, :, None]
-    share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), heads // kv_heads)
+    share = jnp.where(total > 0, weight[None, :, None] / jnp.where(total > 0, total, 1.0), 0.0)
     by_sequence = (weights * share).reshape(kv_heads, batch, -1, chunks)
-    return jnp.sum(by_sequence, axis=2).swapaxes(0, 1)
+    out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
+    return out if peaks else out[0]
 
 
 def landmark_sums(

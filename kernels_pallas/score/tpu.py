@@ -24,7 +24,7 @@ from ckv_jax.kernels_pallas.attend.pieces import held_rows
 from ckv_jax.kernels_pallas.blocks import TpuScore, tpu_blocks
 from ckv_jax.kernels_pallas.cost import score_cost
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
-from ckv_jax.kernels_pallas.score.rows import fold_queries
+from ckv_jax.kernels_pallas.score.rows import fold_queries, weights_of
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["score"]
@@ -33,13 +33,16 @@ _LANES = 128
 _LOWEST = -1e30  # of what must not be seen: finite, so that differences stay numbers
 
 
-@functools.partial(jax.jit, static_argnames=("chunk_tokens", "target", "blocks", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "blocks", "interpret")
+)
 def score(
     q: Array,
     probe: TokenProbe,
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
+    peaks: bool = False,
     *,
     target: Target,
     blocks: TpuScore | None = None,
@@ -52,7 +55,7 @@ def score(
         that do not divide `blocks.keys`.
     """
     blocks = blocks or tpu_blocks(target).score
-    dim = q.shape[3]
+    dim, parts = q.shape[3], 1 + peaks
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"got q {q.dtype}, expected bfloat16 or float32")
@@ -64,11 +67,14 @@ def score(
             f"got chunks of {chunk_tokens} tokens, expected a divisor of {keys}"
         )
     if q.size == 0:
-        return jnp.zeros((q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
+        empty = (q.shape[0], kv_heads, tokens // chunk_tokens)
+        return jnp.zeros((2, *empty) if peaks else empty, jnp.float32)
     group_rows = q.shape[1] * (q.shape[2] // kv_heads)
     cores = -(-target.cores // (q.shape[0] * kv_heads))
     held, tile = held_rows(group_rows, blocks.held, blocks.rows, cores)
-    rows, valid = fold_queries(q, kv_heads, q_lengths, held)
+    rows, _ = fold_queries(q, kv_heads, q_lengths, held)
+    weight = jnp.repeat(weights_of(q_lengths, q.shape[1], peaks), q.shape[2] // kv_heads, axis=1)
+    weight = jnp.pad(weight, ((0, 0), (0, rows.shape[2] - weight.shape[1])))  # [B, rows]
     batch, _, num_rows, _ = rows.shape
     tiles, steps, chunks = held // tile, pl.cdiv(tokens, keys), keys // chunk_tokens
     operands, specs, logits = _head_major(probe, keys, q.dtype)
@@ -83,7 +89,7 @@ def score(
             scale=math.log2(math.e) / math.sqrt(dim),
         ),
         out_shape=jax.ShapeDtypeStruct(
-            (batch, kv_heads, num_rows // tile, steps, 1, chunks), jnp.float32
+            (batch, kv_heads, num_rows // tile, steps, parts, chunks), jnp.float32
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -94,7 +100,7 @@ def score(
                 *specs,
             ],
             out_specs=pl.BlockSpec(
-                (1, 1, tiles, steps, 1, chunks), lambda b, h, r, *_: (b, h, r, 0, 0, 0)
+                (1, 1, tiles, steps, parts, chunks), lambda b, h, r, *_: (b, h, r, 0, 0, 0)
             ),
             scratch_shapes=[
                 pltpu.VMEM((tiles, steps, chunks, tile), jnp.float32),
@@ -113,17 +119,18 @@ def score(
     )(
         num_tokens.reshape(1),
         rows,
-        valid.astype(jnp.float32).reshape(batch, num_rows // tile, 1, tile),
+        weight.reshape(batch, num_rows // tile, 1, tile),
         *operands,
     )
-    by_step = jnp.sum(sums[..., 0, :], axis=2)  # [B, K, steps, chunks of one]
-    return by_step.reshape(batch, kv_heads, -1)[..., : tokens // chunk_tokens]
+    by_step = jnp.sum(sums, axis=2).transpose(3, 0, 1, 2, 4)  # [parts, B, K, steps, chunks of one]
+    out = by_step.reshape(parts, batch, kv_heads, -1)[..., : tokens // chunk_tokens]
+    return out if peaks else out[0]
 
 
 def _kernel(
     limit_ref: Any,
     rows_ref: Any,
-    valid_ref: Any,
+    weight_ref: Any,
     *refs: Any,
     logits: Any,
     of_probe: int,
@@ -163,16 +170,18 @@ def _kernel(
 
     @pl.when(step == num_steps - 1)
     def _finish() -> None:
-        share = valid_ref[0, t] / jnp.where(total > 0, total, 1.0)  # [1, rows]
+        share = weight_ref[0, t] / jnp.where(total > 0, total, 1.0)  # [1, rows]
         ones = jnp.ones((8, tile), jnp.float32)
 
         def weigh(s: Array, carry: None) -> None:
             weight = share * jnp.exp2((tops_ref[t, s] - top) * scale)
-            weighed = lax.dot_general(
-                ones, sums_ref[t, s] * weight, (((1,), (1,)), ((), ())),
-                precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-            )  # fmt: skip
-            out_ref[0, 0, t, s] = weighed[:1]
+            masses = sums_ref[t, s] * weight
+            for part in range(out_ref.shape[4]):
+                weighed = lax.dot_general(
+                    ones, masses if part == 0 else masses * masses, (((1,), (1,)), ((), ())),
+                    precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+                )  # fmt: skip
+                out_ref[0, 0, t, s, part] = weighed[0]
 
         lax.fori_loop(0, num_steps, weigh, None)
 

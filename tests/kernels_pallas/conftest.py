@@ -50,7 +50,7 @@ def kernel(implementation: str) -> Callable[..., Any]:
                 partial(
                     one.run, OF["reference"] if implementation == "reference" else WIDENING_CPU
                 ),
-                static_argnums=4 if name == "score" else None,
+                static_argnums=(4, 5) if name == "score" else None,
             )
             return run(*args)
         function = api.IMPLEMENTATIONS[implementation].load()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,19 @@ def expected(q: np.ndarray, keys: np.ndarray, case: Case) -> np.ndarray:
     return out.reshape(*out.shape[:2], -1, case.chunk).sum(axis=3)
 
 
+def expected_peaks(q: np.ndarray, keys: np.ndarray, case: Case) -> np.ndarray:
+    """Weighed masses and their squares in float64, [2, B, K, M]."""
+    group = case.heads // case.kv_heads
+    alone = dataclasses.replace(case, heads=case.kv_heads, lengths=(1,))
+    out = np.zeros((2, len(case.lengths), case.kv_heads, case.tokens // case.chunk))
+    for b, length in enumerate(case.lengths):
+        for i in range(length):
+            for g in range(group):  # one query head of each KV head
+                mass = expected(q[b : b + 1, i : i + 1, g::group], keys, alone)[0] / (length - i)
+                out[:, b] += np.stack([mass, mass**2])
+    return out
+
+
 def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -> float:
     """Logits are exact but for float32 sums. Only the TPU's lookup tables are rounded, to
     bfloat16: half an epsilon of each of their entries, and a softmax at worst doubles it.
@@ -117,6 +131,27 @@ def test_agrees_with_float64(
     rtol = tolerance(exact_q, keys, kind, implementation)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ragged", "more rows than a tile", "no tokens"])
+@pytest.mark.parametrize("kind", ["keys", "int4"])
+def test_peaks_agree_with_float64(
+    kernel: Callable[..., Any], implementation: str, kind: str, name: str
+) -> None:
+    case, rng = CASES[name], np.random.default_rng(0)
+    probe, keys = make_probe(rng, kind, case)
+    q = make_queries(rng, case)
+    lengths = jnp.asarray(case.lengths, jnp.int32)
+    args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk, True)
+    if implementation == "mosaic_gpu":
+        with pytest.raises(NotImplementedError, match="peaks"):
+            kernel(*args)
+        return
+    found = np.asarray(kernel(*args), np.float64)
+    exact_q = np.asarray(q, np.float64)
+    rtol = 2 * tolerance(exact_q, keys, kind, implementation)
+    wanted = expected_peaks(exact_q, keys, case)
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
