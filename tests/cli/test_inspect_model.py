@@ -58,7 +58,7 @@ def test_a_model_too_large_for_a_device_is_told(llama: Path, tmp_path: Path, her
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     code, out, err = here("inspect", tmp_path)
     assert code == 0 and "too small" in out and "none" in out
-    assert "not built here: repetition_penalty 1.05" in err
+    assert "not supported: repetition_penalty 1.05" in err
 
 
 @pytest.mark.parametrize(
