@@ -6,7 +6,7 @@
 #                    ARGS="--count 20")
 #   make aot         every program of a request through the compilers of TPUs and GPUs (1.1 GB are installed
 #                    into the user's cache folder; ARGS="--target v5e --model 0.5B --json OUT" narrows it)
-#   make bench       every benchmark in full, with one page of figures in bench/results: about three
+#   make bench       every benchmark in full, with one page of figures in bench/results: about two
 #                    hours; goes on where it was stopped, and says first how many are left (ARGS=--quick:
 #                    small settings; ARGS="--only ttft peers" narrows it)
 #   make docs        build/docs/index.html: all pages, and the API reference from docstrings

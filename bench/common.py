@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import binomtest, bootstrap
 
 from bench.json_file import write_text
 from bench.workload import TEMPLATES
@@ -41,9 +41,6 @@ Json = dict[str, Any]
 
 CODE = (".", ":!*.md", ":!docs", ":!bench/results")
 """What of the repository is code, as git takes paths."""
-
-BESIDE = "CKV_BENCH_BESIDE"
-"""Environment variable that is set where another benchmark runs on the same machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,28 +66,12 @@ class Setting:
     test: Path | None = None
     shots: int = 100
     """Examples in a prefix of a task."""
-    clustering: float = 1.0
-    """Mean tokens of a run that matters alike. 1: important tokens scatter as if by chance, as the
-    2.2 times amplification of IMPRESS's Figure 5a has it; 2 would make ContiguousKV's Table 2 (its
-    bytes are 6.1% of IMPRESS's at 5%) out of clustering alone, without reordering."""
-    stability: float = 0.0
-    """Share of a question's important tokens, a quarter of all, that another question over its
-    prefix finds as well, if that is more than what two questions always share. Low is what
-    IMPRESS's Figure 20 has (reordering saves 1.2 times), 0.8 its Figure 4 (recall of tokens that
-    were identified before)."""
 
     def __post_init__(self) -> None:
         named = {name: getattr(self, name) for name in ("checkpoint", "task", "train", "test")}
         missing = [name for name, value in named.items() if value is None]
         if missing and len(missing) < len(named):
             raise ValueError(f"got no {', '.join(missing)}, expected all of {', '.join(named)}")
-        if not 1 <= self.clustering < float("inf") or not 0 <= self.stability <= 1:
-            raise ValueError(
-                f"got clustering={self.clustering}, stability={self.stability}, "
-                "expected at least 1, and a share"
-            )
-        if not missing and (self.clustering > 1 or self.stability > 0):
-            raise ValueError("got a checkpoint with clustering or stability, which texts have")
 
     def to_json(self) -> Json:
         """Plain JSON values."""
@@ -131,8 +112,6 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
         "--test", type=existing_path, help='JSONL of {"text", "label"} for the questions'
     )
     p.add_argument("--shots", type=positive, help="examples per prefix")
-    p.add_argument("--clustering", type=float, help="mean tokens of a run that matters alike")
-    p.add_argument("--stability", type=float, help="important tokens that questions share, 0 to 1")
     p.set_defaults(_quick=quick, _full=full)
     return p
 
@@ -265,6 +244,21 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
     return [float(found.low), float(found.high)]
 
 
+def interval(right: int, asked: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share."""
+    low, high = binomtest(right, asked).proportion_ci(method="wilson")
+    return float(low), float(high)
+
+
+def half_widths(asked: int) -> dict[str, float]:
+    """Half of Wilson's 95% interval where 70, 90 and 98% of `asked` answers are right."""
+    found = {}
+    for share in (0.70, 0.90, 0.98):
+        low, high = interval(round(share * asked), asked)
+        found[f"{share:.0%}"] = round((high - low) / 2, 4)
+    return found
+
+
 def machine() -> Json:
     """The machine, the device and the versions that a figure belongs to."""
     packages = {}
@@ -295,14 +289,9 @@ class Described(Protocol):
 
 
 def stamped(body: Json) -> Json:
-    """A result after the command that made it and the machine, versions and commit it is of.
-
-    `beside`: another benchmark ran meanwhile, so that its seconds are not those of a machine that
-    one has for oneself.
-    """
+    """A result after the command that made it and the machine, versions and commit it is of."""
     command = f"python -m {_module()} {' '.join(sys.argv[1:])}".strip()
-    beside = {"beside": True} if os.environ.get(BESIDE) else {}
-    return {"command": command, "machine": machine(), **beside, **body}
+    return {"command": command, "machine": machine(), **body}
 
 
 def finish(args: argparse.Namespace, setting: Described | None, body: Json) -> Json:

@@ -27,8 +27,7 @@ is the time of a token over the larger of that and `read_ms`. `compiled` counts 
 compiled while tokens were timed: 0, as all are compiled before. `ahead_share` and `unused_share`:
 packs that reads ahead had when they were chosen, and that they brought for nothing, over all packs
 read.
-`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `claims` is
-what was to be shown of such rows, and whether it was (`bench.decode_claims`). `--windows` and
+`peak_mb` is the most that the process held, `budget_mb` weights, pools and digests. `--windows` and
 `--budgets` take several values: the ablation.
 A run that was cut short goes on where it was (`bench.kept`).
 """
@@ -55,7 +54,6 @@ from bench.common import (
     whole,
 )
 from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
-from bench.decode_claims import claims, show
 from bench.disk import Disk
 from bench.figures import save
 from bench.kept import Kept, disk_of
@@ -92,8 +90,7 @@ def main() -> None:
     )
     for option in ("--device-share", "--host-share", "--stay"):
         p.add_argument(option, type=share)
-    for option in ("--overfetch", "--row-seconds"):
-        p.add_argument(option, type=amount)
+    p.add_argument("--row-seconds", type=amount)
     for option in ("--prefix-tokens", "--tokens", "--warm", "--seed"):
         p.add_argument(option, type=whole if option in ("--warm", "--seed") else positive)
     setting = setting_of(args := p.parse_args())
@@ -109,9 +106,7 @@ def main() -> None:
     print(table(cells(rows), COLUMNS))
     for one in bench.left_out:
         print("left out: " + ", ".join(f"{name} {value}" for name, value in one.items()))
-    found = claims(rows, setting.to_json())
-    print(show(found))
-    body = {"rows": rows, "left_out": bench.left_out, "claims": found}
+    body = {"rows": rows, "left_out": bench.left_out}
     result = finish(args, setting, kept.said() | body)
     save("decode", result, args.plot)
     kept.forget()

@@ -17,19 +17,25 @@ import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from bench.common import Json, budget_share, finish, positive, result_file, table
-from bench.decode_cache import Setting, mean, sequences_of
-from bench.decode_cache import interval as resampled
+from bench.common import (
+    Json,
+    budget_share,
+    finish,
+    half_widths,
+    interval,
+    positive,
+    result_file,
+    table,
+)
 from bench.figures import save
 from bench.heads import HEADED, headed_system
 from bench.kept import Kept, checkpoint_fingerprint
-from bench.selection_study import half_widths, interval
-from bench.tasks.suffixes import Told
+from bench.tasks.suffixes import Told, lengthened, retold, told
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.data.ledger import Ledger
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
@@ -42,6 +48,25 @@ NAMES = ("ckv", "kvdrive", "quest", "shadowkv", "pqcache")
 BUDGETS = (1 / 64, 0.05, 0.25, 1.0)
 BARS = {("ckv", 1 / 64): 0.03, ("ckv", 0.05): 0.01, ("kvdrive", 1 / 64): 0.041}
 """Share of answers that may be lost against budget 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is asked."""
+
+    documents: int = 4
+    sequences: int = 8
+    steps: int = 64
+    tokens: int = 4096
+    budgets: tuple[float, ...] = BUDGETS
+
+
+def sequences_of(page: Ledger, setting: Setting, seed: int) -> Iterator[tuple[str, Told]]:
+    """Both kinds of sequences over one document."""
+    names = ("questions", "lengths", "answers", "families", "needles")
+    few = replace(page, **{name: getattr(page, name)[: setting.sequences] for name in names})
+    yield "fillers, then a question", told(lengthened(few, setting.steps, seed))
+    yield "questions and answers", retold(page, setting.sequences, setting.steps, seed)
 
 
 def ask(engine: Engine, tokens: np.ndarray, told: Told, budget: float) -> list[Generation]:
@@ -73,12 +98,12 @@ def measure(
 ) -> Iterator[Json]:
     """A row for every kind of sequence, system and budget."""
     pages = [demo_ledger(seed, setting.tokens, asked=LEARNED) for seed in range(setting.documents)]
-    told = [dict(sequences_of(page, setting, seed)) for seed, page in enumerate(pages)]
+    asked = [dict(sequences_of(page, setting, seed)) for seed, page in enumerate(pages)]
     for system, config in systems.items():
         with engine.variant(EngineConfig(system=config)) as served:
             for budget in setting.budgets:
-                for trace in told[0]:
-                    of_trace = [sequences[trace] for sequences in told]
+                for trace in asked[0]:
+                    of_trace = [sequences[trace] for sequences in asked]
                     make = partial(_answered, served, pages, of_trace, budget)
                     row = kept.part(f"{system} at {budget:g}, {trace}", make)
                     yield {"trace": trace, "system": system} | row
@@ -111,12 +136,7 @@ def _answered(engine: Engine, pages: Sequence[Ledger], told: Sequence[Told], bud
 
 
 def bars(rows: Sequence[Json]) -> list[Json]:
-    """What was to be shown, over both kinds of sequences: answers lost against everything, and
-    KVDrive no worse than each rival over the same documents, of which there are two at least.
-
-    That is met where it is right as often or more often, and missed where the whole interval of the
-    difference lies below 0. In between it is not judged (None): fewer documents make no bar easier.
-    """
+    """Answers lost against everything, over both kinds of sequences, held to `BARS`."""
 
     def total(system: str, budget: float) -> tuple[int, int]:
         mine = [row for row in rows if (row["system"], row["budget"]) == (system, budget)]
@@ -131,25 +151,7 @@ def bars(rows: Sequence[Json]) -> list[Json]:
             lost = every / all_asked - some / asked
             found.append({"claim": f"{system}: answers lost", "budget": budget, "value": lost,
                           "bar": most, "answers": asked, "met": lost <= most})  # fmt: skip
-    for system, budget in sorted(there):
-        if system not in ("ckv", "kvdrive") and budget < 1 and ("kvdrive", budget) in there:
-            ahead = _shares(rows, "kvdrive", budget) - _shares(rows, system, budget)
-            value, several = float(ahead.mean()), len(ahead) > 1
-            ci95 = resampled([ahead], mean) if several else None
-            behind = ci95 is not None and ci95[1] < 0
-            met = False if behind else True if value >= 0 and several else None
-            found.append({"claim": f"kvdrive less {system}", "budget": budget, "value": value,
-                          "ci95": ci95, "bar": 0.0, "documents": len(ahead),
-                          "answers": total(system, budget)[1], "met": met})  # fmt: skip
     return found
-
-
-def _shares(rows: Sequence[Json], system: str, budget: float) -> np.ndarray:
-    """float [n]: of each document, the share of right answers over all kinds of sequences."""
-    mine = [row for row in rows if (row["system"], row["budget"]) == (system, budget)]
-    counts = np.array([row["by_document"] for row in mine]).sum(axis=0)
-    shares: np.ndarray = counts[:, 0] / counts[:, 1]
-    return shares
 
 
 def show(rows: Sequence[Json]) -> str:
@@ -197,7 +199,7 @@ def main() -> None:
         with Engine.from_pretrained(folder, store=store, config=config) as engine:
             rows = list(measure(engine, systems, setting, kept))
     print(show(rows))
-    words = {True: "met", False: "MISSED", None: "not judged"}
+    words = {True: "met", False: "MISSED"}
     lines = [[bar["claim"], f"{bar['budget']:.2%}", f"{bar['value']:.3f}", f"{bar['bar']:.3f}",
               bar["answers"], words[bar["met"]]] for bar in bars(rows)]  # fmt: skip
     if lines:

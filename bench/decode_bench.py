@@ -17,7 +17,6 @@ import psutil
 from flax import nnx
 
 from bench.common import SHAPES, Json
-from bench.decode_claims import OURS
 from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
 from bench.disk import Disk
 from bench.heads import HEADED, headed
@@ -37,7 +36,7 @@ from ckv_jax.systems import DECODE_SYSTEMS, system_named
 SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv", *HEADED)
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
-RISING = ("kvdrive", "ckv")
+RISING = OURS = ("kvdrive", "ckv")
 IN_MEMORY = ("quest", "shadowkv", "retroinfer", "kvdrive", "ckv")
 BESIDE = 3 << 30
 """Bytes of memory and of disk that are left to everything else."""
@@ -68,8 +67,6 @@ class Setting:
     host_share: float = 1 / 4
     windows: tuple[float | None, ...] = (None,)
     """Of every system that chooses; None: its own."""
-    overfetch: float | None = None
-    """Chunks that count as nearly chosen, for each chosen one; None: the system's own."""
     seed: int = 0
 
     def to_json(self) -> Json:
@@ -134,8 +131,6 @@ class Bench:
                 system = headed(name, self._weights, self.prefixes[:1])
             else:
                 system = system_named(name)
-            if system.decode is not None and self.setting.overfetch is not None:
-                system = dataclasses.replace(system, overfetch=self.setting.overfetch)
             found.setdefault(layout_of(system, self.model, "bfloat16").hex, []).append(system)
         return list(found.values())
 
@@ -158,8 +153,7 @@ class Bench:
                     for one in todo:
                         if one in fits or there[one.name(place)]:
                             yield kept.part(
-                                one.name(place),
-                                partial(self._row, one, place, store, disk),
+                                one.name(place), partial(self._row, one, place, store, disk)
                             )
 
     def _asked(self, system: SystemConfig, sequences: int) -> Iterator[Asked]:

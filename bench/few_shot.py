@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import Json
-from bench.selection_study import interval
+from bench.common import Json, interval
 from bench.workload import TEMPLATES, few_shot, question, questions, read_examples
 from ckv_jax.config import SystemConfig
 from ckv_jax.engine import Engine

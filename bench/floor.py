@@ -64,7 +64,8 @@ class Recording:
     def __init__(self, lasting: Any = ()) -> None:
         self._lasting = {id(leaf) for leaf in jax.tree.leaves(lasting)}
         self.calls: list[Call] = []
-        self._results: list[list[Any]] = []  # kept, so that ids stay unique
+        self.results: list[list[Any]] = []
+        """The leaves of every result as recorded; kept, so that ids stay unique."""
         self._made: dict[int, tuple[int, int]] = {}  # id of an array -> (call, leaf)
 
     def call(
@@ -77,7 +78,7 @@ class Recording:
         for index, leaf in enumerate(leaves):
             self._made[id(leaf)] = (len(self.calls), index)
         self.calls.append(call)
-        self._results.append(leaves)
+        self.results.append(leaves)
         return out
 
     def replay(self) -> list[list[Any]]:
@@ -88,23 +89,6 @@ class Recording:
             results.append(jax.tree.leaves(call.program(*args, **call.static)))
         jax.block_until_ready(results)
         return results
-
-    def times(self) -> list[float]:
-        """Seconds of each call of a replay that waits for every one."""
-        results: list[list[Any]] = []
-        spent = []
-        for call in self.calls:
-            args = [x.build(results) if isinstance(x, Made) else x for x in call.args]
-            start = time.perf_counter()
-            out = jax.block_until_ready(call.program(*args, **call.static))
-            results.append(jax.tree.leaves(out))
-            spent.append(time.perf_counter() - start)
-        return spent
-
-    @property
-    def results(self) -> list[list[Any]]:
-        """The leaves of every result, as they were when they were recorded."""
-        return self._results
 
     def _argument(self, value: Any) -> Any:
         leaves, tree = jax.tree.flatten(value)

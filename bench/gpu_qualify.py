@@ -5,9 +5,8 @@
 
 Stages write DIR/<stage>.json and are skipped when that is there: host-to-device bandwidth, disk
 bandwidth, the kernels, and for each model the time to first token of every system with both floors,
-breakdown and speedups. Beside each measured time stands what `bench.predict` says of that device
-with the disk and bus that were measured (nothing for a device that it does not know). Weights are
-random and made on the device, with the structure that `bench.structured` describes. Nothing is
+breakdown and speedups. Weights are random and made on the device, with the structure that
+`bench.structured` describes. Nothing is
 downloaded. Defaults fit 139 GiB of device memory, 128 GiB of host memory and 64 GiB of disk.
 """
 
@@ -30,7 +29,6 @@ from bench.disk import FILE_BYTES, Disk
 from bench.json_file import read_json, write_text
 from bench.kernels import kernel_rows
 from bench.lab import Lab
-from bench.prediction import beside
 from bench.ttft import cold, speedups
 from ckv_jax.model.config import PUBLISHED
 from ckv_jax.systems import SYSTEMS
@@ -126,41 +124,20 @@ def report(results: dict[str, Json]) -> str:
     for stage, found in results.items():
         if not stage.startswith("ttft-"):
             continue
-        said = predictions(results, stage[len("ttft-") :], found)
-        for row, predicted in zip(found["rows"], said, strict=True):
+        for row in found["rows"]:
             times = [row["ttft_ms"][key] for key in ("mean", "p50", "p95")]
             floors = [row[key] for key in ("compute_floor_ms", "io_floor_ms", "ratio_to_floor")]
             rest = [row["ssd_bytes"] / 1e6, row["read_amplification"]]
             cells.append(
-                [
-                    stage[len("ttft-") :],
-                    row["system"],
-                    row["budget"],
-                    *times,
-                    "" if predicted is None else predicted,
-                    *floors,
-                    *rest,
-                ]
+                [stage[len("ttft-") :], row["system"], row["budget"], *times, *floors, *rest]
             )
-    header = ["model", "system", "budget", "mean ms", "p50", "p95", "predicted", "compute floor",
-              "I/O floor", "ratio", "SSD MB", "ampl."]  # fmt: skip
+    header = ["model", "system", "budget", "mean ms", "p50", "p95", "compute floor", "I/O floor",
+               "ratio", "SSD MB", "ampl."]  # fmt: skip
     parts.append(table(cells, header))
     for stage, found in results.items():
         if "speedup" in found:
             parts.append(f"{stage} speedup: {json.dumps(found['speedup'])}")
     return "\n\n".join(parts)
-
-
-def predictions(results: dict[str, Json], model: str, found: Json) -> list[float | None]:
-    """What `bench.predict` says of a stage's rows, in ms, with the rates of the stages before."""
-    disk, copied = results["disk"]["gb_per_s"], results["copies"]["gb_per_s"]
-    rates = {
-        "packs": 1e9 * disk[f"{128 << 10}"],
-        "probes": 1e9 * max(disk.values()),
-        "link": 1e9 * copied.get("pinned", copied["pageable"]),
-    }
-    device = results["copies"]["machine"]["device"].partition(": ")[2]
-    return beside(found["rows"], device, model, found["setting"]["prefix_tokens"], rates)
 
 
 def main() -> None:

@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> Json:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5% and 25%")
+    p.add_argument("--quick", action="store_true", help="7B, 5,008 tokens, 5%% and 25%%")
     p.add_argument("--json", type=result_file, help="write the result to this file")
     p.add_argument("--models", nargs="+", choices=sorted(SHAPES))
     p.add_argument("--prefix-tokens", type=positive, nargs="+")

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from bench.common import SHAPES, Setting
-from bench.structured import Structure, alike_for, structured_model
+from bench.structured import structured_model
 from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
 from ckv_jax.config import SystemConfig
@@ -54,17 +54,16 @@ class Lab:
     is asked for.
     """
 
-    def __init__(self, setting: Setting, *, like: Lab | None = None) -> None:
-        """`like`: another lab whose model, and what is compiled for it, serve here as well."""
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.prefill_s: list[float] = []
         """Of those prefixes that had to be computed."""
         self._prefixes: dict[tuple[int, str], Prefix] = {}
         with ExitStack() as stack:  # closed again if the rest fails
-            self._open(setting, like, stack)
+            self._open(setting, stack)
             self._stack = stack.pop_all()
 
-    def _open(self, setting: Setting, like: Lab | None, stack: ExitStack) -> None:
+    def _open(self, setting: Setting, stack: ExitStack) -> None:
         if setting.folder is not None:
             setting.folder.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="ckv-bench-", dir=setting.folder))
@@ -74,15 +73,11 @@ class Lab:
         kept = Path(os.environ.get(KEPT) or self.folder / "computed")
         self._kept = ChunkStore.open(kept, config=StoreConfig(max_bytes=KEPT_BYTES))
         stack.callback(self._kept.close)
-        if like is None:
-            model, fingerprint, self.work = _model_and_work(setting)
-            config = EngineConfig(
-                system=BASE, dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
-            )
-            self.base = Engine(model, None, self.store, fingerprint, config)
-        else:
-            self.work = _synthetic(setting)
-            self.base = like.base.variant(like.base.config, store=self.store)
+        model, fingerprint, self.work = _model_and_work(setting)
+        config = EngineConfig(
+            system=BASE, dtype=setting.dtype, device_cache_bytes=0, host_cache_bytes=0
+        )
+        self.base = Engine(model, None, self.store, fingerprint, config)
         stack.callback(self.base.close)
         self.config: ModelConfig = self.base.model_config
 
@@ -119,10 +114,7 @@ class Lab:
         """
         sizes = {"device_cache_bytes": device_bytes, "host_cache_bytes": host_bytes}
         config = dataclasses.replace(
-            self.base.config,
-            system=system,
-            io_threads=io_threads,
-            **(sizes | dict(memory or {})),
+            self.base.config, system=system, io_threads=io_threads, **(sizes | dict(memory or {}))
         )
         return self.base.variant(config)
 
@@ -228,13 +220,9 @@ def _model_and_work(setting: Setting) -> tuple[Transformer, Fingerprint, Synthet
     if setting.checkpoint is None:
         config, work = SHAPES[setting.model], _synthetic(setting)
         # Not a hash of the weights: they follow from these, and may be 64 GB on a device.
-        weights = f"structured, seed {setting.seed}, stability {setting.stability}"
-        made = {"weights": weights, "config": setting.model}
+        made = {"weights": f"structured, seed {setting.seed}", "config": setting.model}
         fingerprint = Fingerprint(made | {"dtype": setting.dtype, "tokenizer": "", "rope": ""})
-        structure = Structure(alike=alike_for(setting.stability) if setting.stability else 0.0)
-        model = structured_model(
-            config, dtype=setting.dtype, seed=setting.seed, structure=structure
-        )
+        model = structured_model(config, dtype=setting.dtype, seed=setting.seed)
         return model, fingerprint, work
     try:
         return _checkpoint_and_task(setting, setting.checkpoint)
@@ -266,6 +254,4 @@ def _synthetic(setting: Setting) -> Synthetic:
         prefix_tokens=setting.prefix_tokens,
         suffix_tokens=setting.suffix_tokens,
         seed=setting.seed,
-        clustering=setting.clustering,
-        stable=setting.stability > 0,
     )

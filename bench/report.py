@@ -1,7 +1,7 @@
 """Runs the benchmarks and writes one HTML page with figures, what they show, machines and commands.
 
     python -m bench.report --quick --out bench/results/cpu-quick
-    python -m bench.report --out bench/results/cpu --only ttft ablation
+    python -m bench.report --out bench/results/cpu --only ttft warm
     python -m bench.report --out bench/results --redraw
     python -m bench.report --out bench/results --resume
 
@@ -10,10 +10,9 @@ commit differs from this one in nothing but documents and results, and that was 
 `--quick`, if that is asked). Before anything runs, the hours that the rest will take are told: as
 long as each took the last time in that folder, and an estimate for what has not run there.
 
-Each script runs in a process of its own, one after the other, those that measure no time two at a
-time, which says `"beside": true` of what seconds there are in their results. JSON and PNG land
-beside the page. A script that fails is shown with its error and does not stop the rest. `--redraw`
-measures nothing: it draws every figure again from the JSON in the folder, and writes the page.
+Each script runs in a process of its own, one after the other. JSON and PNG land beside the page. A
+script that fails is shown with its error and does not stop the rest. `--redraw` measures
+nothing: it draws every figure again from the JSON in the folder, and writes the page.
 """
 
 from __future__ import annotations
@@ -28,20 +27,74 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import BESIDE, Json, commit, result_folder
+from bench.common import Json, commit, result_folder
 from bench.figures import FIGURES, draw_again, result_of
 from bench.json_file import NotWhole, read_json, write_text
 from bench.kept import same_code
 from bench.lab import KEPT
-from bench.scripts import SCRIPTS, WARM, Script
 
-ABREAST = 2
-"""Scripts that run at a time, of those that measure no time: none keeps two cores busy alone."""
 KEPT_IN = Path(__file__).parents[1] / "build" / "bench"
 """What scripts share; `make clean` removes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One benchmark that the page runs."""
+
+    module: str
+    more: tuple[str, ...] = ()
+    """Arguments of its own."""
+    name: str = ""
+    """Of its files; "": the module's."""
+    minutes: float
+    """How long it takes in full on two cores, as far as parts of it were measured, for where it has
+    not been run yet."""
+    plots: bool = True
+    """Whether it draws a figure."""
+    quick: bool = True
+    """Whether it knows `--quick`."""
+    compiles: bool = False
+    """Whether what it measures hangs on programs being compiled here: it gets none from disk."""
+
+    @property
+    def stem(self) -> str:
+        """The name of its files."""
+        return self.name or self.module
+
+    def command(self, folder: Path, *, quick: bool) -> list[str]:
+        """What runs it, after the interpreter's name."""
+        words = ["-m", f"bench.{self.module}", "--json", str(folder / f"{self.stem}.json")]
+        if self.plots:
+            words += ["--plot", str(folder / f"{self.stem}.png")]
+        return [*words, *self.more, *(["--quick"] if quick and self.quick else [])]
+
+
+WINDOWS = (
+    "--systems", "kvdrive", "ckv", "--places", "ssd", "--sequences", "2", "--prefix-tokens", "8192",
+    "--device-share", "0.3", "--host-share", "0", "--budgets", "0.0625", "1.0",
+    "--windows", "0", "1", "2", "3",
+)  # fmt: skip
+"""The ablation of decode's windows, and everything attended to by systems that choose. Host memory
+holds nothing, or what windows miss would not be read."""
+
+SCRIPTS = (
+    Script(module="ttft", minutes=8),
+    Script(module="warm", plots=False, minutes=22),
+    Script(module="accuracy", minutes=14),
+    Script(module="batch", minutes=4),
+    Script(module="peers", plots=False, minutes=6),
+    Script(module="serving", plots=False, compiles=True, minutes=4),
+    Script(module="server", plots=False, minutes=4),
+    Script(module="storage", plots=False, quick=False, minutes=3),
+    Script(module="memory", plots=False, quick=False, compiles=True, minutes=5),
+    Script(module="kernels", plots=False, minutes=6),
+    Script(module="decode", minutes=24),
+    Script(module="decode", name="decode_windows", more=WINDOWS, plots=False, minutes=3),
+    Script(module="decode_accuracy", minutes=13),
+)
 
 STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2.5rem auto;
@@ -78,25 +131,13 @@ def run(script: Script, folder: Path, *, quick: bool) -> None:
     print(f"  {script.stem}: {said}", flush=True)
 
 
-def run_all(scripts: Sequence[Script], folder: Path, *, quick: bool) -> None:
-    """Those that measure time one after the other, then the others, `ABREAST` at a time."""
-    for script in scripts:
-        if script.timed:
-            run(script, folder, quick=quick)
-    with ThreadPoolExecutor(ABREAST) as pool:
-        others = [script for script in scripts if not script.timed]
-        list(pool.map(lambda script: run(script, folder, quick=quick), others))
-
-
 def environment(script: Script) -> dict[str, str]:
-    """What a script runs with: one that measures compiling has no compiled programs from anywhere,
-    one that runs beside another says so in its result."""
-    found = {name: value for name, value in os.environ.items() if name != BESIDE}
+    """What a script runs with; one that measures compiling gets no compiled programs."""
+    found = dict(os.environ)
     if script.compiles:
         found.pop("JAX_COMPILATION_CACHE_DIR", None)
         found["CKV_COMPILATION_CACHE"] = "off"
-    beside = {} if script.timed else {BESIDE: "1"}
-    return found | kept(compiles=script.compiles) | beside
+    return found | kept(compiles=script.compiles)
 
 
 def kept(*, compiles: bool) -> dict[str, str]:
@@ -127,13 +168,10 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
     ran = _last_run(script, folder)
     if ran is None or ran["status"] or not path.is_file():
         return False
-    made_of = folder / f"{script.after}.json"
-    if script.after and made_of.is_file() and made_of.stat().st_mtime > path.stat().st_mtime:
-        return False
     try:
         found = read_json(path)
     except NotWhole as broken:
-        print(f"{broken}; it is made anew", flush=True)
+        print(f"{broken}; it is made again", flush=True)
         return False
     asked = " ".join(["python", *script.command(folder, quick=quick)])
     said = found.get("machine") or {}
@@ -143,14 +181,14 @@ def is_done(script: Script, folder: Path, *, quick: bool) -> bool:
 
 def hours(scripts: Sequence[Script], folder: Path, *, quick: bool) -> float:
     """About how long these take, by their last runs with these arguments where there were any."""
-    seconds = {True: 0.0, False: 0.0}
+    seconds = 0.0
     for script in scripts:
         ran = _last_run(script, folder)
         asked = " ".join(["python", *script.command(folder, quick=quick)])
         before = ran is not None and not ran["status"] and ran["command"] == asked
         guess = 60 * (min(script.minutes, 3) if quick and script.quick else script.minutes)
-        seconds[script.timed] += ran["seconds"] if before and ran is not None else guess
-    return (seconds[True] + seconds[False] / ABREAST) / 3600
+        seconds += ran["seconds"] if before and ran is not None else guess
+    return seconds / 3600
 
 
 def page(folder: Path) -> str:
@@ -202,9 +240,8 @@ def _section(name: str, folder: Path) -> str | None:
         ]
         if name == "ttft":
             parts.append(_speedups("cold", result["speedup"]))
-            for other, how in WARM.items():
-                warm = _record(folder / f"{other}.json")
-                parts.append(_speedups(how, {} if warm is None else warm["speedup"]))
+            warm = _record(folder / "warm.json")
+            parts.append(_speedups("warm", {} if warm is None else warm["speedup"]))
     if ran is not None:
         parts.append(_output(ran))
     elif result is not None and "command" in result:
@@ -298,18 +335,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw_again(args.out)
     else:
         chosen = [script for script in SCRIPTS if not args.only or script.stem in args.only]
-        left: list[Script] = []
-        for script in chosen:
-            anew = script.after in {one.stem for one in left}
-            if not args.resume or anew or not is_done(script, args.out, quick=args.quick):
-                left.append(script)
+        left = [
+            script
+            for script in chosen
+            if not args.resume or not is_done(script, args.out, quick=args.quick)
+        ]
         print(
             f"{len(left)} of {len(chosen)} benchmarks to run, about "
             f"{hours(left, args.out, quick=args.quick):.1f} hours: "
             + (", ".join(script.stem for script in left) or "none"),
             flush=True,
         )
-        run_all(left, args.out, quick=args.quick)
+        for script in left:
+            run(script, args.out, quick=args.quick)
         records = {one.stem: _record(args.out / f"{one.stem}.run.json") for one in left}
         failed = [name for name, ran in records.items() if ran is not None and ran["status"]]
     path = args.out / "report.html"

@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 
 from bench.common import existing_folder, finish, result_file
-from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
-from ckv_jax.storage import ChunkStore, Layout, Prefix, chain
+from ckv_jax.storage import ChunkStore, Fingerprint, Layout, Prefix, chain
 from ckv_jax.storage.segment.manifest import GROUP, Manifest, draft_manifest
 from ckv_jax.storage.segment.packing import aligned
 
+FINGERPRINT = Fingerprint({"weights": "random", "dtype": "bits"})
+QWEN_7B = Layout(num_layers=28, num_kv_heads=4, head_dim=128)
+"""The KV of Qwen2.5-7B, packed by four layers: packs of 128 KiB."""
 TOKENS = 5008
 SHARES = (0.05, 0.25, 1.0)
 DEPTH = 32
@@ -41,6 +43,11 @@ BURSTS = 8  # requests timed together, each of other packs
 BLOCK = 512  # tokens of one block of ingest
 
 TEXTS, PARTS, PART = 2000, 5, 1008  # 10,000 segments: 2,000 texts of 5 segments of 1,008 tokens
+
+
+def some_tokens(count: int, seed: int = 0) -> np.ndarray:
+    """int32 [count]."""
+    return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
 
 
 def write_prefix(folder: Path, block: np.ndarray) -> tuple[Prefix, float]:
@@ -151,7 +158,7 @@ def measure_reads(folder: Path) -> list[dict[str, float]]:
 
 _FIRST = """
 import sys, time, numpy as np
-from bench.truth import FINGERPRINT, QWEN_7B, some_tokens
+from bench.storage import FINGERPRINT, QWEN_7B, some_tokens
 from ckv_jax.storage import ChunkStore
 from ckv_jax.storage.segment.packing import aligned
 out = aligned(QWEN_7B.pack_bytes).view(QWEN_7B.numpy_dtype).reshape(1, *QWEN_7B.pack_shape)

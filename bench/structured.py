@@ -7,7 +7,7 @@ dimensions that RoPE hardly turns, and queries weigh them: with a weighting that
 layer, with a part of each head's own, and with a part of the request's topic. Shapes, dtypes and
 operations are those of any other model; only values differ.
 
-Each parameter is set by a published figure, and `bench.similarity` prints ours beside it:
+Each parameter is set by a published figure:
 
 - `topic_spread`, and `turn` against it: coverage between adjacent periods, 52% to 64%
   (ContiguousKV Figure 7b), with neighbouring layers more alike than distant ones (7a). What the
@@ -19,9 +19,6 @@ Each parameter is set by a published figure, and `bench.similarity` prints ours 
   (IMPRESS §4.2 for OPT-30B; smaller models have less).
 - Tokens are independent, so important ones scatter over chunks as if by chance: at 50% a chunk of
   64 holds 46% important ones, 2.2 times amplification (IMPRESS Figure 5a; by chance 50%, 2.0).
-  `bench.workload.Synthetic` can cluster them.
-- `alike`, off by itself: topics come in groups that ask for much the same. Questions over one
-  prefix ask within one group where traffic is to be stable (`alike_for`).
 
 Not published, and so a choice: `features`, `salience`, and `sharpness`, which sets how much of the
 attention the chosen chunks hold.
@@ -42,10 +39,6 @@ from ckv_jax.model.weights import random_model
 
 TOPICS = 64
 """Token id modulo this is the topic that its queries ask for."""
-GROUPS = 8
-"""Of as many topics each, one after the other."""
-STABLE_AT = 0.25
-"""The share of tokens at which stability is meant: important ones are so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,45 +57,6 @@ class Structure:
     """Weight of each head's own taste, against 1 of the layer's."""
     topic_spread: float = 2.2
     """Weight of the request's topic, against 1 of the layer's."""
-    alike: float = 0.0
-    """Correlation of what two topics of one group ask for."""
-
-
-def alike_for(stability: float, structure: Structure | None = None) -> float:
-    """The `alike` with which two questions of one group share so many of their important tokens.
-
-    Found on random features, as one layer of eight heads weighs them; 0 where questions that have
-    nothing to do with each other share as many. `stability`: a share, at `STABLE_AT` of the tokens.
-    """
-    s = structure or Structure()
-    rng = np.random.default_rng(7)
-    features = rng.normal(size=(4096, s.features))
-    layer = rng.normal(size=s.features)
-    heads = rng.normal(size=(8, s.features)) / math.sqrt(s.features)
-    fixed = layer / np.linalg.norm(layer) + s.head_spread * heads  # [H, R]
-    common, one, other = rng.normal(size=(3, 24, s.features)) / math.sqrt(s.features)
-    total = math.sqrt(1 + s.head_spread**2 + s.topic_spread**2)
-
-    def important(tastes: np.ndarray) -> list[set[int]]:
-        """Of each question [Q, R], the tokens that the heads together attend to most."""
-        queries = fixed + s.topic_spread * tastes[:, None]  # [Q, H, R]
-        logits = s.sharpness / total * np.einsum("qhr,tr->qht", queries, features)
-        mass = np.exp(logits - logits.max(axis=2, keepdims=True))
-        mass = (mass / mass.sum(axis=2, keepdims=True)).sum(axis=1)
-        count = round(STABLE_AT * len(features))
-        return [set(row.tolist()) for row in np.argpartition(-mass, count, axis=1)[:, :count]]
-
-    steps = 1 - np.linspace(1, 0, 11) ** 2  # close together where little is left to differ
-    shared = []
-    for alike in steps:
-        kept, own = math.sqrt(alike), math.sqrt(1 - alike)
-        pairs = zip(
-            important(kept * common + own * one),
-            important(kept * common + own * other),
-            strict=True,
-        )
-        shared.append(np.mean([len(a & b) / len(a) for a, b in pairs]))
-    return float(np.interp(stability, np.maximum.accumulate(shared), steps))
 
 
 def structured_model(
@@ -126,13 +80,9 @@ def structured_model(
     return model
 
 
-def topic_tokens(
-    rng: np.random.Generator, n: int, vocab_size: int, group: int | None = None
-) -> np.ndarray:
-    """A suffix int32 [n] whose tokens all ask for one topic, drawn at random (of a group)."""
-    size = TOPICS // GROUPS
-    first, count = (0, TOPICS) if group is None else (group % GROUPS * size, size)
-    topic = first + int(rng.integers(count))
+def topic_tokens(rng: np.random.Generator, n: int, vocab_size: int) -> np.ndarray:
+    """A suffix int32 [n] whose tokens all ask for one topic, drawn at random."""
+    topic = int(rng.integers(TOPICS))
     return (TOPICS * rng.integers(0, vocab_size // TOPICS, n) + topic).astype(np.int32)
 
 
@@ -144,9 +94,6 @@ def _embedding(
     noise = table.astype(jnp.float32) / jnp.std(table.astype(jnp.float32))
     features = rng.normal(size=(vocabulary, s.features))
     tastes = rng.normal(size=(TOPICS, s.features))
-    if s.alike:
-        common = np.repeat(rng.normal(size=(GROUPS, s.features)), TOPICS // GROUPS, axis=0)
-        tastes = math.sqrt(s.alike) * common + math.sqrt(1 - s.alike) * tastes
     asked = tastes[np.arange(vocabulary) % TOPICS]
     left = jnp.asarray(s.salience * np.concatenate([features, asked], axis=1), jnp.float32)
     right = jnp.asarray(np.concatenate([keys, topics], axis=1), jnp.float32)

@@ -71,74 +71,23 @@ STAGES = (
     Stage(name="copy", copies=64, steps=800, goal=0.9),
     Stage(name="triples", copies=32, steps=800, goal=0.9, triples=16),
     Stage(
-        name="192",
-        copies=4,
-        batch=8,
-        tokens=192,
-        questions=24,
-        steps=300,
-        goal=0.95,
-        triples=32,
+        name="192", copies=4, batch=8, tokens=192, questions=24, steps=300, goal=0.95, triples=32
     ),
     Stage(
-        name="512",
-        copies=2,
-        batch=3,
-        tokens=512,
-        questions=48,
-        steps=200,
-        goal=0.95,
-        density=2.0,
-        stretch=True,
-        triples=85,
+        name="512", copies=2, batch=3, tokens=512, questions=48, steps=200, goal=0.95, density=2.0,
+        stretch=True, triples=85,
+    ),
+    _long(name="1024", tokens=1024, questions=112, steps=400, goal=0.97, rate=8e-4, density=3.0),
+    _long(name="2048", tokens=2048, questions=160, steps=80, goal=0.97, rate=6e-4, density=2.5),
+    _long(name="4096", tokens=4096, questions=160, steps=80, goal=0.985, rate=5e-4, density=1.2),
+    _long(
+        name="1024 again", tokens=1024, questions=112, steps=250, goal=1.01, rate=8e-4, density=3.0
     ),
     _long(
-        name="1024",
-        tokens=1024,
-        questions=112,
-        steps=400,
-        goal=0.97,
-        rate=8e-4,
-        density=3.0,
+        name="4096 cooling", tokens=4096, questions=160, steps=75, goal=1.01, rate=5e-4,
+        density=1.2, cooling=True,
     ),
-    _long(
-        name="2048",
-        tokens=2048,
-        questions=160,
-        steps=80,
-        goal=0.97,
-        rate=6e-4,
-        density=2.5,
-    ),
-    _long(
-        name="4096",
-        tokens=4096,
-        questions=160,
-        steps=80,
-        goal=0.985,
-        rate=5e-4,
-        density=1.2,
-    ),
-    _long(
-        name="1024 again",
-        tokens=1024,
-        questions=112,
-        steps=250,
-        goal=1.01,
-        rate=8e-4,
-        density=3.0,
-    ),
-    _long(
-        name="4096 cooling",
-        tokens=4096,
-        questions=160,
-        steps=75,
-        goal=1.01,
-        rate=5e-4,
-        density=1.2,
-        cooling=True,
-    ),
-)
+)  # fmt: skip
 _COPY_TOKENS = 48
 _LONGEST = 4096
 _ASKED = FAMILIES[:-1]  # chains of two facts stand in the ledgers but are not asked: only noise
@@ -152,10 +101,7 @@ def optimiser() -> optax.GradientTransformation:
         return jax.tree.map(lambda leaf: each_layer if leaf.ndim == 3 else None, params)
 
     muon = optax.contrib.muon(
-        learning_rate=1.0,
-        adam_b2=0.98,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=matrices,
+        learning_rate=1.0, adam_b2=0.98, consistent_rms=0.2, muon_weight_dimension_numbers=matrices
     )
     return optax.chain(optax.clip_by_global_norm(1.0), muon)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from bench.common import Json, Setting, existing_path, machine
-from bench.json_file import read_json, read_rows
-from bench.kept import SAME, same_code
+from bench.common import Json
 from bench.lab import Lab
 from bench.measure import Sample, measured, row_of
 from bench.workload import normal_choice
@@ -20,7 +16,6 @@ from ckv_jax import Engine
 from ckv_jax.buckets import probe_bucket
 from ckv_jax.config import SystemConfig
 from ckv_jax.storage.layout import Layout
-from ckv_jax.systems import system_named
 
 RECOMPUTE_REPEATS = 6
 """A recompute is the same work every time, and slow: the fewest that have an interval."""
@@ -108,60 +103,6 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
     """The same items in the same order, from number `by` on, around the end."""
     by %= max(1, len(items))
     return [*items[by:], *items[:by]]
-
-
-def rows_option(p: argparse.ArgumentParser) -> None:
-    """`--rows`, which `cold_rows` reads."""
-    p.add_argument(
-        "--rows", type=existing_path, metavar="FILE",
-        help="a result of bench.ttft, made here by this code; it has a setting of its own",
-    )  # fmt: skip
-
-
-def cold_rows(setting: Setting, args: argparse.Namespace) -> tuple[list[Json], Json]:
-    """Rows of cold requests of the setting's systems, and what they are of: of the result of
-    `bench.ttft` that `--rows` names, which asks the same, or measured now.
-
-    Raises SystemExit where that result has none of a system, is of other code, of another machine
-    or quick where this is not, and where a setting was given beside it.
-    """
-    measured: Path | None = args.rows
-    if measured is None:
-        systems = {(name, "default"): system_named(name) for name in setting.systems}
-        with Lab(setting) as lab:
-            rows = [taken.row() for taken in take_turns(lab, systems)]
-        return rows, {"setting": setting.to_json()}
-    if said := [name for name in Setting.__slots__ if getattr(args, name, None) is not None]:
-        raise SystemExit(f"--rows has a setting of its own, got {', '.join(said)} as well")
-    found = _result_of_ttft(measured)
-    if ("--quick" in found["command"].split()) != args.quick:
-        raise SystemExit(f"{measured} is of {found['command']!r}, expected --quick of both or none")
-    here, there = machine(), found["machine"]
-    if other := [name for name in SAME if here[name] != there[name]]:
-        raise SystemExit(f"{measured} is of another machine: {', '.join(other)} differ")
-    if there.get("dirty") or not same_code(there["commit"]):
-        raise SystemExit(f"{measured} is of other code, commit {there['commit']}")
-    rows = [
-        row
-        for row in found["rows"]
-        if row["variant"] == "default" and row["system"] in setting.systems
-    ]
-    if missing := set(setting.systems) - {row["system"] for row in rows}:
-        raise SystemExit(f"{measured} has no cold rows of {', '.join(sorted(missing))}")
-    about = {"setting": found["setting"], "measured_by": found["command"]}
-    return rows, about | {"machine": there}
-
-
-def _result_of_ttft(path: Path) -> Json:
-    found = read_json(path)
-    whole = {"command", "machine", "rows", "setting"} <= found.keys()
-    if not whole or not all(_is_row(row) for row in read_rows(path)):
-        raise SystemExit(f"{path} is no result of bench.ttft, whose rows --rows takes")
-    return found
-
-
-def _is_row(row: object) -> bool:
-    return isinstance(row, dict) and {"variant", "system", "budget"} <= row.keys()
 
 
 def budgets_of(system: SystemConfig, budgets: Sequence[float]) -> Sequence[float]:

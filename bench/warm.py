@@ -1,7 +1,7 @@
 """Time to first token with warm caches, as the papers measure it (ContiguousKV Figures 10, 11).
 
     python -m bench.warm --json OUT
-    python -m bench.warm --ablate --shares 0.04 0.10 --budgets 0.25 --json OUT --plot PNG
+    python -m bench.warm --shares 0.04 0.10 --budgets 0.25 --json OUT
 
 Memory is the paper's: 10 GB of its 67 GB of KV on the device and 24 GB on the host, 15% and 36% of
 the data set. `--shares 0.04 0.10` is what the same memory is of Qwen2.5-14B's 226 GB (Table 1; of
@@ -20,8 +20,7 @@ over prefixes written anew. Reordering is over before the next request is asked.
 
 Requests are drawn normally over the prefixes, whose KV is written straight to disk, without a
 prefill (`bench.long_kv`): of the data set only those prefixes are written that some request asks,
-in all layouts. `--ablate` adds Figure 12's variants of our systems: without reading ahead (`w/o
-P`), with LFU caches (`w/o AC`), and with neither. Floors are those of `bench.ttft`.
+in all layouts. Floors are those of `bench.ttft`.
 """
 
 from __future__ import annotations
@@ -45,21 +44,13 @@ from bench.common import (
     setting_of,
 )
 from bench.disk import Disk
-from bench.figures import save
 from bench.floor import compute_floor_ms
 from bench.kept import Kept, disk_of
 from bench.lab import Lab
 from bench.measure import Compilations, Sample, hit_rate, measured
 from bench.memory import release_heap, status_mb
 from bench.rows import floor_system, show, speedups, with_floors
-from bench.turns import (
-    DEVICE_SHARE,
-    HOST_SHARE,
-    Taken,
-    equal_memory,
-    rotated,
-    warm_requests,
-)
+from bench.turns import DEVICE_SHARE, HOST_SHARE, Taken, equal_memory, rotated, warm_requests
 from bench.warm_store import store_prefixes
 from ckv_jax import Engine
 from ckv_jax.config import SystemConfig
@@ -97,7 +88,7 @@ Key = tuple[str, str]
 """Name and variant of a system."""
 
 
-def warm_systems(names: Sequence[str], *, ablate: bool = False) -> dict[Key, SystemConfig]:
+def warm_systems(names: Sequence[str]) -> dict[Key, SystemConfig]:
     """Systems by name and variant; those that keep nothing in caches are left out."""
     found = {}
     for name in names:
@@ -105,10 +96,6 @@ def warm_systems(names: Sequence[str], *, ablate: bool = False) -> dict[Key, Sys
         if system.selector == "none":
             continue
         found[name, "warm"] = system
-        if ablate and name in OURS:
-            found[name, "w/o P"] = dataclasses.replace(system, prefetch="none")
-            found[name, "w/o AC"] = dataclasses.replace(system, policy="lfu")
-            found[name, "w/o P, AC"] = dataclasses.replace(system, prefetch="none", policy="lfu")
     return found
 
 
@@ -232,12 +219,9 @@ def main() -> None:
         "--shares", type=budget_share, nargs=2, metavar=("DEVICE", "HOST"),
         default=(DEVICE_SHARE, HOST_SHARE), help="memory as shares of the data set",
     )  # fmt: skip
-    p.add_argument("--ablate", action="store_true", help="also ours without their parts")
     args = p.parse_args()
     if args.checkpoint:
         p.error("--checkpoint: caches are filled by structured weights' requests")
-    if args.plot and not args.ablate:
-        p.error("--plot draws what --ablate measures")
     setting = setting_of(args)
     if len(setting.budgets) > 1:
         p.error(f"caches are filled at one budget, got {len(setting.budgets)}")
@@ -251,7 +235,7 @@ def main() -> None:
     )
     if how.fill_most < how.fill:
         p.error(f"--fill-most is {how.fill_most}, expected at least {how.fill}, which is --fill")
-    systems = warm_systems(setting.systems, ablate=args.ablate)
+    systems = warm_systems(setting.systems)
     if not systems:
         p.error(f"{', '.join(setting.systems)} keeps nothing in caches")
     kept = Kept(args.json, _about(args, setting, how))
@@ -265,14 +249,12 @@ def main() -> None:
         "fio_gb_per_s": bandwidth,
         "peak_mb": status_mb("VmHWM"),
     }
-    result = finish(args, setting, kept.said() | body)
+    finish(args, setting, kept.said() | body)
     kept.forget()
-    save("ablation", result, args.plot)
 
 
 def _about(args: argparse.Namespace, setting: Setting, how: Rounds) -> Json:
-    about = {"ablate": args.ablate, "disk": disk_of(args.folder)}
-    return setting.to_json() | dataclasses.asdict(how) | about
+    return setting.to_json() | dataclasses.asdict(how) | {"disk": disk_of(args.folder)}
 
 
 if __name__ == "__main__":

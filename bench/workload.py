@@ -1,8 +1,6 @@
 """Requests as the papers draw them: few prefixes, normally distributed use, short questions.
 
-Synthetic prefixes are random tokens for `bench.structured` models. What the papers do not settle of
-them are parameters: how important tokens lie together (`clustering`), and how much questions over
-one prefix have in common (`stability`). Real ones come from JSONL files
+Synthetic prefixes are random tokens for `bench.structured` models. Real ones come from JSONL files
 of `{"text": ..., "label": ...}` lines, put into the few-shot templates of the papers' tasks.
 """
 
@@ -39,35 +37,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synthetic:
-    """Prefixes and suffixes of random tokens. The same seed gives the same tokens.
-
-    With `clustering` a prefix is runs of one token each, and so tokens that matter alike lie
-    together: of `share` of its tokens, `touched_chunks` says how many chunks have any.
-    """
+    """Prefixes and suffixes of random tokens. The same seed gives the same tokens."""
 
     vocab_size: int
     prefix_tokens: int
     suffix_tokens: int
     seed: int = 42
-    clustering: float = 1.0
-    """Mean tokens of a run, at least 1: every token for itself."""
-    stable: bool = False
-    """Questions over one prefix ask for topics of one group."""
 
     def prefix(self, index: int) -> np.ndarray:
         """Tokens int32 [T] of one prefix."""
         rng = np.random.default_rng((self.seed, 1, index))
-        tokens = rng.integers(0, self.vocab_size, self.prefix_tokens).astype(np.int32)
-        if self.clustering > 1:
-            begins = rng.random(len(tokens)) < 1 / self.clustering
-            tokens = tokens[np.maximum.accumulate(np.where(begins, np.arange(len(tokens)), 0))]
-        return tokens
+        return rng.integers(0, self.vocab_size, self.prefix_tokens).astype(np.int32)
 
     def suffix(self, index: int, prefix: int = 0) -> np.ndarray:
         """Tokens int32 [S] of one question over a prefix; each asks for a topic of its own."""
         rng = np.random.default_rng((self.seed, 2, index))
-        group = prefix if self.stable else None
-        return topic_tokens(rng, self.suffix_tokens, self.vocab_size, group)
+        return topic_tokens(rng, self.suffix_tokens, self.vocab_size)
 
 
 class FewShot:
@@ -104,11 +89,6 @@ class FewShot:
     def suffix(self, index: int, prefix: int = 0) -> np.ndarray:
         """Tokens int32 [S] of one question, over whichever prefix; they repeat after the last."""
         return self._questions[index % len(self._questions)]
-
-
-def touched_chunks(share: float, clustering: float, chunk_tokens: int) -> float:
-    """Share of chunks that hold any of the important tokens, `share` of all, in runs drawn so."""
-    return 1 - (1 - share) * (1 - share / clustering) ** (chunk_tokens - 1)
 
 
 def normal_choice(rng: np.random.Generator, n: int, count: int) -> np.ndarray:

@@ -75,6 +75,9 @@ class SystemConfig:
     """What a chunk is: tokens at neighbouring positions, or with heads apart those that are alike
     to a layer's KV head (KVDrive §4). A text's first 16 and last 64 tokens are then in chunks of
     their own, which are attended to whatever the budget, beside it."""
+    keep_ends: bool = False
+    """A prefix's first 16 and last 64 tokens take part whatever is selected, outside of the budget:
+    the first chunk holds a third of all attention in a trained model (StreamingLLM's sink)."""
     outliers: float = 0.0
     """Share of a prefix's chunks that each KV head of every layer attends to whatever it chooses,
     beside its budget: those with a key that is least like the chunk's mean (ShadowKV, which has 48
@@ -227,7 +230,7 @@ class SystemConfig:
     @property
     def zones(self) -> Zones:
         """What its choices have beside their budget."""
-        return Zones(self.grouping == "alike", self.outliers)
+        return Zones(self.keep_ends or self.grouping == "alike", self.outliers)
 
     @property
     def chunked(self) -> bool:

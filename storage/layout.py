@@ -261,9 +261,7 @@ class Layout:
 
     def steady_chunks(self, tokens: int) -> int:
         """How many chunks of a prefix are attended to whatever is chosen: those that hold some of
-        its first and last tokens, of a layout of alike tokens."""
-        if not self.alike:
-            return 0
+        its first and last tokens."""
         chunks = self.num_chunks(tokens)
         first, tail = -(-FIRST // self.chunk_tokens), (tokens - LAST) // self.chunk_tokens
         return min(chunks, first + chunks - max(0, tail))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.truth import FINGERPRINT
 from ckv_jax.storage import ChunkStore, Layout, Prefix
+from tests.support.truth import FINGERPRINT
 
 ALIKE = Layout(
     num_layers=2, num_kv_heads=2, head_dim=32, pack_layers=1, probe="none", digest="means",

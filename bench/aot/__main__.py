@@ -39,9 +39,6 @@ COLUMNS = (
     "ms", "copies", "bundles", "grid", "spills", "bytes/must", "registers", "shared",
 )  # fmt: skip
 KEY = ("target", "model", "program")
-BEFORE = Path(__file__).parents[1] / "results" / "aot_before.json"
-INSTRUCTIONS = ("kernel-attend", "kernel-attend-decode", "kernel-attend-rows")
-"""Kernels whose instructions are set beside those of before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,49 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row["status"] != "ok":
             where = " ".join(row[name] for name in KEY)
             print(f"{row['status'].upper()} {where}: {row['why']}")
-    for line in said_of_kernels(rows, before()):
-        print(line)
     counts = Counter(row["status"] for row in rows)
     print(f"{len(rows)} rows: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
     return 1 if failed else 0
-
-
-def before() -> list[Json]:
-    """Rows of before pages held whole token rows."""
-    return read_rows(BEFORE)
-
-
-def said_of_kernels(rows: Sequence[Json], old: Sequence[Json]) -> list[str]:
-    """The worst of the bytes that kernels move for each that they must, and what became of the
-    instructions of `attend` and of a dense prefill's attention."""
-    ratios = {
-        " ".join(row[name] for name in KEY): moved_over_must(row)
-        for row in rows
-        if row["compiled"] and row.get("moves_more") is None
-    }
-    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    lines = []
-    if known:
-        worst = max(known, key=lambda name: known[name])
-        lines.append(
-            f"{len(known)} kernels move at most {known[worst]:.2f} times the bytes that they must "
-            f"({worst})"
-        )
-    then = {tuple(row[name] for name in KEY): row for row in old if row.get("bundles")}
-    for row in rows:
-        was = then.get(tuple(row[name] for name in KEY))
-        if not was or not row.get("bundles") or row["program"] not in INSTRUCTIONS:
-            continue
-        static, run = (
-            [found["bundles"] * (found["grid_steps"] if grid else 1) for found in (was, row)]
-            for grid in (False, True)
-        )
-        lines.append(
-            f"{' '.join(row[name] for name in KEY)}: {static[0]} → {static[1]} instructions "
-            f"({static[1] / static[0]:.2f}); times the steps of the grid {run[0]} → {run[1]} "
-            f"(1/{run[0] / run[1]:.1f})"
-        )
-    return lines
 
 
 def kept(path: Path | None) -> list[Json]:

@@ -1,4 +1,4 @@
-"""The devices that are compiled for: what their compiler asks about them, and their data sheets."""
+"""The devices that are compiled for: what their compiler asks about them, and their memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ class Chip:
     kind: Literal["tpu", "gpu"]
     memory_bytes: int
     """What programs may use: of a TPU by its compiler's own message, of a GPU its whole memory."""
-    memory_bandwidth: float
-    """Bytes a second, by the data sheet."""
-    flops: float
-    """bf16, dense, a second, by the data sheet."""
-    link_bandwidth: float
-    """Bytes a second from the host, one way, by the standard of its PCI Express bus."""
     topology: str = ""
     """Of a TPU: the smallest that its compiler knows, of four devices."""
     eight: str = ""
@@ -44,38 +38,17 @@ class Chip:
         return "\n".join(line for line in lines if not any(word in line for word in _OF_MEMORY))
 
 
-def _tpu(
-    name: str, device: str, topology: str, eight: str, *, gib: float, gb: float, tflops: float,
-    link: float,
-) -> Chip:  # fmt: skip
+def _tpu(name: str, device: str, topology: str, eight: str, *, gib: float) -> Chip:
     return Chip(
-        name=name,
-        device=device,
-        kind="tpu",
-        topology=topology,
-        eight=eight,
+        name=name, device=device, kind="tpu", topology=topology, eight=eight,
         memory_bytes=int(gib * GIB),
-        memory_bandwidth=gb * 1e9,
-        flops=tflops * 1e12,
-        link_bandwidth=link,
-    )
+    )  # fmt: skip
 
 
 def _gpu(
-    name: str,
-    device: str,
-    *,
-    capability: int,
-    cores: int,
-    fpus: int,
-    ghz: float,
-    memory: int,
-    l2: int,
-    shared: int,
-    bandwidth: float,
-    flops: float,
-    link: float,
-) -> Chip:
+    name: str, device: str, *, capability: int, cores: int, fpus: int, ghz: float, memory: int,
+    l2: int, shared: int, bandwidth: float,
+) -> Chip:  # fmt: skip
     """`shared`: bytes of shared memory of a multiprocessor, 1 KiB of which is the system's."""
     facts = {
         "threads_per_block_limit": 1024,
@@ -110,16 +83,9 @@ def _gpu(
         f'device_description_str: "{device}"\n'
     )
     return Chip(
-        name=name,
-        device=device,
-        kind="gpu",
-        config=config,
-        capability=(capability, 0),
+        name=name, device=device, kind="gpu", config=config, capability=(capability, 0),
         memory_bytes=memory,
-        memory_bandwidth=bandwidth,
-        flops=flops,
-        link_bandwidth=link,
-    )
+    )  # fmt: skip
 
 
 _HOPPER = {"capability": 9, "cores": 132, "fpus": 128, "ghz": 1.98, "shared": 228 << 10}
@@ -128,47 +94,31 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            _tpu(
-                "v4", "TPU v4", "v4:2x2x1", "v4:2x2x1", gib=15.25, gb=614, tflops=137.5, link=16e9
-            ),
-            _tpu(
-                "v5e", "TPU v5 lite", "v5e:2x2", "v5e:2x4", gib=15.75, gb=819, tflops=197,
-                link=16e9,
-            ),
-            _tpu(
-                "v5p", "TPU v5", "v5p:2x2x1", "v5p:2x2x2", gib=95.74, gb=2765, tflops=459,
-                link=32e9,
-            ),
-            _tpu(
-                "v6e", "TPU v6 lite", "v6e:2x2", "v6e:2x4", gib=31.25, gb=1640, tflops=918,
-                link=32e9,
-            ),
-            _tpu(
-                "7x", "TPU7x", "tpu7x:2x2x1", "tpu7x:2x2x1", gib=94.75, gb=3690, tflops=1153,
-                link=32e9,
-            ),
+            _tpu("v4", "TPU v4", "v4:2x2x1", "v4:2x2x1", gib=15.25),
+            _tpu("v5e", "TPU v5 lite", "v5e:2x2", "v5e:2x4", gib=15.75),
+            _tpu("v5p", "TPU v5", "v5p:2x2x1", "v5p:2x2x2", gib=95.74),
+            _tpu("v6e", "TPU v6 lite", "v6e:2x2", "v6e:2x4", gib=31.25),
+            _tpu("7x", "TPU7x", "tpu7x:2x2x1", "tpu7x:2x2x1", gib=94.75),
             _gpu(
                 "A100", "NVIDIA A100-SXM4-80GB", capability=8, cores=108, fpus=64, ghz=1.41,
                 memory=85_100_068_864, l2=40 << 20, shared=164 << 10, bandwidth=2.039e12,
-                flops=312e12, link=32e9,
             ),
             _gpu(
                 "H100", "NVIDIA H100 80GB HBM3", memory=84_942_979_072, l2=50 << 20,
-                bandwidth=3.352e12, flops=989e12, link=64e9, **_HOPPER,
+                bandwidth=3.352e12, **_HOPPER,
             ),
             _gpu(
                 "H200", "NVIDIA H200", memory=151_397_597_184, l2=50 << 20, bandwidth=4.8e12,
-                flops=989e12, link=64e9, **_HOPPER,
+                **_HOPPER,
             ),
             _gpu(
                 "B200", "NVIDIA B200", capability=10, cores=148, fpus=128, ghz=1.965,
                 memory=191_514_411_008, l2=126 << 20, shared=228 << 10, bandwidth=7.67e12,
-                flops=2250e12, link=64e9,
             ),
         )
     }
 )  # fmt: skip
-"""By the name that the command line takes; bandwidths and FLOPs are the published peaks."""
+"""By the name that the command line takes; bandwidths are the published peaks."""
 
 
 def parted(target: str) -> tuple[Chip, int]:

@@ -17,8 +17,8 @@ from ckv_jax.model.sampling import SamplingArrays, sample
 from ckv_jax.pipeline.choice_calls import ChoiceCalls, OfPrefix
 from ckv_jax.pipeline.executor import latest
 from ckv_jax.reads.resident import Resident
-from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.two_stages import Rule
 from ckv_jax.systems import system_named
 
 
@@ -58,7 +58,7 @@ def _anew(
             lambda: ChoiceCalls(sizes.layers).choose(
                 layers, sizes.hidden(prefixes, 1), cast(np.ndarray, np.zeros(prefixes, np.int32)),
                 each, [OfPrefix(cast(Resident, _Resident), probes)] * prefixes, each, each, window,
-                0, before, score=attention_mass, keep=KEEP[preset.keep], n=n, stages=stages,
+                0, before, Rule(n=n, chunk_tokens=CHUNK, stages=stages), KEEP[preset.keep],
             ),
             kernels=0 if kind in ("means", "bounds") else prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.aot.program import Program, of
-from bench.aot.shapes import (
-    BLOCK,
-    CALL_LAYERS,
-    SUFFIX,
-    WINDOW_ROWS,
-    Sizes,
-    ints,
-)
+from bench.aot.shapes import BLOCK, CALL_LAYERS, SUFFIX, WINDOW_ROWS, Sizes, ints
 from ckv_jax.model.shardings import HEADS
 from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.kv_rows import KvRows

@@ -33,8 +33,8 @@ from ckv_jax.memory.landing import decoding
 from ckv_jax.model.shardings import PAGES
 from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.selection.base import Share
-from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.codec import CODECS
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.systems import preset
@@ -66,7 +66,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
             sizes,
             lambda: sizes.layers.select(
                 layers, sizes.hidden(1, SUFFIX), ints(1), ints(1), probes, ints(), ints(), ints(1),
-                score=attention_mass, n=sizes.chosen, window=window, chunk_tokens=CHUNK,
+                Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window),
             ),
             kernels=0 if kind in LANDMARKS else len(layers),
             sums=1,
@@ -89,8 +89,8 @@ def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
             lambda: sizes.layers.select(
                 layers, sizes.hidden(batch, SUFFIX), ints(batch), ints(batch),
                 [sizes.probe("int4", tokens) for _ in layers], ints(), ints(), ints(batch),
-                score=attention_mass, n=sizes.chosen, window=4, chunk_tokens=CHUNK, stages=stages,
-                share=Share(abstract((batch,), jnp.float32), ints(batch)),
+                Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=4, stages=stages),
+                Share(abstract((batch,), jnp.float32), ints(batch)),
             ),
             kernels=1 + len(layers) * (1 + stages.some_whole),
             sums=2 + stages.some_whole,

@@ -11,15 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.aot.program import Program, of
-from bench.aot.shapes import (
-    PREFIX,
-    RIVAL_CHUNK,
-    RIVAL_TOKENS,
-    SUFFIX,
-    Sizes,
-    abstract,
-    ints,
-)
+from bench.aot.shapes import PREFIX, RIVAL_CHUNK, RIVAL_TOKENS, SUFFIX, Sizes, abstract, ints
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.rivals.layers import Choice, RivalLayers
 from ckv_jax.systems import SYSTEMS

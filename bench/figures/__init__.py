@@ -11,20 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.figures import (
-    accuracy,
-    batch,
-    breakdown,
-    caches,
-    decode,
-    mended,
-    pieces,
-    programs,
-    read,
-    similarity,
-    simulate,
-    times,
-)  # fmt: skip
+from bench.figures import accuracy, batch, decode, fidelity, times
 from bench.figures.style import RC
 from bench.json_file import read_json
 
@@ -46,8 +33,6 @@ class Figure:
     """How to read it."""
     conclude: Callable[[Json], str]
     """What it shows, with the result's own numbers."""
-    source: str | None = None
-    """The result's name where it is not the figure's."""
     beside: tuple[str, ...] = ()
     """Other results that it shows as well, if they are there: keys of the result when drawn."""
 
@@ -57,66 +42,17 @@ FIGURES: dict[str, Figure] = {
         title="Time to first token, nothing cached (ContiguousKV Figures 10, 11: warm caches)",
         draw=times.draw, size=(11, 5.6), caption=times.CAPTION, conclude=times.conclude,
     ),
-    "mended": Figure(
-        title="What each point of mending the rivals moved", draw=mended.draw, size=(12, 7),
-        caption=mended.CAPTION, conclude=mended.conclude,
-    ),
     "accuracy": Figure(
         title="Accuracy (Figure 9)", draw=accuracy.draw, size=(11.5, 4.6),
         caption=accuracy.CAPTION, conclude=accuracy.conclude, beside=("ttft",),
     ),
-    "accuracy_coverage": Figure(
-        title="What an earlier layer knows of a later one's choice", source="accuracy",
-        draw=accuracy.draw_coverage, size=(11, 3.3), caption=accuracy.COVERAGE_CAPTION,
-        conclude=accuracy.conclude_coverage,
-    ),
-    "breakdown": Figure(
-        title="Where the time goes (Figures 5 and 13)", draw=breakdown.draw, size=(9.5, 3.8),
-        caption=breakdown.CAPTION, conclude=breakdown.conclude,
-    ),
-    "read_amplification": Figure(
-        title="Read amplification (Figure 4)", draw=read.draw_amplification, size=(9.5, 4.0),
-        caption=read.AMPLIFICATION_CAPTION, conclude=read.conclude_amplification,
-    ),
-    "io_reduction": Figure(
-        title="Tokens loaded from SSD (Table 2)", draw=read.draw_loaded, size=(9.5, 3.6),
-        caption=read.LOADED_CAPTION, conclude=read.conclude_loaded,
-    ),
-    "sensitivity": Figure(
-        title="Sensitivity (Figures 14 to 16)", draw=pieces.draw_sensitivity, size=(12, 6.2),
-        caption=pieces.SENSITIVITY_CAPTION, conclude=pieces.conclude_sensitivity,
-    ),
-    "ablation": Figure(
-        title="Ablation (Figure 12)", draw=pieces.draw_ablation, size=(9, 3.6),
-        caption=pieces.ABLATION_CAPTION, conclude=pieces.conclude_ablation,
-    ),
-    "similarity": Figure(
-        title="Similarity of selections (Figure 7)", draw=similarity.draw, size=(10.5, 4.4),
-        caption=similarity.CAPTION, conclude=similarity.conclude,
-    ),
-    "cache_policies": Figure(
-        title="Cache policies over selections of the structured model", draw=caches.draw_policies,
-        size=(10, 3.8), caption=caches.POLICIES_CAPTION, conclude=caches.conclude_policies,
-    ),
-    "cache_policies_traces": Figure(
-        title="Cache policies over selections of a trained checkpoint", draw=caches.draw_policies,
-        size=(10, 3.8), caption=caches.POLICIES_CAPTION, conclude=caches.conclude_policies,
+    "fidelity": Figure(
+        title="A real model: divergence from full attention against bytes read",
+        draw=fidelity.draw, size=(13, 4.4), caption=fidelity.CAPTION, conclude=fidelity.conclude,
     ),
     "batch": Figure(
         title="Many requests at once", draw=batch.draw, size=(10, 4.2),
         caption=batch.CAPTION, conclude=batch.conclude,
-    ),
-    "simulate": Figure(
-        title="Simulated at paper scale (predictions, not measurements)", draw=simulate.draw,
-        size=(11.5, 4.8), caption=simulate.CAPTION, conclude=simulate.conclude,
-    ),
-    "shapes": Figure(
-        title="Programs and mappings", draw=programs.draw, size=(9, 3.4),
-        caption=programs.CAPTION, conclude=programs.conclude,
-    ),
-    "long_decode": Figure(
-        title="Ten thousand steps of decode", draw=programs.draw_steps, size=(12, 3.2),
-        caption=programs.STEPS_CAPTION, conclude=programs.conclude_steps,
     ),
     "decode": Figure(
         title="Decode: tokens per second", draw=decode.draw_speed, size=(13, 4.0),
@@ -125,14 +61,6 @@ FIGURES: dict[str, Figure] = {
     "decode_accuracy": Figure(
         title="Decode: right answers by budget", draw=decode.draw_accuracy, size=(11, 4.2),
         caption=decode.ACCURACY_CAPTION, conclude=decode.conclude_accuracy,
-    ),
-    "decode_study": Figure(
-        title="Decode: what chooses well", draw=decode.draw_study, size=(13.5, 5.2),
-        caption=decode.STUDY_CAPTION, conclude=decode.conclude_study,
-    ),
-    "decode_cache": Figure(
-        title="Decode: what a window keeps", draw=caches.draw_windows, size=(10.5, 12),
-        caption=caches.WINDOWS_CAPTION, conclude=caches.conclude_windows,
     ),
 }  # fmt: skip
 """By the name of the PNG."""
@@ -160,7 +88,7 @@ def save(name: str, result: Json, path: Path | None) -> None:
 def result_of(name: str, folder: Path) -> Json | None:
     """The JSON that a figure is drawn from, with those beside it; None where there is none."""
     drawn = FIGURES[name]
-    path = folder / f"{drawn.source or name}.json"
+    path = folder / f"{name}.json"
     if not path.is_file():
         return None
     return read_json(path) | _beside(drawn, folder)

@@ -1,19 +1,10 @@
-"""Right answers against the time to the first token and against budget; coverage between layers."""
+"""Right answers against the time to the first token and against budget."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import (
-    COLORS,
-    INK,
-    SERIES,
-    checkpoint_name,
-    line,
-    model_name,
-    percent,
-    systems_of,
-)
+from bench.figures.style import COLORS, checkpoint_name, line, model_name, percent, systems_of
 
 CAPTION = (
     "Left, right answers against the time to the first token: up and to the left is better; the "
@@ -22,11 +13,6 @@ CAPTION = (
     "holds two measurements, not one. Right, the same answers against budget. Whiskers are 95% "
     "intervals."
 )
-COVERAGE_CAPTION = (
-    "For each layer, the share of its own choice that an earlier layer's choice holds, and the "
-    "share that its query weights find on the earlier layer's hidden states."
-)
-_PAPER = (0.52, 0.64)  # between adjacent periods of 8 layers (ContiguousKV, Figure 7b)
 _PLACES = {
     "ckv": (0, -26, "center"), "contiguous-kv": (12, -3, "left"), "as-lru": (0, 11, "center"),
     "impress": (-4, 11, "left"), "as-h2o-lfu": (2, -33, "center"), "as-h2o-lru": (2, -45, "center"),
@@ -130,42 +116,3 @@ def conclude(result: dict[str, Any]) -> str:
     full = max((row["accuracy"] for row in rows if row["budget"] == 1), default=None)
     said = f"Right answers at {percent(budget)}, per cent: {small}"
     return said + ("." if full is None else f"; with everything {100 * full:.1f}.")
-
-
-def draw_coverage(figure: Any, result: dict[str, Any]) -> None:
-    """A panel for each distance at the largest budget: earlier choice, and lookahead."""
-    budget = max(row["budget"] for row in result["coverage"])
-    shown = [row for row in result["coverage"] if row["budget"] == budget]
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for panel, row in zip(panels, shown, strict=True):
-        layers = range(row["distance"], row["distance"] + len(row["previous_by_layer"]))
-        panel.axhspan(*(100 * share for share in _PAPER), color="#EDEDED", zorder=0)
-        for name, color, mark, word in (
-            ("previous", SERIES[0], "s", "the earlier layer's choice"),
-            ("lookahead", SERIES[1], "o", "lookahead queries"),
-        ):
-            values = [100 * share for share in row[f"{name}_by_layer"]]
-            panel.plot(layers, values, color=color, marker=mark, ms=4, label=word)
-        before = "layer" if row["distance"] == 1 else "layers"
-        panel.set_title(f"{row['distance']} {before} before")
-        step = max(1, -(-len(layers) // 6))
-        panel.set(xlabel="layer", ylim=(0, 100), xticks=list(layers)[::step])
-    panels[0].set_ylabel(f"own choice covered, %\n(budget {percent(budget)})")
-    panels[0].text(0.84, 0.58, "paper, periods of 8", fontsize=7.5, va="center", ha="right",
-                   transform=panels[0].transAxes, color=INK)  # fmt: skip
-    handles, words = panels[0].get_legend_handles_labels()
-    figure.legend(handles, words, loc="outside lower center", ncols=2)
-
-
-def conclude_coverage(result: dict[str, Any]) -> str:
-    """Means over layers at the largest budget."""
-    budget = max(row["budget"] for row in result["coverage"])
-    parts = [
-        f"{row['distance']} before: {100 * row['previous']:.0f} and {100 * row['lookahead']:.0f}"
-        for row in result["coverage"]
-        if row["budget"] == budget
-    ]
-    return (
-        f"Per cent of a layer's choice at {percent(budget)} that an earlier choice and the "
-        f"lookahead hold, by layers between them: {'; '.join(parts)}."
-    )

@@ -1,4 +1,4 @@
-"""Decode: tokens per second, right answers by budget, and what chooses well."""
+"""Decode: tokens per second, and right answers by budget."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ ACCURACY_CAPTION = (
     "Right answers as texts are decoded token by token, against budget, with 95% "
     "intervals. Systems are set apart a little so that none hides another; 100% is everything."
 )
-STUDY_CAPTION = (
-    "Right answers in per cent by rule and budget, by masks over the dense KV; the darker, the "
-    "fewer. A panel for each way in which heads and layers choose. Keys are scored whole, or as "
-    "int4, as product-quantised (pq) or by their signs; means and bounds stand for 8 or 16 tokens "
-    "each; `then int4 of 4 x` scores the best four budgets again by int4."
-)
-_PANELS = {
-    "each head": "each head of each layer chooses", "heads pooled": "each layer chooses",
-    "period 4": "four layers choose together",
-}  # fmt: skip
-"""Parts of rules' names, and what a stranger reads."""
 
 
 def draw_speed(figure: Any, result: dict[str, Any]) -> None:
@@ -78,18 +67,10 @@ def conclude_speed(result: dict[str, Any]) -> str:
     usual = _usual(result["rows"])
     best = max((row for row in result["rows"] if row["sequences"] == usual),
                key=lambda row: float(row["tokens_s"]))  # fmt: skip
-    said = (
+    return (
         f"With {usual} sequences {best['system']} is fastest, {best['tokens_s']:.1f} tokens per "
         f"second from {best['place']}."
     )
-    claims = result.get("claims", [])
-    if claims:
-        judged = [one for one in claims if one["met"] is not None]
-        said += (
-            f" Of {len(claims)} claims {len(judged)} are judged here, and "
-            f"{sum(one['met'] for one in judged)} of those are met."
-        )
-    return said
 
 
 def draw_accuracy(figure: Any, result: dict[str, Any]) -> None:
@@ -132,51 +113,3 @@ def conclude_accuracy(result: dict[str, Any]) -> str:
         if row["trace"] == text and row["budget"] == budget
     ]
     return f"Right at {percent(budget)} over {text}, per cent: {', '.join(parts)}."
-
-
-def draw_study(figure: Any, result: dict[str, Any]) -> None:
-    """A table of colours and numbers for each way in which heads and layers choose."""
-    rows = [row for row in result["rows"] if row["task"] == "all"]
-    [full] = [row["accuracy"] for row in rows if row["name"] == "everything"]
-    rows = [row for row in rows if row["name"] != "everything"]
-    budgets = sorted({row["budget"] for row in rows})
-    axes = figure.subplots(1, len(_PANELS))
-    image = None
-    for axis, part in zip(axes, _PANELS, strict=True):
-        names = [
-            name
-            for name in dict.fromkeys(row["name"] for row in rows)
-            if part in name
-            and (part == "period 4" or "period 4" not in name)
-        ]  # fmt: skip
-        found = {(row["name"], row["budget"]): 100 * row["accuracy"] for row in rows}
-        names.sort(key=lambda name: -sum(found[name, budget] for budget in budgets))
-        grid = [[found[name, budget] for budget in budgets] for name in names]
-        image = axis.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        for y, values in enumerate(grid):
-            for x, value in enumerate(values):
-                axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7.5,
-                          color="black" if value > 55 else "white")  # fmt: skip
-        labels = [name.replace(f", {part}", "").replace(", heads pooled", "") for name in names]
-        axis.set_yticks(range(len(names)), labels, fontsize=7.5)
-        axis.set_xticks(range(len(budgets)), [percent(budget) for budget in budgets])
-        axis.set(title=_PANELS[part], xlabel="budget")
-        axis.grid(visible=False)
-    figure.colorbar(image, ax=axes, label=f"right answers, % (everything: {100 * full:.1f})")
-    figure.suptitle(
-        "What every token chooses by (rows) and how much of the text it attends to (columns): "
-        f"{result['documents']} ledgers of {result['tokens']:,} tokens, "
-        f"{checkpoint_name(result['checkpoint'])}",
-        fontsize=10,
-    )
-
-
-def conclude_study(result: dict[str, Any]) -> str:
-    """The best rule of each panel at the smallest budget."""
-    rows = [row for row in result["rows"] if row["task"] == "all" and row["name"] != "everything"]
-    budget = min(row["budget"] for row in rows)
-    best = sorted(
-        (row for row in rows if row["budget"] == budget), key=lambda row: -float(row["accuracy"])
-    )[:3]
-    named = ", ".join(f"{row['name']} ({100 * row['accuracy']:.1f}%)" for row in best)
-    return f"Best at {percent(budget)}: {named}."

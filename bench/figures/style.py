@@ -1,4 +1,4 @@
-"""One look for every figure: colours, marks, labels beside what they name, intervals.
+"""One look for every figure: colours, marks, labels beside what they name.
 
 Colours are of Okabe and Ito's set, which people with any kind of colour blindness can tell apart;
 every system has a mark of its own as well, so that a figure also reads in grey. A unit stands on
@@ -7,11 +7,8 @@ each axis, a budget in each title that has one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from scipy.stats import t
 
 COLORS = {
     "ckv": "#D55E00", "contiguous-kv": "#0072B2", "impress": "#009E73", "as-h2o-lfu": "#CC79A7",
@@ -26,8 +23,6 @@ MARKS = {
 
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555")
 """For what is not a system, in this order."""
-NEEDED, UNUSED, PROBED, SPARE = "#0072B2", "#E69F00", "#56B4E9", "#BBBBBB"
-"""Bytes that took part in attention, were not used, were read to choose by, came along."""
 INK, FAINT = "#222222", "#8A8A8A"
 
 RC = {
@@ -45,18 +40,6 @@ RC = {
 def percent(share: float) -> str:
     """`5%`, `1.6%`: a share as it is read."""
     return f"{100 * share:.3g}%"
-
-
-def half_width(found: Mapping[str, float]) -> float:
-    """Half of the 95% interval of a mean of times, from their standard deviation and Student's t.
-
-    NaN, which draws nothing, for a single one. Results from before `std` was kept: as if times were
-    normal, with a standard deviation of (P95 - P50) / 1.645.
-    """
-    if "std" in found:
-        n = int(found["n"])
-        return float(t.ppf(0.975, n - 1)) * found["std"] / n**0.5 if n > 1 else math.nan
-    return 1.96 * max(0.0, found["p95"] - found["p50"]) / 1.645 / float(found["n"]) ** 0.5
 
 
 def machine_line(found: Mapping[str, Any] | None) -> str:
@@ -103,33 +86,6 @@ def ends(axis: Any, named: Sequence[tuple[str, float, float, str]], *, gap: floa
             text, (x, y), xytext=(7, up), textcoords="offset points", va="center", color=color,
             fontsize=8, annotation_clip=False,
         )  # fmt: skip
-
-
-def stack(
-    axis: Any, rows: Sequence[Sequence[float]], parts: Sequence[tuple[str, str]], labels: list[str]
-) -> None:
-    """Horizontal bars from the top down, a row each: widths `rows[i][j]` of `parts[j]`
-    (name, colour), each with its number where there is room for it."""
-    most = max(sum(row) for row in rows)
-    for index, (name, color) in enumerate(parts):
-        lefts = [sum(row[:index]) for row in rows]
-        widths = [row[index] for row in rows]
-        axis.barh(range(len(rows)), widths, left=lefts, color=color, label=name, height=0.72)
-        for at, (left, width) in enumerate(zip(lefts, widths, strict=True)):
-            text = f"{width:,.0f}" if width >= 10 else f"{width:.2g}"
-            if width > 0.0135 * len(text) * most:
-                axis.text(left + width / 2, at, text, ha="center", va="center", fontsize=7.5,
-                          color=_on(color))  # fmt: skip
-    axis.set_yticks(range(len(rows)), labels)
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
-    axis.set_xlim(0, 1.16 * most)
-
-
-def _on(color: str) -> str:
-    """Black or white, whichever reads on a colour."""
-    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else INK
 
 
 def systems_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

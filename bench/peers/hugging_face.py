@@ -3,14 +3,104 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench.peers.base import Answer, Case, Held, Holder, Page, Way
-from bench.versus_transformers import DTYPES, Transformers
+
+DTYPES = ("bfloat16", "float32")
+Press = Callable[[Any], AbstractContextManager[Any]]
+
+
+class Transformers:
+    """`Qwen2ForCausalLM` with a prefix's KV in memory; gives ms and the token that came out."""
+
+    def __init__(self, folder: Path, *, dtype: str) -> None:
+        import torch
+        from transformers import Qwen2ForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        torch.set_num_threads(os.cpu_count() or 1)
+        self._torch = torch
+        self._model = Qwen2ForCausalLM.from_pretrained(
+            str(folder), dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+
+    def hold(self, prefix: np.ndarray, *, press: Press = nullcontext) -> None:
+        """Computes a prefix int32 [T], whose KV then stays in memory.
+
+        `press`: takes the model and is entered around the pass; it may make the cache shorter.
+        """
+        from transformers import DynamicCache
+
+        self._prefix = self._torch.from_numpy(prefix).long()[None]
+        self._cache = DynamicCache(config=self._model.config)
+        with self._torch.inference_mode(), press(self._model):
+            self._pass(self._prefix, None)
+
+    def _pass(self, tokens: Any, positions: Any) -> Any:
+        """Logits of the last of `tokens` [1, n], behind and into the cache: transformers 5.24 has
+        another name for it, at the same place."""
+        return self._model(tokens, None, positions, self._cache, logits_to_keep=1).logits
+
+    @property
+    def kept(self) -> float:
+        """Share of the prefix's keys and values that a later pass sees."""
+        heads = seen = 0
+        for layer, cached in zip(self._model.model.layers, self._cache.layers, strict=True):
+            masked = getattr(layer.self_attn, "masked_key_indices", None)  # kvpress leaves them
+            heads += cached.keys.shape[1]
+            seen += cached.keys.shape[1] * cached.keys.shape[2]
+            seen -= 0 if masked is None else len(masked[0])
+        return seen / (heads * self._prefix.shape[1])
+
+    def recompute(self, suffix: np.ndarray) -> tuple[float, int]:
+        """A prefill of everything."""
+        torch = self._torch
+        with torch.inference_mode():
+            tokens = torch.cat([self._prefix, torch.from_numpy(suffix).long()[None]], dim=1)
+            return _timed(
+                lambda: self._model(tokens, use_cache=False, logits_to_keep=1).logits.argmax()
+            )
+
+    def suffix(self, suffix: np.ndarray) -> tuple[float, int]:
+        """A pass of the suffix over the cache, which is cut back to the prefix afterwards."""
+        torch = self._torch
+        with torch.inference_mode():
+            tokens = torch.from_numpy(suffix).long()[None]
+            end = self._prefix.shape[1]  # where the suffix stands, however short the cache is
+            positions = torch.arange(end, end + len(suffix))[None]
+            answer = _timed(lambda: self._pass(tokens, positions).argmax())
+            self._cache.crop(-len(suffix))
+            return answer
+
+    def further(self, suffix: np.ndarray, text: np.ndarray) -> float:
+        """ms of each token of `text` int32 [N] after the first, behind a suffix; mean of N - 1."""
+        torch, end = self._torch, self._prefix.shape[1]
+        tokens = torch.from_numpy(np.concatenate([suffix, text])).long()[None]
+        times = []
+        with torch.inference_mode():
+            for first, stop in pairwise([0, *range(len(suffix), tokens.shape[1])]):
+                places = torch.arange(end + first, end + stop)[None]
+                likeliest = self._pass(tokens[:, first:stop], places).argmax()
+                int(likeliest)  # as if it were the next one
+                times.append(time.perf_counter())
+            self._cache.crop(-(tokens.shape[1] - 1))
+        return (times[-1] - times[0]) * 1e3 / (len(times) - 1)
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, int]:
+    start = time.perf_counter()
+    token = int(run())
+    return (time.perf_counter() - start) * 1e3, token
 
 
 class HuggingFace:

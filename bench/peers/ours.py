@@ -10,9 +10,21 @@ from pathlib import Path
 import numpy as np
 
 from bench.peers.base import Answer, Case, Held, Holder, Page, Way
-from bench.versus_transformers import our_engine
-from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams
+from ckv_jax.identity import random_fingerprint
+from ckv_jax.model.weights import load_pretrained
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.store import ChunkStore
+
+
+@contextmanager
+def our_engine(folder: Path, store: Path, system: str) -> Iterator[Engine]:
+    """An engine that keeps no KV from one request to the next."""
+    model = load_pretrained(folder, dtype="bfloat16")
+    config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
+    fingerprint = random_fingerprint(model)
+    with Engine(model, None, ChunkStore.open(store), fingerprint, config) as engine:
+        yield engine
 
 
 class Ours:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.base import Case, Held, Holder, NotForThis, Page, Way
-from bench.peers.hugging_face import asked
-from bench.versus_transformers import Transformers
+from bench.peers.hugging_face import Transformers, asked
 
 KEPT = 0.05
 RUN = 16

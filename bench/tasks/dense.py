@@ -6,7 +6,6 @@ them. Attention is cut into blocks that fit a CPU's cache and is recomputed in t
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,16 +16,7 @@ from flax import nnx
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Layer, Transformer
 
-__all__ = [
-    "Params",
-    "answer_logits",
-    "head_logits",
-    "join",
-    "layer_of",
-    "split",
-    "stored_kv",
-    "text_logits",
-]
+__all__ = ["Params", "answer_logits", "head_logits", "join", "layer_of", "split", "text_logits"]
 
 Params = dict[str, Any]  # "layers": one layer's state with a leading axis L; "rest": the others
 _BLOCK = 256  # prefix queries scored at once
@@ -61,7 +51,7 @@ def text_logits(
 ) -> jax.Array:
     """Next-token logits `[B, S, V]` of plain text, at `positions` [S] if they are given."""
     positions = (jnp.arange(tokens.shape[1]) if positions is None else positions)[None, :]
-    hidden, _ = _run(params, config, tokens, positions, prefix=tokens.shape[1], suffix=1)
+    hidden = _run(params, config, tokens, positions, prefix=tokens.shape[1], suffix=1)
     return head_logits(params, config, hidden)
 
 
@@ -88,25 +78,10 @@ def answer_logits(
         hidden = _run_light(params, config, tokens, questions, positions)
     else:
         every = jnp.concatenate([tokens, questions.reshape(batch, -1)], axis=1)
-        hidden, _ = _run(params, config, every, positions, prefix=prefix, suffix=suffix)
-        hidden = hidden[:, prefix:]
+        hidden = _run(params, config, every, positions, prefix=prefix, suffix=suffix)[:, prefix:]
     tail = hidden.reshape(batch, count, suffix, -1)
     last = jnp.take_along_axis(tail, (lengths - 1)[:, :, None, None], axis=2)[:, :, 0]
     return head_logits(params, config, last)
-
-
-@partial(jax.jit, static_argnums=1)
-def stored_kv(
-    params: Params, config: ModelConfig, tokens: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Keys (rotated) and values of one prefix `[T]`, all layers: two of float32 [L, T, K, D], each
-    number as a store gives it back, rounded to bfloat16."""
-    positions = jnp.arange(len(tokens))[None, :]
-    _, (keys, values) = _run(
-        params, config, tokens[None], positions, prefix=len(tokens), suffix=1, keep=True
-    )
-    keys, values = (x[:, 0].astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values))
-    return keys, values
 
 
 def layer_of(config: ModelConfig, state: Any) -> Layer:
@@ -135,18 +110,16 @@ def _run(
     *,
     prefix: int,
     suffix: int,
-    keep: bool = False,
-) -> tuple[jax.Array, Any]:
-    """Float32 hidden states after the last layer and, if kept, every layer's keys and values."""
+) -> jax.Array:
+    """Float32 hidden states after the last layer."""
 
-    def step(hidden: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def step(hidden: jax.Array, state: Any) -> tuple[jax.Array, None]:
         layer = layer_of(config, state)
         q, k, v = layer.project(hidden, positions)
-        heads = _attend(q, k, v, prefix, suffix)
-        return layer.complete(hidden, heads), (k, v) if keep else None
+        return layer.complete(hidden, _attend(q, k, v, prefix, suffix)), None
 
-    hidden = params["rest"]["embedding"][tokens]
-    return jax.lax.scan(step, hidden, params["layers"])
+    hidden, _ = jax.lax.scan(step, params["rest"]["embedding"][tokens], params["layers"])
+    return hidden
 
 
 def _run_light(

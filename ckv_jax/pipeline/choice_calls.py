@@ -20,11 +20,8 @@ from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
 from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
 from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection, before_others, choose
-from ckv_jax.selection.chunks import ChunkScore
-from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.sure import sure_chunks
-from ckv_jax.selection.two_stages import Scored, rows_of, scored
-from ckv_jax.selection.zones import NO_ZONES, Zones
+from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
 
 
 class OfPrefix(NamedTuple):
@@ -65,7 +62,7 @@ class ChoiceCalls:
         takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
         self._choose = layers.programs.jit(
             layers.split(anew, takes, WHOLE),
-            static=("score", "keep", "n", "chunk_tokens", "stages", "each", "zones"),
+            static=("rule", "keep"),
         )
 
     def choose(
@@ -80,37 +77,27 @@ class ChoiceCalls:
         window: WindowArrays,
         step: int,
         before: Float32[np.ndarray, "R M"],
-        *,
-        score: ChunkScore,
+        rule: Rule,
         keep: Keep,
-        n: int,
-        stages: Stages | None = None,
-        each: bool = False,
-        zones: Zones = NO_ZONES,
     ) -> Chosen:
-        """The `limits[i]` <= n best chunks for each of `rows` of hidden [B, 1, E].
+        """The `limits[i]` best chunks for each of `rows` of hidden [B, 1, E].
 
         As many of the rows, one after the other, stand on each of the prefixes `of`, which are of
         equal shapes. `start`: positions of the rows' tokens; a row whose limit is 0 chooses
-        nothing, and its window stays. `near[i]` <= n: how many of the best are chosen or near
-        misses. `window`: [B, W], W >= n; `before`: scores of earlier tokens, which count as well;
-        `stages`: see `two_stages`. `each`: every KV head chooses for itself: `window` is [B*K, W]
-        and `before` [R*K, M], a row's heads one after the other. `zones`: see `Layers.select`.
+        nothing, and its window stays. `near[i]` <= `rule.n`: how many of the best are chosen or
+        near misses. `window`: [B, W], W >= `rule.n`; `before`: scores of earlier tokens, which
+        count as well. Where every KV head selects for itself `window` is [B*K, W] and `before`
+        [R*K, M], a row's heads one after the other.
         """
         slots = window.chunk.shape
         shapes = of[0].shapes
-        key = (
-            hidden.shape, len(rows), len(of), shapes, slots, score, keep, n, stages, each, zones,
-        )  # fmt: skip
+        key = (hidden.shape, len(rows), len(of), shapes, slots, rule, keep)
         found: Chosen = self._choose(
             key, tuple(self._layers.state(layer) for layer in layers), hidden, rows, start,
             tuple((tuple(one.probes), tuple(one.rough)) for one in of),
             np.array([one.resident.prefix.num_tokens for one in of], np.int32),
             np.array([one.resident.num_chunks for one in of], np.int32),
-            limits, near, window, np.int32(step), before,
-            score=score, keep=keep, n=n,
-            chunk_tokens=of[0].resident.prefix.layout.chunk_tokens, stages=stages, each=each,
-            zones=zones,
+            limits, near, window, np.int32(step), before, rule=rule, keep=keep,
         )  # fmt: skip
         return found
 
@@ -126,8 +113,7 @@ def _choose_of(
         states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
         probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
         limits: Array, near: Array, window: WindowArrays, step: Array, before: Array, *,
-        score: ChunkScore, keep: Keep, n: int, chunk_tokens: int, stages: Stages | None,
-        each: bool, zones: Zones,
+        rule: Rule, keep: Keep,
     ) -> Chosen:  # fmt: skip
         queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
         size = len(rows) // len(probes)  # of each prefix
@@ -135,14 +121,17 @@ def _choose_of(
         def scorer(prefix: int) -> Callable[[], Scored]:
             mine = slice(prefix * size, (prefix + 1) * size)
             return lambda: scored(
-                [q[mine] for q in queries], probes[prefix][0], score=score, stages=stages,
+                [q[mine] for q in queries], probes[prefix][0], rule,
                 num_tokens=num_tokens[prefix], num_chunks=num_chunks[prefix],
-                q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine],
-                chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-                before=before[mine], rough=probes[prefix][1], each=each,
+                q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine], target=target,
+                whole=shardings.sum, before=before[mine], rough=probes[prefix][1],
+                sure=lambda scores: sure_chunks(
+                    rule.zones, scores, probes[prefix][0][:1], num_tokens[prefix],
+                    num_chunks[prefix], rule.chunk_tokens,
+                ),
             )  # fmt: skip
 
-        own, left = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
+        own, left, mass = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
         scores = own + before
         count = rows_of(num_chunks, scores)  # [R]
         heads = len(scores) // len(rows)
@@ -153,9 +142,10 @@ def _choose_of(
         allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
         of_layer = [mine[0][0] for mine in probes]
         of_row = rows_of(num_tokens, scores)
-        sure = sure_chunks(zones, scores, of_layer, of_row, count, chunk_tokens)
-        selection = choose(allowed, n, limits, among=left, sure=sure)
-        selection = selection._replace(scores=scores)
+        sure = sure_chunks(rule.zones, scores, of_layer, of_row, count, rule.chunk_tokens)
+        selection = choose(allowed, rule.n, limits, among=left, sure=sure, mass=mass)
+        if mass is None:
+            selection = selection._replace(scores=scores)
         mine = WindowArrays(*(part[rows] for part in window))
         after, moves = advance(mine, Choice(selection.ids, scores), step, keep)
         chose = jnp.where(limits > 0, rows, batch)  # the others' stay
@@ -163,7 +153,7 @@ def _choose_of(
             *(part.at[chose].set(new, mode="drop") for part, new in zip(window, after, strict=True))
         )
         ranked = allowed if left is None else jnp.where(left, allowed, -jnp.inf)
-        missed = _near_misses(before_others(ranked, sure), n, limits, near)
+        missed = _near_misses(before_others(ranked, sure), rule.n, limits, near)
         return Chosen(selection, missed, moves, own, window)
 
     return choose_anew

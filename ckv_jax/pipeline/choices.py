@@ -34,7 +34,7 @@ from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
 from ckv_jax.selection.base import Selection
-from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.selection.two_stages import Rule
 from ckv_jax.token_trace import TokenTrace
 from ckv_jax.trace import Trace
 
@@ -57,7 +57,6 @@ class Choices:
         self._calls = calls
         self._plan = plan
         self._select = system.decode
-        self._score = system.decode.score or attention_mass
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
@@ -242,9 +241,19 @@ class Choices:
         return self._calls.choose(
             layers, hidden, rows, starts[rows], [one.of for one in call] + [first.of] * more,
             limits, near, window, self._step, every(before, before[0]),
-            score=self._score, keep=self._keep, n=self._n, stages=first.stages,
-            each=self._each, zones=self._zones,
+            self._rule(first), self._keep,
         )  # fmt: skip
+
+    def _rule(self, first: Asking) -> Rule:
+        return Rule(
+            n=self._n,
+            chunk_tokens=first.on.resident.prefix.layout.chunk_tokens,
+            peaks=self._select.peaks,
+            score=self._select.score,
+            stages=first.stages,
+            each=self._each,
+            zones=self._zones,
+        )
 
     def _demand(self, call: Call, period: int) -> None:
         """Makes room for what the windows of a call's rows lack, and starts reading it."""

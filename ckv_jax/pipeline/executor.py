@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents
 from ckv_jax.selection.base import Selection
-from ckv_jax.selection.chunks import attention_mass
+from ckv_jax.selection.two_stages import Rule
 from ckv_jax.trace import Trace
 
 
@@ -80,7 +80,6 @@ class Executor:
         self._residents = residents
         self._plan = plan
         self._system = system
-        self._score = system.choose.score or attention_mass
         self._pieces = Piecewise(layers, memory)
         self._latest = layers.programs.jit(latest, static=("tokens",))
 
@@ -191,20 +190,22 @@ class Executor:
         return self._layers.select(
             layers, *queries, member.probes.get(layers, period),
             np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks), limits,
-            share=member.share, **self._how(resident, limits),
+            self._rule(resident, limits), member.share,
         )  # fmt: skip
 
-    def _how(self, resident: Resident, limits: np.ndarray) -> dict[str, Any]:
-        coarse = self._system.choose.coarse
-        return {
-            "score": self._score,
-            "n": min(choice_bucket(int(limits.max())), resident.probe_chunks),
-            "window": self._system.choose.queries,
-            "chunk_tokens": self._system.chunk_tokens,
-            "stages": None if coarse is None else coarse.stages(limits, resident.num_chunks),
-            "each": self._system.heads_apart,
-            "zones": self._system.zones,
-        }
+    def _rule(self, resident: Resident, limits: np.ndarray) -> Rule:
+        choose = self._system.choose
+        coarse = choose.coarse
+        return Rule(
+            n=min(choice_bucket(int(limits.max())), resident.probe_chunks),
+            chunk_tokens=self._system.chunk_tokens,
+            window=choose.queries,
+            peaks=choose.peaks,
+            score=choose.score,
+            stages=None if coarse is None else coarse.stages(limits, resident.num_chunks),
+            each=self._system.heads_apart,
+            zones=self._system.zones,
+        )
 
     def _tokens(self, suffix: int) -> int:
         """Of so many suffix tokens, how many a selection is given: those that may score, in one
@@ -250,7 +251,7 @@ class Executor:
             limits = guessed_chunks(member.limits, self._system.overfetch)
             known = self._layers.selects_without_compiling(
                 layers, queries.hidden.shape, member.probes.get(layers, period + 1),
-                **self._how(member.resident, limits),
+                self._rule(member.resident, limits),
             )  # fmt: skip
             if not pays and known:
                 return None

@@ -27,11 +27,9 @@ from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, ROWS, WHOLE, Sharding
 from ckv_jax.pipeline.paged import over_pages_and_rows
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.selection.base import Selection, Share, choose
-from ckv_jax.selection.chunks import ChunkScore, last_queries
-from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.chunks import last_queries
 from ckv_jax.selection.sure import sure_chunks
-from ckv_jax.selection.two_stages import rows_of, scored
-from ckv_jax.selection.zones import NO_ZONES, Zones
+from ckv_jax.selection.two_stages import Rule, rows_of, scored
 
 LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
@@ -77,7 +75,7 @@ class Layers:
                 (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME),
                 WHOLE,
             ),
-            static=("n", "window", "chunk_tokens", "score", "stages", "each", "zones"),
+            static=("rule",),
         )
         self._run = jit(
             split(
@@ -143,53 +141,29 @@ class Layers:
         num_tokens: Int32[ArrayLike, ""],
         num_chunks: Int32[ArrayLike, ""],
         limits: Int32[np.ndarray, " B"],
-        *,
-        score: ChunkScore,
-        n: int,
-        window: int | None,
-        chunk_tokens: int,
-        stages: Stages | None = None,
+        rule: Rule,
         share: Share | None = None,
-        each: bool = False,
-        zones: Zones = NO_ZONES,
     ) -> Selection:
-        """The `limits[b]` <= n best chunks of one prefix for each row, scored by these layers, or
-        as many of them as hold a `share` of the score.
+        """The `limits[b]` best chunks of one prefix for each row, scored by these layers, or as
+        many of them as hold a `share` of the attention mass.
 
         `probes`: one per layer, whose scores are summed; `start`: position of each row's first
-        token in `hidden`; `window`: only so many last queries score; `stages`: see `two_stages`;
-        `each`: every KV head chooses for itself, so that the selection has K rows for each of
-        these, one after the other. `zones`: chosen first.
+        token in `hidden`.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         found: Selection = self._select(
-            self._select_key(
-                layers, hidden.shape, probes, score, n, window, chunk_tokens, stages, each, zones
-            ),
+            _select_key(layers, hidden.shape, probes, rule),
             tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
-            tuple(probes), num_tokens, num_chunks, limits, share,
-            score=score, n=n, window=window, chunk_tokens=chunk_tokens, stages=stages, each=each,
-            zones=zones,
+            tuple(probes), num_tokens, num_chunks, limits, share, rule=rule,
         )  # fmt: skip
         return found
 
     def selects_without_compiling(
-        self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], *,
-        score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None = None, each: bool = False, zones: Zones = NO_ZONES,
-    ) -> bool:  # fmt: skip
+        self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], rule: Rule
+    ) -> bool:
         """Whether `select` with a hidden state of this shape and such arguments was compiled."""
-        key = self._select_key(
-            layers, hidden, probes, score, n, window, chunk_tokens, stages, each, zones
-        )
-        return self._select.compiled(key)
-
-    def _select_key(
-        self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe],
-        *rest: object,
-    ) -> tuple[object, ...]:  # fmt: skip
-        return (len(layers), hidden, *map(probe_key, probes), *rest)
+        return self._select.compiled(_select_key(layers, hidden, probes, rule))
 
     def run(
         self,
@@ -251,6 +225,12 @@ class Layers:
         return tuple(self._layers[layer] for layer in layers)
 
 
+def _select_key(
+    layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], rule: Rule
+) -> tuple[object, ...]:
+    return (len(layers), hidden, *map(probe_key, probes), rule)
+
+
 def probe_key(probe: Probe) -> tuple[object, ...]:
     """What of a probe a program is compiled for."""
     leaves, kind = jax.tree.flatten(probe)
@@ -286,23 +266,27 @@ def _select_of(
     def select(
         states: tuple[LayerState, ...], hidden: Array, start: Array, q_lengths: Array,
         probes: tuple[Probe, ...], num_tokens: Array, num_chunks: Array, limits: Array,
-        share: Share, *, score: ChunkScore, n: int, window: int | None, chunk_tokens: int,
-        stages: Stages | None, each: bool, zones: Zones,
+        share: Share, *, rule: Rule,
     ) -> Selection:  # fmt: skip
         hidden, at, q_lengths = last_queries(
-            hidden, positions(start, hidden.shape[1]), q_lengths, window
+            hidden, positions(start, hidden.shape[1]), q_lengths, rule.window
         )
+
+        def always(scores: Array) -> Array | None:
+            return sure_chunks(
+                rule.zones, scores, probes[:1], num_tokens, num_chunks, rule.chunk_tokens
+            )
+
         found = scored(
-            [layer_of(state).query(hidden, at) for state in states], probes, score=score,
-            stages=stages, num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths,
-            limits=limits, chunk_tokens=chunk_tokens, target=target, whole=shardings.sum,
-            each=each,
+            [layer_of(state).query(hidden, at) for state in states], probes, rule,
+            num_tokens=num_tokens, num_chunks=num_chunks, q_lengths=q_lengths, limits=limits,
+            target=target, whole=shardings.sum, sure=always,
         )  # fmt: skip
         limits, share = jax.tree.map(lambda x: rows_of(x, found.scores), (limits, share))
-        sure = sure_chunks(zones, found.scores, probes[:1], num_tokens, num_chunks, chunk_tokens)
         return choose(
-            found.scores, n, limits, count=num_chunks, among=found.left, share=share, sure=sure
-        )
+            found.scores, rule.n, limits, count=num_chunks, among=found.left, share=share,
+            sure=always(found.scores), mass=found.mass,
+        )  # fmt: skip
 
     return select
 

@@ -23,11 +23,12 @@ class Selection(NamedTuple):
     ids: Int32[Array, "B n"]
     """Chosen units, ascending, -1 past a row's limit."""
     attention: Float32[Array, "B n"]
-    """Their scores, 0 past the limit."""
+    """The attention mass of each, 0 past the limit."""
     mass: Float32[Array, " B"]
-    """The share of the row's whole score that they hold."""
+    """The share of the row's attention mass that they hold, of what is not always selected: the
+    first chunk alone holds a third of all attention and would hide what is missed."""
     scores: Float32[Array, "B M"]
-    """The score of every unit, as given."""
+    """The attention mass of every unit, as given."""
 
     def parts(self, count: int) -> list[Selection]:
         """On the host, each of `count` choices of every row, which stand one after the other."""
@@ -60,25 +61,27 @@ def choose(
     among: Bool[Array, "B M"] | None = None,
     share: Share | None = None,
     sure: Bool[Array, "B M"] | None = None,
+    mass: Float32[Array, "B M"] | None = None,
 ) -> Selection:
     """The `limits[b]` <= n best of the first `count` units of each row (None: of all), and `among`
     these.
 
-    With `share`, only the best of those that together hold it of all scores. What is `sure` comes
-    before all others.
+    `mass`: the attention mass of each unit; None: the scores are it. With `share`, only the best of
+    those that together hold that share of all mass. What is `sure` comes before all others.
     """
     units = scores.shape[1]
+    mass = scores if mass is None else mass
     masked = scores
     if count is not None:
         ids = jnp.arange(units, dtype=jnp.int32)
         masked = jnp.where((ids < count)[None, :], scores, -jnp.inf)
     allowed = masked if among is None else jnp.where(among, masked, -jnp.inf)
     allowed = before_others(allowed, sure)
-    values, best, chosen = _best(allowed, n, limits)
-    if sure is not None:
-        values = jnp.take_along_axis(masked, best, axis=1)
+    _, best, chosen = _best(allowed, n, limits)
+    held = jnp.where(masked > -jnp.inf, mass, 0.0)
+    values = jnp.take_along_axis(held, best, axis=1)
     if share is not None:
-        needed = _needed(values, masked, share)
+        needed = _needed(values, held, share)
         if sure is not None:
             needed |= jnp.take_along_axis(sure, best, axis=1)
         chosen &= needed
@@ -86,12 +89,19 @@ def choose(
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
     pad = ((0, 0), (0, n - ids.shape[1]))
-    total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
+    counted, covered = held, attention
+    if sure is not None:
+        counted = jnp.where(sure, 0.0, held)
+        covered = jnp.where(jnp.take_along_axis(sure, jnp.maximum(ids, 0), axis=1), 0.0, attention)
+    total = jnp.sum(counted, axis=1)
+    covered_share = jnp.sum(covered, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    if sure is not None:  # nothing else has any: nothing is missed
+        covered_share = jnp.where(total > 0, covered_share, 1.0)
     return Selection(
         ids=jnp.pad(ids, pad, constant_values=-1),
         attention=jnp.pad(attention, pad),
-        mass=jnp.sum(attention, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny),
-        scores=scores,
+        mass=covered_share,
+        scores=mass,
     )
 
 
@@ -114,12 +124,11 @@ def steady_chunks(
     return (first < FIRST) | ((first + chunk_tokens > end - LAST) & (first < end))
 
 
-def _needed(values: Array, scores: Array, share: Share) -> Array:
-    """Of each row's best `values` [B, n] of `scores` [B, M], bool: whether the better ones hold
-    less than the share."""
-    held = jnp.where(values > -jnp.inf, values, 0.0)
-    before = jnp.cumsum(held, axis=1) - held
-    total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
+def _needed(values: Array, mass: Array, share: Share) -> Array:
+    """Of the `values` [B, n] of each row's best units, of `mass` [B, M], bool: whether the better
+    ones hold less than the share."""
+    before = jnp.cumsum(values, axis=1) - values
+    total = jnp.sum(mass, axis=1)
     asked = share.mass + _MARGIN
     place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
     short = before < (asked * total)[:, None]

@@ -11,7 +11,6 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.score.api import score
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 
@@ -32,27 +31,6 @@ class ChunkScore(Protocol):
         """`q` with RoPE; `probe` has T >= num_tokens keys, or landmarks of so many; query i counts
         if i < q_lengths[b]; `target`: what the call is compiled for."""
         ...
-
-
-def attention_mass(
-    q: Float[Array, "B S H D"],
-    probe: Probe,
-    *,
-    num_tokens: Int32[Array, ""],
-    q_lengths: Int32[Array, " B"],
-    chunk_tokens: int,
-    target: Target,
-) -> Float32[Array, "B M"]:
-    """Equation 1 of ContiguousKV (§4.4): the attention that the chunk's keys get, summed."""
-    found = score(
-        q,
-        probe,
-        num_tokens=num_tokens,
-        q_lengths=q_lengths,
-        chunk_tokens=chunk_tokens,
-        target=target,
-    )
-    return found[:, 0]
 
 
 def last_queries(

@@ -31,8 +31,13 @@ class Select:
     """Tokens whose scores are summed for one choice. Of a question its last ones, None: all. Of a
     text, 1 to 64: the newest ones. With more of them choices change less from token to token, and
     less is fetched."""
+    peaks: bool = False
+    """The score of a chunk is the sum over queries and heads of the attention mass that it gets
+    (Equation 1). True: of the squares of these masses, each weighed by 1 / (1 + d) for the query d
+    places before the last. A chunk that one query of one head looks up then comes before chunks
+    that get a little of every query's attention."""
     score: ChunkScore | None = None
-    """What a chunk is worth to them; None: the attention that it gets (Equation 1)."""
+    """A score of one's own in place of that."""
     coarse: Coarse | None = None
     """Scores in two stages; None: all chunks with all of that. Texts put together have one."""
     guessed: bool = False
@@ -44,8 +49,8 @@ class Select:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
-        if self.coarse is not None and self.score is not None:
-            raise ValueError("got coarse with a score of one's own, expected one of them")
+        if self.score is not None and (self.coarse is not None or self.peaks):
+            raise ValueError("got a score with coarse or peaks, expected one of them")
 
     def check_question(self) -> None:
         """Raises `ValueError` for what only the tokens of a text can do."""

@@ -16,7 +16,7 @@ def sure_chunks(
     zones: Zones, scores: Float32[Array, "R M"], probes: Sequence[Probe], num_tokens: Array,
     num_chunks: Array, chunk_tokens: int,
 ) -> Bool[Array, "R M"] | None:  # fmt: skip
-    """The chunks that each row of `scores` takes; None: whatever scores best.
+    """The chunks that each row of `scores` always takes; None: none.
 
     `probes`: of each prefix the one that its rows were scored by, as many rows of each, with its
     heads one after the other; `num_tokens`, `num_chunks`: of each row's prefix, int32 [R] or one

@@ -15,90 +15,120 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.kernels_pallas.score.rows import of_chunks
+from ckv_jax.kernels_pallas.score.rows import of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.zones import NO_ZONES, Zones
+
+
+class Rule(NamedTuple):
+    """How chunks are selected: the static part of a jitted call."""
+
+    n: int
+    """Chunks that a row selects at most."""
+    chunk_tokens: int
+    window: int | None = None
+    """Only so many last queries score; None: all."""
+    peaks: bool = False
+    """See `Select.peaks`."""
+    score: ChunkScore | None = None
+    """A selector's own; None: attention mass, or its peaks."""
+    stages: Stages | None = None
+    """A coarse pass first; None: one stage."""
+    each: bool = False
+    """Every KV head selects for itself: K rows in place of one, one after the other."""
+    zones: Zones = NO_ZONES
+    """Chunks that are selected in any case."""
 
 
 class Scored(NamedTuple):
-    """What some queries say of every chunk of a prefix."""
+    """Scores of every chunk of a prefix by some queries."""
 
     scores: Float32[Array, "B M"]
-    """Their scores, K rows for each where every head has its own; of chunks that a coarse pass left
-    out an estimate, by that pass."""
+    """What ranks chunks, K rows for each query row where every head has its own; of chunks that a
+    coarse pass left out an estimate, by that pass."""
     left: Bool[Array, "B M"] | None
     """Which may be chosen; None: all."""
+    mass: Float32[Array, "B M"] | None = None
+    """The attention mass of every chunk; None: the scores are it."""
 
 
 def scored(
     queries: Sequence[Float[Array, "B S H D"]],
     probes: Sequence[Probe],
+    rule: Rule,
     *,
-    score: ChunkScore,
-    stages: Stages | None,
     num_tokens: Int32[Array, ""],
     num_chunks: Int32[Array, ""],
     q_lengths: Int32[Array, " B"],
     limits: Int32[Array, " B"],
-    chunk_tokens: int,
     target: Target,
     whole: Callable[[Array], Array],
     before: Float32[Array, "B M"] | None = None,
     rough: Sequence[Probe] = (),
-    each: bool = False,
+    sure: Callable[[Array], Array | None] = lambda scores: None,
 ) -> Scored:
     """The sum of what layers say of chunks, whose `queries` and `probes` come one a layer.
 
-    `whole` makes one of sums over each device's heads. `before`: scores that count as well for
-    what a coarse pass leaves, and are not in the result. `rough`: what a coarse pass scores, one
-    probe for each layer that it asks; none: the probes of these layers. `each`: Equation 1 for
-    every KV head by itself, in one stage.
+    `whole` makes one of sums over each device's heads. `sure`: which chunks a coarse pass leaves
+    in any case, given scores [B, M]. `before`: scores that count as well for what a coarse pass
+    leaves, and are not in the result. `rough`: what a coarse pass scores, one probe for each layer
+    that it asks; none: the probes of these layers.
 
     In two stages Equation 1's softmax runs over the chunks that are left. Each KV head's part is
     weighed by the share of its attention that the coarse pass saw on them, and what it saw of the
-    others, scaled to as many queries and layers, is their estimate: all scores together are what
+    others, scaled to as many queries and layers, is their estimate: all masses together are what
     they are in one stage, and shares of them are of all attention.
     """
-
-    def everything() -> Array:
-        found: Array = jnp.zeros((), jnp.float32)
-        for q, probe in zip(queries, probes, strict=True):
-            found = found + score(
-                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
-                target=target,
-            )  # [B, M]  # fmt: skip
-        return whole(found)
+    peaks, chunk_tokens, stages = rule.peaks, rule.chunk_tokens, rule.stages
 
     def by_head(
         queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array
     ) -> Array:
         found: Array = jnp.zeros((), jnp.float32)
         for q, probe in zip(queries, probes, strict=True):
-            found = found + kernel(
+            given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
-                target=target, heads="each",
-            )  # [B, K, M]  # fmt: skip
+                target=target, heads="each", peaks=peaks,
+            )  # fmt: skip
+            found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
         return found
 
-    if each:
-        found = by_head(queries, probes, q_lengths, num_tokens)
+    def everything() -> Array:
+        """Masses [1, B, M], or with peaks [2, B, M]."""
+        return whole(jnp.sum(by_head(queries, probes, q_lengths, num_tokens), axis=2))
+
+    if rule.score is not None:
+        own = sum(
+            rule.score(
+                q, probe, num_tokens=num_tokens, q_lengths=q_lengths, chunk_tokens=chunk_tokens,
+                target=target,
+            )
+            for q, probe in zip(queries, probes, strict=True)
+        )  # fmt: skip
+        return Scored(whole(jnp.asarray(own)), None, everything()[0])
+    if rule.each:
+        found = by_head(queries, probes, q_lengths, num_tokens)[0]
         return Scored(found.reshape(-1, found.shape[2]), None)
     if stages is None:
-        return Scored(everything(), None)
+        return _ranked(everything(), None)
     coarse = stages.coarse
     asking = coarse.layers(len(probes))
     count = jnp.minimum(q_lengths, coarse.queries)
     few = [_last(queries[layer], q_lengths, coarse.queries) for layer in asking]
     first = by_head(few, rough or [probes[layer] for layer in asking], count, num_tokens)
-    times = (q_lengths * len(probes)) / jnp.maximum(count * len(asking), 1)
-    first = first * times.astype(jnp.float32)[:, None, None]
-    estimate = whole(jnp.sum(first, axis=1))
+    size = max(q.shape[1] for q in queries)
+    weight, asked = (jnp.sum(weights_of(n, size, peaks), axis=1) for n in (q_lengths, count))
+    times = weight * len(probes) / jnp.maximum(asked * len(asking), 1)
+    first = first * times[None, :, None, None]
+    estimate = whole(jnp.sum(first, axis=2))  # [1 or 2, B, M]
 
     left = coarse.left(limits, num_chunks)
-    ranked = estimate if before is None else estimate + before
-    ids = choose(ranked, stages.room, left, count=num_chunks).ids  # [B, room], or -1
+    ranked = estimate[-1] if before is None else estimate[-1] + before
+    always = sure(ranked)
+    ids = choose(ranked, stages.room, left, count=num_chunks, sure=always).ids  # [B, room], or -1
     real = ids >= 0
 
     def of_row(ids: Array, count: Array, *queries: Array) -> Array:
@@ -106,24 +136,31 @@ def scored(
         tokens = jnp.sum(jnp.where(ids >= 0, held, 0))
         gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
         found: Array
-        [found] = by_head([q[None] for q in queries], gathered, count[None], tokens)
-        return found  # [K, room]
+        found = by_head([q[None] for q in queries], gathered, count[None], tokens)
+        return found[:, 0]  # [1 or 2, K, room]
 
-    fine = _each(of_row, ids, q_lengths, *queries)  # [B, K, room]
-    on_them = jnp.take_along_axis(first, ids[:, None, :], axis=2)
+    fine = _each(of_row, ids, q_lengths, *queries)  # [B, 1 or 2, K, room]
+    mass = first[0]
+    on_them = jnp.take_along_axis(mass, ids[:, None, :], axis=2)
     on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
-    share = on_them / jnp.maximum(jnp.sum(first, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
-    decided = whole(jnp.sum(fine * share[:, :, None], axis=1))  # [B, room]
+    share = on_them / jnp.maximum(jnp.sum(mass, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
+    share = jnp.stack([share, jnp.square(share)][: 1 + peaks])  # of a mass, of its square
+    decided = whole(jnp.sum(fine.swapaxes(0, 1) * share[..., None], axis=2))  # [1 or 2, B, room]
 
     rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    at = jnp.where(real, ids, estimate.shape[1])
-    scores = estimate.at[rows, at].set(decided, mode="drop")
-    decides = jnp.zeros(scores.shape, bool).at[rows, at].set(True, mode="drop")
+    at = jnp.where(real, ids, estimate.shape[2])
+    found = estimate.at[:, rows, at].set(decided, mode="drop")
+    decides = jnp.zeros(estimate.shape[1:], bool).at[rows, at].set(True, mode="drop")
     if stages.some_whole:
         one_stage = (left == 0)[:, None]
-        scores = jnp.where(one_stage, everything(), scores)
+        found = jnp.where(one_stage[None], everything(), found)
         decides = decides | one_stage
-    return Scored(scores, decides)
+    return _ranked(found, decides)
+
+
+def _ranked(found: Float32[Array, "P B M"], left: Array | None) -> Scored:
+    """Masses alone, or peaks, which rank, behind masses."""
+    return Scored(found[-1], left, found[0] if len(found) > 1 else None)
 
 
 def rows_of(of_row: Array, scores: Float32[Array, "B M"]) -> Array:

@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bench.aot import compilers, dumps, hlo, traffic
-from bench.aot.__main__ import kept, main, said_of_kernels
+from bench.aot.__main__ import kept, main
 from bench.aot.chips import CHIPS, parted
-from bench.aot.compare import compared
 from bench.aot.processes import compiled_rows
 from bench.aot.verdict import judged
 
@@ -234,30 +233,6 @@ def test_what_fails_a_row(changes: dict[str, Any], status: str, why: str | None)
     found = judged(row(**changes))
     assert found["status"] == status
     assert found["why"] is None if why is None else why in found["why"]
-
-
-def test_before_and_after_a_change_side_by_side() -> None:
-    named = {"target": "v5e", "model": "7B", "status": "ok", "must_read_bytes": 1_052_160}
-    old = row(bundles=6884, grid_steps=6, kernel_bytes=3_042_496, spill_stores=1766) | named
-    new = row(bundles=3239, grid_steps=3, kernel_bytes=1_100_000, spill_stores=142) | named
-    same = row() | named | {"program": "head"}
-    before, after = [old | {"program": "kernel-attend"}, same], [new | {"program": "kernel-attend"}]
-    [line] = compared(before, [*after, same])
-    assert line[2:6] == ["kernel-attend", "ok → ok", "6884 → 3239", "4.13e+04 → 9717"]
-    assert line[8:10] == ["1766 → 142", "2.892 → 1.045"]
-
-
-def test_the_kernels_bytes_and_instructions_are_told() -> None:
-    named = {"target": "v5e", "model": "7B", "program": "kernel-attend"}
-    old = row(bundles=6000, grid_steps=8) | named
-    new = row(bundles=3000, grid_steps=4, kernel_bytes=1300, must_read_bytes=1000) | named
-    other = row(kernel_bytes=9000, must_read_bytes=1000, moves_more="tiles") | named
-    bytes_line, instructions = said_of_kernels([new, other], [old])
-    assert bytes_line == (
-        "1 kernels move at most 1.30 times the bytes that they must (v5e 7B kernel-attend)"
-    )
-    assert "6000 → 3000 instructions (0.50)" in instructions
-    assert "48000 → 12000 (1/4.0)" in instructions
 
 
 def test_what_is_unknown_or_missing_is_said_and_the_rest_goes_on(

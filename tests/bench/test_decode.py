@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.decode import COLUMNS, FULL, QUICK
+from bench.decode import COLUMNS, QUICK
 from bench.decode_bench import Bench, Setting
-from bench.decode_claims import OURS, RIVALS, claims
 from bench.decode_row import Clock, tokens_within
 from bench.disk import Disk
 from bench.kept import Kept
@@ -110,84 +109,6 @@ def test_a_slow_row_has_fewer_tokens() -> None:
     assert tokens_within(60, 3.0, warm=16, tokens=64) == (10, 10)
     assert tokens_within(60, 1.0, warm=16, tokens=64) == (16, 44)
     assert tokens_within(60, 500.0, warm=16, tokens=64) == (0, 2)
-
-
-def row(
-    system: str, tokens_s: float, n: int = 8, place: str = "ssd", **more: Any
-) -> dict[str, Any]:
-    return {
-        "system": system, "place": place, "sequences": n, "tokens_s": tokens_s, "window": 2.0,
-        "budget": 1 / 64, "bytes_per_token": 1000.0, "device_hits": 0.9, "tokens": 32_768,
-        "exposed_share": 0.5, "peak_mb": 1200.0, "budget_mb": 1000.0, "ratio_to_floor": 1.25,
-    } | more  # fmt: skip
-
-
-def test_claims_are_made_of_rows_and_all_are_listed() -> None:
-    setting = FULL.to_json()
-    rows = [
-        row("quest", 2.0, window=0.0), row("shadowkv", 4.0, window=1.0), row("retroinfer", 5.0),
-        row("kvdrive", 10.0), row("ckv", 10.0), row("flexgen", 0.1, window=None, budget=1.0),
-        row("ckv", 4.0, n=1), row("ckv", 9.0, n=16, bytes_per_token=1200.0),
-        row("ckv", 1.0, budget=1 / 16),
-        row("ckv", 20.0, place="host"),
-    ]  # fmt: skip
-    listed = claims(rows, setting)
-    found = {one["claim"]: (one["value"] and round(one["value"], 9), one["met"]) for one in listed}
-    assert found["kvdrive over the best rival, ssd"] == (2.0, True)
-    assert found["ckv over the best rival, ssd"] == (2.0, False)
-    assert found["kvdrive over flexgen"] == (100.0, True)
-    assert found["ckv: share of packs in windows"] == (0.9, True)
-    assert found["quest: share that waits"] == (0.5, True)
-    assert found["ckv: ssd over memory"] == (0.5, False)
-    assert found["ckv: tokens/s of 8 sequences over 1"] == (2.5, True)
-    assert found["ckv: tokens/s with each doubling of sequences, the least rise"] == (0.9, False)
-    assert found["ckv: most bytes a token over fewest, less 1"] == (0.2, False)
-    memory = "memory with 16 sequences over weights, budgets and index"
-    assert found[f"ckv: {memory}"] == (1.2, False)
-    assert found["ckv: time over the larger floor"] == (1.25, True)
-    # What there are no rows of is missed, and says so.
-    assert found["kvdrive over the best rival, host"] == (None, False)
-    assert found[f"kvdrive: {memory}"] == (None, False)
-    whys = {one["claim"]: one.get("why") for one in listed}
-    assert whys[f"kvdrive: {memory}"] == (
-        "no peak_mb of kvdrive, ssd, 16; no budget_mb of kvdrive, ssd, 16"
-    )
-    assert whys["kvdrive over the best rival, ssd"] is None
-    names = [one["claim"] for one in listed]
-    none = claims([], setting)
-    assert [one["claim"] for one in none] == names
-    assert all(one["value"] is None and not one["met"] and one["why"] for one in none)
-
-
-@pytest.mark.parametrize(
-    "other", [{"prefix_tokens": 4096}, {"budgets": (1 / 16,)}, {"device_share": 0.3},
-              {"host_share": 0.0}, {"windows": (2.0,)}],
-)  # fmt: skip
-def test_claims_of_another_setting_are_not_judged(other: dict[str, Any]) -> None:
-    rows = [row(name, 5.0, budget=other.get("budgets", [1 / 64])[0]) for name in RIVALS + OURS]
-    listed = claims(rows, FULL.to_json() | other)
-    one = next(one for one in listed if one["claim"].startswith("ckv over the best rival"))
-    assert one["value"] == 1.0 and one["met"] is None and one["why"] == "another setting"
-    [name] = (name.removesuffix("s") if name == "budgets" else name for name in other)
-    assert f"({name} " in one["claim"]
-
-
-@pytest.mark.parametrize(
-    ("none", "wide", "host", "value", "met"),
-    [(4000.0, 50.0, 0.0, 80.0, True), (4000.0, 1000.0, 0.0, 4.0, False),
-     (4000.0, 0.0, 0.0, None, True), (0.0, 0.0, 0.0, None, False), (4000.0, 1.0, 0.25, 4e3, None)],
-)  # fmt: skip
-def test_bytes_of_windows_are_compared_where_no_other_memory_hides_them(
-    none: float, wide: float, host: float, value: float | None, met: bool | None
-) -> None:
-    rows = [
-        row("ckv", 1.0, 2, window=width, budget=1 / 16, bytes_per_token=size)
-        for width, size in ((0.0, none), (3.0, wide))
-    ]
-    listed = claims(rows, FULL.to_json() | {"device_share": 0.3, "host_share": host})
-    [one] = (one for one in listed if one["claim"].startswith("ckv: bytes at x0"))
-    assert (one["value"], one["met"]) == (value, met)
-    assert f"2 x 32,768 tokens, kv7b-thin, device 0.3, host {host:g}" in one["claim"]
 
 
 def test_texts_together_and_one_after_the_other_are_timed_alike() -> None:

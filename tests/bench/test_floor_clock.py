@@ -50,15 +50,6 @@ def chain(clock: Clock, costs: dict[str, float]) -> Recording:
     return found
 
 
-def test_each_call_has_its_own_time(clock: Clock) -> None:
-    costs = {"double": 0.002, "add": 0.005}
-    found = chain(clock, costs)
-    assert [call.name for call in found.calls] == ["double", "add"]
-    assert found.times() == pytest.approx([0.002, 0.005])
-    costs["double"] = 0.25
-    assert found.times() == pytest.approx([0.25, 0.005])
-
-
 class Asked:
     """Stands where a lab does: the floor of a recording needs nothing else of it."""
 

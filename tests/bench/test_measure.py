@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench import read_amplification
 from bench.measure import Sample, row_of
-from bench.turns import Taken
 from ckv_jax.request import FirstAnswer, Request, Result
 from ckv_jax.storage.layout import Layout
-from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Trace
 
 TOKENS = Layout(
@@ -58,21 +55,6 @@ def test_reading_only_what_nothing_needs_is_no_ratio_of_one() -> None:
     assert sample.read_amplification == np.inf
     nothing = Sample.of(5.0, result(0, layout), layout, chunked=False)
     assert nothing.read_amplification == 1.0
-
-
-def test_requests_that_read_only_what_nothing_needed_are_counted() -> None:
-    ahead = Sample.of(5.0, result(10, CHUNKS, unused=10), CHUNKS, chunked=True)
-    useful = Sample.of(5.0, result(10, CHUNKS, unused=2), CHUNKS, chunked=True)
-    idle = Sample.of(5.0, result(0, CHUNKS), CHUNKS, chunked=True)
-    part = Taken(
-        system=SYSTEMS["ckv"], variant="cold", budget=0.05, samples=[ahead, useful, idle],
-        layout=CHUNKS,
-    )  # fmt: skip
-    row = read_amplification.row_of(part)
-    assert row["requests"] == 3 and row["requests_that_read"] == 2
-    assert row["requests_in_vain"] == 1
-    assert row["of_all_bytes"] == pytest.approx(20 / 8)
-    assert row["with_unused"]["mean"] == pytest.approx(10 / 8)
 
 
 def test_row_counts_whole_tokens() -> None:

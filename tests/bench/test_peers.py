@@ -23,8 +23,8 @@ from bench.peers.__main__ import main
 from bench.peers.base import Answer, Case, Held, Holder, NotForThis, Page, Way
 from bench.peers.comparison import compare
 from bench.peers.gguf_file import BFLOAT16, FLOAT32, write_gguf
+from bench.peers.hugging_face import Transformers
 from bench.peers.presses import Presses
-from bench.versus_transformers import Transformers
 from tests.engine_support import SMALL
 from tests.numpy_qwen import NumpyQwen
 

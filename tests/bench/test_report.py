@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
-from bench.common import BESIDE, stamped
+from bench.figures import FIGURES
 from bench.kept import SAME, Kept, same_code
-from bench.report import environment, hours, kept, main, page, run_all
-from bench.scripts import SCRIPTS, Script
+from bench.report import SCRIPTS, Script, environment, kept, main, page
 from bench.ttft import speedups
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -37,44 +34,44 @@ def test_page_of_one_success_and_one_failure(tmp_path: Path) -> None:
     (tmp_path / "accuracy.run.json").write_text(
         json.dumps(failed | {"output": "", "error": "ValueError: no checkpoint"})
     )
-    unseen = {"command": "python -m bench.paper", "seconds": 1, "status": 1, "output": "6.16 < 11"}
-    (tmp_path / "paper.run.json").write_text(json.dumps(unseen | {"error": "KeyError: 'rows'"}))
+    unseen = {"command": "python -m bench.peers", "seconds": 1, "status": 1, "output": "6.16 < 11"}
+    (tmp_path / "peers.run.json").write_text(json.dumps(unseen | {"error": "KeyError: 'rows'"}))
     text = page(tmp_path)
     assert "a &lt; b" in text
-    assert "<section id='paper'>" in text and "6.16 &lt; 11" in text and "KeyError" in text
+    assert "<section id='peers'>" in text and "6.16 &lt; 11" in text and "KeyError" in text
     assert "7.25×" in text and "10.50×" in text
     assert "data:image/png;base64,UE5H" in text
     assert "ValueError: no checkpoint" in text
     assert "Means at 5%, ms: ckv 80." in text and "did not record its machine" in text
     assert "href='#ttft'" in text and "href='#accuracy'" in text
-    assert "id='ablation'" not in text  # it did not run
+    assert "id='batch'" not in text  # it did not run
 
 
 def test_a_result_that_was_cut_short_is_named_where_it_would_be_and_the_rest_is_shown(
     tmp_path: Path,
 ) -> None:
-    shutil.copy(RESULTS / "breakdown.json", tmp_path)
-    for name in ("breakdown", "ablation"):
+    shutil.copy(RESULTS / "batch.json", tmp_path)
+    for name in ("batch", "decode"):
         (tmp_path / f"{name}.png").write_bytes(b"PNG")
-    (tmp_path / "ablation.json").write_text('{"rows": [1,')
+    (tmp_path / "decode.json").write_text('{"rows": [1,')
     failed = {"command": "python -m bench.accuracy", "seconds": 1, "status": 1, "output": ""}
     (tmp_path / "accuracy.run.json").write_text(json.dumps(failed | {"error": "OSError: full"}))
     (tmp_path / "accuracy.json").write_text('{"rows": [1,')
     text = page(tmp_path)
     assert "OSError: full" in text  # what came of the run says more than what it left
-    section = text.split("<section id='ablation'>")[1].split("</section>")[0]
-    assert "ablation.json cannot be read as a result" in section
-    assert "data:image/png" in text.split("<section id='breakdown'>")[1].split("</section>")[0]
+    section = text.split("<section id='decode'>")[1].split("</section>")[0]
+    assert "decode.json cannot be read as a result" in section
+    assert "data:image/png" in text.split("<section id='batch'>")[1].split("</section>")[0]
 
 
 def test_redrawing_measures_nothing_and_draws_what_is_there(tmp_path: Path) -> None:
-    shutil.copy(RESULTS / "breakdown.json", tmp_path)
+    shutil.copy(RESULTS / "batch.json", tmp_path)
     main(["--out", str(tmp_path), "--redraw"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "breakdown.json", "breakdown.png", "report.html",
+        "batch.json", "batch.png", "report.html",
     ]  # fmt: skip
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "waits for the disk: contiguous-kv at 5%: " in text and "AMD EPYC, 2 cores" in text
+    assert FIGURES["batch"].title in text and "AMD EPYC" in text
 
 
 def row(system: str, budget: float, mean: float, variant: str = "default") -> dict[str, object]:
@@ -130,7 +127,7 @@ def test_what_is_cut_short_or_of_no_commit_is_made_anew_and_never_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by_stem = {script.stem: script for script in SCRIPTS}
-    four = ("read_amplification", "breakdown", "similarity", "io_reduction")
+    four = ("storage", "ttft", "batch", "decode")
     whole, half, dirty, unran = (by_stem[stem] for stem in four)
     monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
     for script in (whole, half, dirty, unran):
@@ -153,28 +150,6 @@ def test_what_is_cut_short_or_of_no_commit_is_made_anew_and_never_a_traceback(
     (tmp_path / f"{half.stem}.json").write_text('{"machine": {')
     with pytest.raises(SystemExit, match=f"{half.stem}.json cannot be read"):
         main(["--out", str(tmp_path), "--redraw"])
-
-
-def test_what_is_made_of_a_newer_result_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_stem = {script.stem: script for script in SCRIPTS}
-    base, made = by_stem["ttft"], by_stem["breakdown"]
-    monkeypatch.setattr("bench.report.same_code", lambda commit: commit == "abc1234")
-    ran: list[str] = []
-    monkeypatch.setattr("bench.report.run", lambda script, *_, **__: ran.append(script.stem))
-
-    def resumed(commit: str, later: int) -> list[str]:
-        ran.clear()
-        for script, at in ((base, 1000 + later), (made, 1000)):
-            finished(tmp_path, script, commit=commit if script is base else "abc1234")
-            os.utime(tmp_path / f"{script.stem}.json", (at, at))
-        main(["--out", str(tmp_path), "--resume", "--only", base.stem, made.stem])
-        return list(ran)
-
-    assert resumed("abc1234", -1) == []
-    assert resumed("abc1234", 1) == ["breakdown"]
-    assert resumed("0000000", -1) == ["ttft", "breakdown"]
 
 
 def test_code_is_compared_without_documents_and_results(
@@ -222,14 +197,12 @@ def test_code_is_compared_without_documents_and_results(
 def test_every_benchmark_of_make_bench_knows_its_options() -> None:
     folder = RESULTS.parent
     shared = (folder / "common.py").read_text("utf-8")
-    of_rows = (folder / "turns.py").read_text("utf-8")
     assert len({script.stem for script in SCRIPTS}) == len(SCRIPTS)
     for script in SCRIPTS:
         path = folder / script.module
         file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         source = file.read_text("utf-8")
         source += shared if "parser(__doc__" in source else ""
-        source += of_rows if "rows_option(" in source else ""
         words = script.command(Path("out"), quick=True)
         for option in (word for word in words if word.startswith("--")):
             assert f'"{option}"' in source, (script.stem, option)
@@ -250,43 +223,9 @@ def test_scripts_share_prefixes_of_one_code_and_programs_where_compiling_is_not_
     monkeypatch.setattr("bench.report.same_code", lambda commit: False)
     assert kept(compiles=True) == {}
     measuring = {script.stem for script in SCRIPTS if script.compiles}
-    assert measuring == {"memory", "shapes", "long_text", "long_decode", "serving"}
+    assert measuring == {"memory", "serving"}
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/somebody")
     for script in SCRIPTS:
         env = environment(script)
         assert ("JAX_COMPILATION_CACHE_DIR" in env) == (script.stem not in measuring)
         assert (env.get("CKV_COMPILATION_CACHE") == "off") == (script.stem in measuring)
-        monkeypatch.setenv(BESIDE, env.get(BESIDE, ""))
-        assert stamped({}).get("beside", False) == (not script.timed)
-
-
-def test_results_that_are_made_of_others_come_after_them() -> None:
-    stems = [script.stem for script in SCRIPTS]
-    for script in SCRIPTS:
-        if script.after:
-            assert stems.index(script.after) < stems.index(script.stem)
-            command = script.command(Path("out"), quick=True)
-            assert command[command.index("--rows") + 1] == f"out/{script.after}.json"
-
-
-def test_what_measures_time_has_the_machine_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running, most, together = list[str](), dict[str, int](), threading.Barrier(2, timeout=30)
-
-    def run(script: Script, *_: object, **__: object) -> None:
-        running.append(script.stem)
-        if not script.timed:
-            together.wait()  # two at a time: neither goes on without the other
-        most[script.stem] = len(running)
-        if not script.timed:
-            together.wait()
-        running.remove(script.stem)
-
-    monkeypatch.setattr("bench.report.run", run)
-    scripts = [
-        Script(module=name, timed=name in ("a", "c"), minutes=60) for name in ("a", "b", "c", "d")
-    ]
-    run_all(scripts, tmp_path, quick=False)
-    assert most == {"a": 1, "c": 1, "b": 2, "d": 2}
-    assert hours(scripts, tmp_path, quick=False) == 3.0  # two, and two at a time

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra `serve`")
 
-from bench.server.bars import bars
+from bench.server.__main__ import bars
 from bench.server.disks import hurt, slow
 from ckv_jax.storage.segment.reader import PrefixReader
 

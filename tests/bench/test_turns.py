@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 
 from bench import turns
-from bench.common import Setting, machine, parser, setting_of
+from bench.common import Setting, parser, setting_of
 from bench.lab import KEPT, Lab
 from bench.measure import Sample, hit_rate, measured
 from bench.turns import (
     DEVICE_SHARE,
     HOST_SHARE,
-    cold_rows,
     equal_memory,
     rotated,
-    rows_option,
     warm_requests,
 )
 from bench.warm import Rounds, one_round
@@ -43,62 +40,13 @@ def test_a_prefix_is_computed_once_for_all_benchmarks_and_nothing_learned_of_it_
     monkeypatch.setenv(KEPT, str(tmp_path / "prefixes"))
     setting, answers = Setting(model="tiny", prefix_tokens=300, prefixes=1), []
     for computed in (1, 0):
-        with Lab(setting, like=shared) as lab, lab.engine("impress") as engine:
+        with Lab(setting) as lab, lab.engine("impress") as engine:
             lab.warm(engine, 0, [0.2])  # reorders
             answers.append(lab.ask(engine, 0, 5, 1.0)[1].logits)
             assert len(lab.prefill_s) == computed
     np.testing.assert_array_equal(*answers)
     with ChunkStore.open(tmp_path / "prefixes") as store:
         assert [prefix.layout.hex for prefix in store.prefixes()] == [shared.base.layout.hex]
-
-
-def test_rows_that_were_measured_are_taken_without_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "ttft.json"
-    rows = [{"system": name, "variant": kind, "budget": 0.05} for name in ("ckv", "impress")
-            for kind in ("default", "warm")]  # fmt: skip
-    found = {"rows": rows, "setting": {"prefixes": 2}, "command": "said"}
-    path.write_text(
-        json.dumps(found | {"machine": machine() | {"commit": "abc1234", "dirty": False}})
-    )
-    monkeypatch.setattr("bench.turns.same_code", lambda commit: commit == "abc1234")
-    setting = Setting(systems=("ckv", "impress"))
-    p = parser("", quick=setting, full=setting)
-    rows_option(p)
-
-    def taken(*said: str, systems: tuple[str, ...] = ("ckv", "impress")) -> tuple[list[Any], Any]:
-        asked = p.parse_args(["--rows", str(path), *said])
-        return cold_rows(dataclasses.replace(setting, systems=systems), asked)
-
-    got, about = taken()
-    assert got == [rows[0], rows[2]]
-    assert about["setting"] == {"prefixes": 2} and about["measured_by"] == "said"
-    assert about["machine"]["commit"] == "abc1234"
-    with pytest.raises(SystemExit, match="no cold rows of contiguous-kv"):
-        taken(systems=("ckv", "contiguous-kv"))
-    with pytest.raises(SystemExit, match="a setting of its own, got repeats"):
-        taken("--repeats", "3")
-    with pytest.raises(SystemExit, match="--quick of both or none"):
-        taken("--quick")
-    path.write_text(
-        json.dumps(found | {"machine": machine() | {"commit": "0000000", "dirty": False}})
-    )
-    with pytest.raises(SystemExit, match="other code, commit 0000000"):
-        taken()
-    path.write_text(
-        json.dumps(found | {"machine": machine() | {"commit": "abc1234", "dirty": True}})
-    )
-    with pytest.raises(SystemExit, match="other code"):
-        taken()
-    path.write_text(json.dumps(found | {"machine": machine() | {"cores": 0}}))
-    with pytest.raises(SystemExit, match="another machine: cores differ"):
-        taken()
-    kind = found | {"machine": machine(), "rows": [{"tokens": 3}]}  # of bench.memory
-    for other in (json.dumps(kind), '{"command": "x"}', "[1]", "{", '{"rows": 3}'):
-        path.write_text(other)
-        with pytest.raises(SystemExit, match=r"no result|cannot be read as a result"):
-            taken()
 
 
 @pytest.mark.parametrize("wrong", ["json", "examples", "folder", "task"])
@@ -121,7 +69,7 @@ def test_what_is_wrong_with_a_checkpoint_or_its_task_is_told_and_nothing_stays(
     assert not store.exists() or not list(store.iterdir())
 
 
-def test_systems_take_the_first_turn_in_turn(shared: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_take_the_first_turn_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [rotated("abc", by) for by in range(4)] == [[*"abc"], [*"bca"], [*"cab"], [*"abc"]]
     seen: list[str] = []
     settled: list[tuple[str, int]] = []
@@ -140,17 +88,17 @@ def test_systems_take_the_first_turn_in_turn(shared: Lab, monkeypatch: pytest.Mo
     monkeypatch.setattr(Engine, "settle", noting)
     names = ("as-lru", "impress", "contiguous-kv")
     setting = Setting(model="tiny", prefix_tokens=256, prefixes=1, budgets=(0.2,), repeats=3)
-    with Lab(setting, like=shared) as lab:
+    with Lab(setting) as lab:
         parts = turns.take_turns(lab, {(name, "default"): SYSTEMS[name] for name in names})
     assert seen == [*names, *names[1:], names[0], names[2], *names[:2]]
     assert all((name, after) in settled for after, name in enumerate(seen, 1))  # before the next
     assert [len(part.samples) for part in parts] == [3, 3, 3]
 
 
-def test_a_policy_learns_nothing_from_the_one_before(shared: Lab) -> None:
+def test_a_policy_learns_nothing_from_the_one_before() -> None:
     """Scores outlive an engine in the store; of two policies the second would know the future."""
     system = dataclasses.replace(SYSTEMS["contiguous-kv"], policy="lfu")
-    with Lab(Setting(model="tiny", prefix_tokens=512, prefixes=3), like=shared) as lab:
+    with Lab(Setting(model="tiny", prefix_tokens=512, prefixes=3)) as lab:
         how, asked = Rounds(fill=9, fill_most=9), warm_requests(lab, 18)
         for index in range(3):
             lab.ingest(index, [system])

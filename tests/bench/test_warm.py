@@ -38,7 +38,7 @@ def lab() -> Iterator[Lab]:
 
 
 def test_layouts_with_the_same_packs_share_their_files_and_hold_the_same_kv(lab: Lab) -> None:
-    with Lab(SETTING, like=lab) as mine:
+    with Lab(SETTING) as mine:
         stored = store_prefixes(mine, [2], [SYSTEMS[name] for name in NAMES])
         packs = list((mine.folder / "store").glob("segments/*/*/packs/c.*"))
         assert packs and all(file.stat().st_nlink == 2 for file in packs)
@@ -83,7 +83,7 @@ def test_every_system_answers_the_same_requests_in_every_round(
 
     monkeypatch.setattr(warm, "measured", noted)
     how = Rounds(rounds=2, fill=6, fill_most=6, device_share=0.2, host_share=0.4)
-    with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
+    with Lab(SETTING) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         rows = warm_rows(mine, disk, warm_systems((*NAMES, "recompute")), how, Kept(None, {}))
         total = SETTING.prefixes * mine.kv_bytes
     by_turn = [asked[at : at + 10] for at in range(0, len(asked), 10)]
@@ -112,7 +112,7 @@ def test_filling_ends_once_caches_are_full(
     monkeypatch.setattr(warm, "LOOK_EVERY", 1)
     monkeypatch.setattr(warm, "FULL_ENOUGH", 0.9)  # ten packs do not fill a tier to the last
     small = {"rounds": 1, "fill": 2, "fill_most": 5, "host_share": 0.1}
-    with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
+    with Lab(SETTING) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         found = {}
         for name, share in (("as-lru", 0.3), ("ckv", 0.9)):  # more than five requests bring
             how = Rounds(device_share=share, **small)
@@ -127,7 +127,7 @@ def test_a_round_that_is_kept_is_not_answered_again(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     kept, how = Kept(None, {}), Rounds(rounds=1, fill=2, fill_most=2)
-    with Lab(SETTING, like=lab) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
+    with Lab(SETTING) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         first = warm_rows(mine, disk, warm_systems(["as-lru"]), how, kept)
 
         def refused(*_: Any) -> None:
@@ -136,13 +136,3 @@ def test_a_round_that_is_kept_is_not_answered_again(
         monkeypatch.setattr(warm, "one_round", refused)
         again = warm_rows(mine, disk, warm_systems(["as-lru"]), how, kept)
     assert first[0]["ttft_ms"] == again[0]["ttft_ms"]
-
-
-def test_ours_are_ablated_as_in_figure_12() -> None:
-    found = warm_systems(["ckv", "impress"], ablate=True)
-    assert list(found) == [
-        ("ckv", "warm"), ("ckv", "w/o P"), ("ckv", "w/o AC"), ("ckv", "w/o P, AC"),
-        ("impress", "warm"),
-    ]  # fmt: skip
-    assert found["ckv", "w/o P"].prefetch == "none"
-    assert found["ckv", "w/o AC"].policy == "lfu"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import Here
 
-from bench.truth import ingest, some_tokens
 from ckv_jax.storage import ChunkStore
 from ckv_jax.storage.place.url import folder_of
+from tests.support.truth import ingest, some_tokens
 
 
 def test_a_start_of_several_ids_was_not_evicted(tmp_path: Path, here: Here) -> None:

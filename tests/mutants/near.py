@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 NEAR: dict[str, tuple[str, ...]] = {
-    "storage": ("tests/storage", "tests/bench/test_judge.py"),
+    "storage": ("tests/storage",),
     "storage/digest": (
         "tests/storage/test_digests.py",
         "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from kernel_targets import CPU
 
-from bench.truth import SMALL, ingest, packs_of, some_tokens
 from ckv_jax.config import EngineConfig
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.landing import landing_for
@@ -18,6 +17,7 @@ from ckv_jax.memory.memory import Memory
 from ckv_jax.memory.pages import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.systems import system_named
+from tests.support.truth import SMALL, ingest, packs_of, some_tokens
 
 APART = Layout(
     num_layers=2, num_kv_heads=4, head_dim=16, pack_layers=1, kv_together=False, chunk_tokens=64,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from kernel_targets import CPU
 
-from bench.truth import SMALL
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import EngineConfig
 from ckv_jax.memory.landing import HostBlocks, InPool, Room, landing_for, landings_for
@@ -16,6 +15,7 @@ from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.storage.codec import codec_id, codec_named
 from ckv_jax.systems import SYSTEMS
+from tests.support.truth import SMALL
 
 SLOTS = 8
 PACKS = job_packs(SMALL)

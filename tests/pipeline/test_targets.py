@@ -21,8 +21,8 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
 from ckv_jax.rivals.layers import RivalLayers
-from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
+from ckv_jax.selection.two_stages import Rule
 
 HEADS = {"0.5B": (14, 2, 64), "7B": (28, 4, 128)}
 SUFFIX, CHUNKS, CHUNK, WIDE = 32, 24, 16, 64
@@ -68,12 +68,12 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         for probe in (Keys(shaped(tokens, kv_heads, dim)), Int4Keys(codes, scale)):
             layers.select(
                 [0], hidden, start, lengths, [probe], whole(), whole(), whole(1),
-                score=attention_mass, n=8, window=None, chunk_tokens=CHUNK,
+                Rule(n=8, chunk_tokens=CHUNK),
             )  # fmt: skip
             layers.select(
                 both, shaped(2, SUFFIX, config.hidden_size), whole(2), whole(2), [probe] * 2,
-                whole(), whole(), np.ones(2, np.int32), score=attention_mass, n=8, window=4,
-                chunk_tokens=CHUNK, stages=Stages(Coarse(), 8, True),
+                whole(), whole(), np.ones(2, np.int32),
+                Rule(n=8, chunk_tokens=CHUNK, window=4, stages=Stages(Coarse(), 8, True)),
             )  # fmt: skip
         pieces = Pieces(layers)
         part = pieces.open(0, hidden, start)

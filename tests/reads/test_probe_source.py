@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.truth import ingest, kv_of, some_tokens
 from ckv_jax.reads.probe_source import ProbeView, probe_source
 from ckv_jax.reads.source import Source
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.probe_pages import ProbePages
+from tests.support.truth import ingest, kv_of, some_tokens
 
 TOKENS = some_tokens(11 * 4 - 1)
 """Eleven chunks, of which five are in a segment of their own."""

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from engine_support import SMALL, scale_error, small_engine, tokens
 
-from bench import costs
 from ckv_jax import Request
 from ckv_jax.fitting import layout_of
 from ckv_jax.model.config import PUBLISHED
@@ -76,15 +75,3 @@ def test_each_query_head_votes_by_itself() -> None:
     assert float(agreement[0]) == pytest.approx(expected) and expected < 1
     twice = {t for a, b in pairs for t in sets[a] & sets[b]}
     assert twice <= set(np.asarray(ids[0]).tolist())
-
-
-def test_the_model_of_time_reads_as_wide_a_probe() -> None:
-    accelerator, model = costs.PRESETS["a800-990pro"], PUBLISHED["7B"]
-    profile = costs.Profile(loaded_share=1.0, coverage=0.0, unused=0.0)
-    wider = dataclasses.replace(SYSTEMS["impress"], probe_heads=8)  # 28 query heads, 4 KV heads
-    read = [
-        costs.script(model, system, profile, accelerator, prefix=1000, suffix=32, budget=0.05)
-        .stages[0].probe_bytes
-        for system in (SYSTEMS["impress"], wider)
-    ]  # fmt: skip
-    assert read == [1000 * 128 * 2, 2 * 1000 * 128 * 2]

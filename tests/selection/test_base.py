@@ -71,6 +71,18 @@ def test_only_some_may_be_chosen_of_which_the_best_are() -> None:
     np.testing.assert_array_equal(found.scores, scores)
 
 
+def test_a_share_is_of_the_mass_where_scores_rank_by_something_else() -> None:
+    scores = jnp.asarray([[4.0, 3.0, 2.0, 1.0]], jnp.float32)
+    mass = jnp.asarray([[1.0, 2.0, 3.0, 4.0]], jnp.float32)
+    limit = jnp.full(1, 4, jnp.int32)
+    for asked, wanted in ((0.09, [0]), (0.11, [0, 1]), (0.31, [0, 1, 2])):
+        share = Share(np.array([asked], np.float32), np.array([1], np.int32))
+        found = choose(scores, 4, limit, share=share, mass=mass)
+        assert np.asarray(found.ids)[0].tolist() == wanted + [-1] * (4 - len(wanted))
+        np.testing.assert_allclose(found.mass, [sum(range(1, len(wanted) + 1)) / 10], rtol=1e-6)
+    np.testing.assert_array_equal(found.scores, mass)
+
+
 def test_choices_of_a_row_stand_one_after_the_other() -> None:
     scores = jnp.asarray(np.random.default_rng(0).random((6, 9)), jnp.float32)
     whole = choose(scores, 3, jnp.full(6, 3, jnp.int32))

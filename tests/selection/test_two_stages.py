@@ -22,10 +22,9 @@ from ckv_jax import Request, SamplingParams
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, Keys, MeanKeys, PqKeys, Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
-from ckv_jax.selection.chunks import attention_mass
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.select import Select
-from ckv_jax.selection.two_stages import Scored, rows_of, scored
+from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
 
 C, K, G, D, M, LAYERS = 4, 2, 3, 8, 64, 3
 T = C * M - 3  # the last chunk is short
@@ -45,16 +44,16 @@ def stages_of(coarse: Coarse, limits: list[int]) -> Stages | None:
     return coarse.stages(np.array(limits, np.int32), M)
 
 
-@partial(jax.jit, static_argnames="stages")
+@partial(jax.jit, static_argnames=("stages", "peaks"))
 def jitted(
     queries: list[np.ndarray], probes: list[Probe], limits: np.ndarray, lengths: np.ndarray,
-    before: np.ndarray | None, *, stages: Stages | None,
+    before: np.ndarray | None, *, stages: Stages | None, peaks: bool = False,
 ) -> Scored:  # fmt: skip
     """As an engine calls it, in one program."""
     return scored(
-        queries, probes, score=attention_mass, stages=stages, num_tokens=jnp.int32(T),
-        num_chunks=jnp.int32(M), q_lengths=lengths, limits=limits, chunk_tokens=C, target=CPU,
-        whole=lambda x: x, before=before,
+        queries, probes, Rule(n=M, chunk_tokens=C, stages=stages, peaks=peaks),
+        num_tokens=jnp.int32(T), num_chunks=jnp.int32(M), q_lengths=lengths, limits=limits,
+        target=CPU, whole=lambda x: x, before=before,
     )  # fmt: skip
 
 
@@ -156,9 +155,9 @@ def test_rooms_for_what_is_left_are_powers_of_two() -> None:
 def test_every_head_by_itself_says_what_equation_1_says_of_it() -> None:
     lengths, asked = [4, 2], queries_of(2)
     found = scored(
-        list(asked), list(map(Keys, keys_of(0))), score=attention_mass, stages=None,
+        list(asked), list(map(Keys, keys_of(0))), Rule(n=3, chunk_tokens=C, each=True),
         num_tokens=jnp.int32(T), num_chunks=jnp.int32(M), q_lengths=jnp.asarray(lengths),
-        limits=jnp.asarray([3, 3]), chunk_tokens=C, target=CPU, whole=lambda x: x, each=True,
+        limits=jnp.asarray([3, 3]), target=CPU, whole=lambda x: x,
     )  # fmt: skip
     assert found.left is None and found.scores.shape == (2 * K, M)
     for row, length in enumerate(lengths):
@@ -169,6 +168,63 @@ def test_every_head_by_itself_says_what_equation_1_says_of_it() -> None:
         np.testing.assert_allclose(mine, wanted, rtol=2e-4, atol=1e-5)
     of_row = rows_of(jnp.asarray([[5, 6], [7, 8]]), jnp.zeros((6, M)))
     assert of_row.tolist() == [[5, 6]] * 3 + [[7, 8]] * 3  # as many heads, one after the other
+
+
+def peaks_by_chunk(q: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sums over queries [n, H, D] and heads of weighed masses [M], and of their squares."""
+    every = np.arange(M)
+    mass, peaks = np.zeros(M), np.zeros(M)
+    for distance, query in enumerate(q[::-1]):
+        for head in range(K * G):
+            alone = np.full((1, K * G, D), 0.0)
+            alone[0, head] = query[head]
+            of_head = by_chunk(alone, keys, every)[head // G] - (G - 1) * _even()
+            mass += of_head / (1 + distance)
+            peaks += (of_head / (1 + distance)) ** 2
+    return mass, peaks
+
+
+def _even() -> np.ndarray:
+    """The mass [M] that a query of zeros gives each chunk: as many keys each has."""
+    sizes = np.clip(T - C * np.arange(M), 0, C)
+    even: np.ndarray = sizes / T
+    return even
+
+
+def test_peaks_rank_chunks_and_masses_are_covered() -> None:
+    lengths, asked = [4, 2], queries_of(2)
+    found = jitted(
+        list(asked), list(map(Keys, keys_of(0))), np.array([3, 3], np.int32),
+        np.array(lengths, np.int32), None, stages=None, peaks=True,
+    )  # fmt: skip
+    masses = []
+    for row, length in enumerate(lengths):
+        both = [peaks_by_chunk(asked[i, row, :length], keys_of(0)[i]) for i in range(LAYERS)]
+        mass, peaks = np.sum(both, axis=0)
+        np.testing.assert_allclose(found.mass[row], mass, rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(found.scores[row], peaks, rtol=2e-4, atol=1e-5)
+        masses.append(mass)
+    chosen = choose(found.scores, 3, jnp.asarray([3, 3]), mass=found.mass)
+    for row in range(2):
+        best = np.argsort(-np.asarray(found.scores[row]), kind="stable")[:3]
+        assert np.asarray(chosen.ids[row]).tolist() == sorted(best.tolist())
+        share = masses[row][best].sum() / masses[row].sum()
+        np.testing.assert_allclose(chosen.mass[row], share, rtol=1e-4)
+
+
+def test_a_coarse_pass_of_all_queries_leaves_peaks_as_they_are() -> None:
+    """All queries of all layers are the coarse pass: chunks left out have their own peaks."""
+    lengths, asked = [4, 3], queries_of(2)
+    args = (
+        list(asked), list(map(Keys, keys_of(0))), np.array([2, 4], np.int32),
+        np.array(lengths, np.int32), None,
+    )  # fmt: skip
+    coarse = Coarse(score_layers=3, queries=4, survivors=4)
+    one = jitted(*args, stages=None, peaks=True)
+    two = jitted(*args, stages=coarse.stages(np.array([2, 4]), M), peaks=True)
+    outside = ~np.asarray(two.left)
+    np.testing.assert_allclose(two.scores[outside], one.scores[outside], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(np.sum(two.mass, 1), np.sum(one.mass, 1), rtol=1e-4)
 
 
 def test_what_earlier_tokens_gave_counts_for_what_is_left() -> None:
@@ -255,7 +311,7 @@ def test_bad_values_are_named() -> None:
         with pytest.raises(ValueError, match=next(iter(bad))):
             Coarse(**bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="coarse"):
-        Select(coarse=Coarse(), score=attention_mass)
+        Select(coarse=Coarse(), score=lambda *_, **__: None)  # type: ignore[arg-type]
 
 
 BUDGET, LENGTH = 0.1, 12

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.truth import FINGERPRINT, SMALL
 from ckv_jax import Prefix, Request
 from ckv_jax.serving.alone import Alone
 from ckv_jax.serving.sequence import Sequence, result_of
 from ckv_jax.serving.sequence_job import sequence_job
 from ckv_jax.trace import Trace
+from tests.support.truth import FINGERPRINT, SMALL
 
 
 def test_a_dense_request_settles_once_its_job_has_left() -> None:

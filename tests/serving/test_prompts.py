@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT
-from bench.truth import SMALL as LAYOUT
 from ckv_jax import Prefix, Request
 from ckv_jax.serving.prompts import Prompts
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.errors import StoreUnavailable
+from tests.support.truth import FINGERPRINT
+from tests.support.truth import SMALL as LAYOUT
 
 
 class Faulty:

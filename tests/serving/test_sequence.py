@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT
-from bench.truth import SMALL as LAYOUT
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
 from ckv_jax.request import Generation, Result, TokenEvent
@@ -20,6 +18,8 @@ from ckv_jax.serving.sequence import Sequence, generation_of, result_of
 from ckv_jax.serving.sequence_job import given_up, sequence_job
 from ckv_jax.serving.text import Text
 from ckv_jax.trace import Trace
+from tests.support.truth import FINGERPRINT
+from tests.support.truth import SMALL as LAYOUT
 
 MS = 1_000_000
 NOTHING = Prefix.empty(FINGERPRINT, LAYOUT, "")

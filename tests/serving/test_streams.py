@@ -11,8 +11,6 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT
-from bench.truth import SMALL as LAYOUT
 from ckv_jax import Prefix, Request, Result, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.request import Generation, TokenEvent
@@ -21,6 +19,8 @@ from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.streams import Item, TokenStream, results
 from ckv_jax.serving.text import Text
 from ckv_jax.trace import Trace
+from tests.support.truth import FINGERPRINT
+from tests.support.truth import SMALL as LAYOUT
 
 
 class Desk:

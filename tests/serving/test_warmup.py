@@ -15,8 +15,6 @@ from engine_support import TIGHT, scale_error, tokens
 from engine_tiny import tiny_engine
 from pipeline_support import UnsteadyStore
 
-from bench.truth import FINGERPRINT
-from bench.truth import SMALL as LAYOUT
 from ckv_jax import Prefix, Request, SamplingParams
 from ckv_jax.buckets import bucket
 from ckv_jax.budget import Budget
@@ -25,6 +23,8 @@ from ckv_jax.serving import warmup
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.text import Text
 from ckv_jax.trace import Trace
+from tests.support.truth import FINGERPRINT
+from tests.support.truth import SMALL as LAYOUT
 
 
 @pytest.mark.parametrize(("system", "failing"), [("ckv", 0.3), ("contiguous-kv", 1.0)])

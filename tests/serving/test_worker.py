@@ -18,8 +18,6 @@ import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
-from bench.truth import FINGERPRINT
-from bench.truth import SMALL as LAYOUT
 from ckv_jax import Request, SamplingParams
 from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
@@ -35,6 +33,8 @@ from ckv_jax.serving.slot_room import SlotRoom
 from ckv_jax.serving.streams import TokenStream
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.prefix import Prefix
+from tests.support.truth import FINGERPRINT
+from tests.support.truth import SMALL as LAYOUT
 
 
 def test_who_needs_no_more_than_a_recovery_computes_waits_for_that(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.fault_kinds.tally import make_store
 from ckv_jax.storage import ChunkStore, StoreConfig
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN, KernelQueues
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.place.place import Place, open_place
+from tests.faults.tally import make_store
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, find, hurt, segment_folder
 
-from bench.truth import ingest, kv_of, some_tokens
 from ckv_jax.storage import ChunkStore, Prefix, grouping
+from tests.support.truth import ingest, kv_of, some_tokens
 
 BEGIN = 16 * 8
 """Where the second segment begins; of its twelve chunks and a part two runs of four are grouped."""

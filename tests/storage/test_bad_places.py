@@ -14,7 +14,6 @@ import pytest
 from segment_support import find, segment_folder
 from typer.testing import CliRunner
 
-from bench.truth import SMALL, ingest, read_all, some_tokens
 from ckv_jax.cli.app import app
 from ckv_jax.storage import (
     ChunkStore,
@@ -26,6 +25,7 @@ from ckv_jax.storage import (
     prune_store,
     verify_store,
 )
+from tests.support.truth import SMALL, ingest, read_all, some_tokens
 
 TOKENS = some_tokens(64)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fault_kinds import processes
-from bench.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
@@ -24,6 +22,8 @@ from ckv_jax.storage import (
     prune_store,
 )
 from ckv_jax.storage.place import place
+from tests.faults import processes
+from tests.support.truth import FINGERPRINT, SMALL, ingest, packs_of, read_all, some_tokens
 
 SIZE = SMALL.segment_bytes(64)
 

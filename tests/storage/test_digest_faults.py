@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fault_kinds.tally import LAYOUT, read_prefix
-from bench.truth import ingest, kv_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
 from ckv_jax.storage.layout_versions import LANDMARKS
+from tests.faults.tally import LAYOUT, read_prefix
+from tests.support.truth import ingest, kv_of, some_tokens
 
 TOKENS = some_tokens(160)
 LAYOUTS = {

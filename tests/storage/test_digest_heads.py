@@ -11,9 +11,9 @@ import pytest
 import zarr
 from segment_support import find, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
 from ckv_jax.storage.digest.data import DigestData
+from tests.support.truth import FINGERPRINT, some_tokens
 
 LAYERS, HEADS = (0, 2, 3), (1, 0, 1)
 ENDS = (16 * 12, 16 * 20, 16 * 26 + 7)

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.digest import landmarks, pq, reader
 from ckv_jax.storage.digest.data import DigestData, as_float32, quantise, turn
 from ckv_jax.storage.digest.reader import _Target
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
 WIDE = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "probe": "none", "pack_layers": 1}
 LEVELS = {"int8": 127, "int4": 7}

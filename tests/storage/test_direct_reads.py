@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from slow_reads import slow_reads
 
-from bench.fault_kinds import corruption
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -28,6 +26,8 @@ from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.probe_pages import ProbePages
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
+from tests.faults import corruption
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 PAGES = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=2, digest="int8")
 """Packs of two pages: small, and read directly."""

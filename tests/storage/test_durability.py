@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.truth import ingest, some_tokens
 from ckv_jax.storage import ChunkStore
+from tests.support.truth import ingest, some_tokens
 
 Event = tuple[str, str]
 """("fsync", path), ("rename", new path)."""

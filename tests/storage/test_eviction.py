@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, StoreConfig, StoreUnavailable, Wish, tenant
 from ckv_jax.storage.index import rows
 from ckv_jax.storage.index.bounds import Bounds
@@ -23,6 +22,7 @@ from ckv_jax.storage.index.eviction import Plan
 from ckv_jax.storage.index.rows import Entry, Eviction
 from ckv_jax.storage.index.wishes import first_words
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 NOW = 1000.0
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix, verify_store
 from ckv_jax.storage.grouping import RUN
 from ckv_jax.storage.segment.segment import Segment
 from ckv_jax.storage.tools.losses import losses
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
 POSITION = dataclasses.replace(SMALL, digest="int8")
 LAYOUTS = {

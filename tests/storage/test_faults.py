@@ -1,4 +1,4 @@
-"""Every fault becomes a miss: one test a row of the promise; `python -m bench.faults` does bulk."""
+"""Every fault becomes a miss: one test a row of the promise; `python -m tests.faults` does bulk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import faults
-from bench.fault_kinds import corruption, disk, processes
-from bench.fault_kinds.tally import CONFIG, LAYOUT, Served, Tally, prompts, serve
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
@@ -33,6 +29,10 @@ from ckv_jax.storage import (
 from ckv_jax.storage.segment import segment
 from ckv_jax.storage.segment.deadline import MAX_IN_FLIGHT
 from ckv_jax.storage.segment.manifest import Manifest
+from tests.faults import __main__ as faults
+from tests.faults import corruption, disk, processes
+from tests.faults.tally import CONFIG, LAYOUT, Served, Tally, prompts, serve
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
 @pytest.fixture(autouse=True)

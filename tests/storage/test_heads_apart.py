@@ -12,8 +12,8 @@ import pytest
 import zarr
 from segment_support import find, hurt, segment_folder
 
-from bench.truth import ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, inspect_store, verify_store
+from tests.support.truth import ingest, kv_of, read_all, some_tokens
 
 LAYOUT = Layout(
     num_layers=5, num_kv_heads=3, head_dim=32, pack_layers=2, heads_apart=True, probe="none",

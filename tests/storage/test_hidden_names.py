@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     StoreConfig,
@@ -20,6 +19,7 @@ from ckv_jax.storage import (
     prune_store,
     verify_store,
 )
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax import identity
 from ckv_jax.errors import CheckpointError
 from ckv_jax.folders import cache_folder
@@ -22,6 +21,7 @@ from ckv_jax.storage import ChunkStore, Layout, fingerprint, hash_files
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import manifest, manifest_cache
 from ckv_jax.storage.segment.manifest_cache import ManifestCache
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 
 def settle(path: Path) -> None:

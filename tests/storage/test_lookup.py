@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_support import ALIKE
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens, stored_kv
 from ckv_jax.storage import (
     ChunkStore,
     Fingerprint,
@@ -26,6 +25,7 @@ from ckv_jax.storage import (
     hash_files,
 )
 from ckv_jax.storage.segment.manifest import FILE as MANIFEST
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens, stored_kv
 
 
 def find(store: ChunkStore, tokens: np.ndarray, **changes: object) -> Prefix:

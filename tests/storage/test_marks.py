@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from segment_support import find, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
@@ -18,6 +17,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.index import lookup
 from ckv_jax.storage.index.index import Counters
+from tests.support.truth import FINGERPRINT, SMALL, ingest, some_tokens
 
 TOKENS = some_tokens(16 * 7)
 COUNTED = ("bad_packs", "gone", "unread", "quarantined", "bad_manifests", "hits", "misses")

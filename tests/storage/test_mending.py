@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from segment_support import find, hurt, segment_folder
 
-from bench.fault_kinds.tally import LAYOUT, read_prefix
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -24,6 +22,8 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.mending import locate
+from tests.faults.tally import LAYOUT, read_prefix
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "probe": "none"}
 

@@ -15,7 +15,6 @@ import pytest
 import tensorstore as ts
 from segment_support import find
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -26,6 +25,7 @@ from ckv_jax.storage import (
     prune_store,
     verify_store,
 )
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.truth import ingest, some_tokens
 from ckv_jax.storage import ChunkStore, SegmentDamaged, StoreUnavailable
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.segment.open_segments import OpenSegments
 from ckv_jax.storage.segment.segment import Segment
+from tests.support.truth import ingest, some_tokens
 
 
 @pytest.fixture

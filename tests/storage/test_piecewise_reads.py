@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from segment_support import find, hurt, segment_folder
 
-from bench.truth import ingest, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, Prefix
 from ckv_jax.storage.place.place import Place
 from ckv_jax.storage.probe_pages import ProbePages
@@ -18,6 +17,7 @@ from ckv_jax.storage.segment import pack_read, probe_reads
 from ckv_jax.storage.segment.deadline import Gate
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
+from tests.support.truth import ingest, kv_of, packs_of, some_tokens
 
 LAYOUT = Layout(num_layers=4, num_kv_heads=2, head_dim=32, pack_layers=1)
 """Packs of a page, two files of them."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.truth import SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     StoreConfig,
@@ -18,6 +17,7 @@ from ckv_jax.storage import (
 )
 from ckv_jax.storage.segment.open_segments import OpenSegments
 from ckv_jax.storage.segment.segment import Segment
+from tests.support.truth import SMALL, ingest, read_all, some_tokens
 
 TOKENS = some_tokens(192)
 

@@ -14,7 +14,6 @@ import tensorstore as ts
 from command_line import Here
 from segment_support import find, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     StoreError,
@@ -26,6 +25,7 @@ from ckv_jax.storage import (
 from ckv_jax.storage.place import marker
 from ckv_jax.storage.place.holds import Holds
 from ckv_jax.storage.place.local import LocalFiles
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 
 def picture(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -277,7 +277,7 @@ def test_an_object_store_says_what_it_is(tmp_path: Path) -> None:
 
 def test_an_older_segment_is_told_and_left_alone(folder: Path) -> None:
     """A whole manifest of another version, in a store of ours, is neither served nor damaged."""
-    from bench.fault_kinds import disk
+    from tests.faults import disk
 
     tokens = some_tokens(128)
     with ChunkStore.open(folder) as store:

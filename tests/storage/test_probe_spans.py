@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fault_kinds.tally import LAYOUT, Served, read_prefix
-from bench.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Prefix, StoreError, verify_store
 from ckv_jax.storage.segment.runs import Runs
+from tests.faults.tally import LAYOUT, Served, read_prefix
+from tests.support.truth import FINGERPRINT, ingest, kv_of, read_all, some_tokens
 
 TOKENS = some_tokens(200)
 BEGIN = 8

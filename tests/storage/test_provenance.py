@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Prefix, chain
 from ckv_jax.storage.segment.manifest import Manifest
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
 BUDGET = "budget:0.25"
@@ -107,7 +107,7 @@ def test_what_may_follow_what(store: ChunkStore) -> None:
 
 
 def test_a_forged_provenance_is_no_manifest(tmp_path) -> None:
-    from bench.fault_kinds import disk
+    from tests.faults import disk
 
     with ChunkStore.open(tmp_path / "store") as store:
         write(store, some_tokens(64), None, BUDGET)

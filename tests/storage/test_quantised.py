@@ -14,10 +14,10 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, inspect_store, verify_store
 from ckv_jax.storage.codec import CODECS, codec_id, codec_named, codec_of, decoded, encoded, known
 from ckv_jax.storage.quantised import Quantised, _upward
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 NAMES = ("int8", "k8v4")
 KV_BYTES = {"int8": 28.875, "k8v4": 21.875}  # KiB a token of a 7B model

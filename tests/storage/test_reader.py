@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, find, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
@@ -29,6 +28,7 @@ from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.proof import Proof
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.segment.segment import Segment
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, some_tokens
 
 TOKENS = some_tokens(16 * 9 + 5)
 TRUTH = packs_of(SMALL, TOKENS, 1, np.arange(len(TOKENS)))

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from segment_support import find, hurt, segment_folder
 
-from bench.fault_kinds.tally import read_prefix
-from bench.truth import SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -24,6 +22,8 @@ from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.place.local import LocalFiles
 from ckv_jax.storage.segment import remaking
 from ckv_jax.storage.segment.segment import Segment
+from tests.faults.tally import read_prefix
+from tests.support.truth import SMALL, ingest, read_all, some_tokens
 
 TOKENS = some_tokens(16 * 30 + 5)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, find, hurt, segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -33,6 +32,7 @@ from ckv_jax.storage.tools.fate import Fate, fate, foretold
 from ckv_jax.storage.tools.inspect import importance_map
 from ckv_jax.storage.tools.losses import losses
 from ckv_jax.storage.tools.verify import _orphans
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, some_tokens
 
 CHUNKS = 20
 

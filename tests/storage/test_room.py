@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from command_line import Here
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Prefix,
@@ -30,6 +29,7 @@ from ckv_jax.storage import (
     wish_for,
 )
 from ckv_jax.storage.index.catalog import Catalog
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 SIZE = SMALL.segment_bytes(64)
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}
@@ -57,7 +57,7 @@ def test_a_write_that_cannot_fit_evicts_nothing(folder: Path) -> None:
 
 _FILL = """
 import sys
-from bench.truth import ingest, some_tokens
+from tests.support.truth import ingest, some_tokens
 from ckv_jax.storage import ChunkStore, StoreConfig, StoreError
 folder, bound, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with ChunkStore.open(folder, config=StoreConfig(max_bytes=bound)) as store:
@@ -124,7 +124,7 @@ def test_check_and_reservation_are_one_step(folder: Path) -> None:
 
 _WRITE = """
 import sys, time
-from bench.truth import FINGERPRINT, SMALL, kv_of, some_tokens
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, some_tokens
 from ckv_jax.storage import ChunkStore
 store = ChunkStore.open(sys.argv[1])
 tokens = some_tokens(64)

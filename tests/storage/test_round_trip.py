@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, StoreClosed
 from ckv_jax.storage.config import StoreConfig
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 SHAPE = {"num_layers": 6, "num_kv_heads": 4, "head_dim": 16}
 LAYOUTS = {

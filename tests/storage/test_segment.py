@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from segment_support import ALIKE, segment_folder
 
-from bench.truth import ingest, kv_of, packs_of, some_tokens
 from ckv_jax.storage import ChunkStore, Layout, StoreConfig, StoreUnavailable
 from ckv_jax.storage.place.kernel_queue import FILE_ALIGN
 from ckv_jax.storage.place.local import LocalFiles
@@ -19,6 +18,7 @@ from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.place.place import open_place
 from ckv_jax.storage.segment.packing import aligned
 from ckv_jax.storage.segment.segment import Segment
+from tests.support.truth import ingest, kv_of, packs_of, some_tokens
 
 LAYOUT = Layout(num_layers=6, num_kv_heads=2, head_dim=32, pack_layers=1, digest="int8")
 """Packs of a page, three files of them, and probes whose chunks are half a page."""

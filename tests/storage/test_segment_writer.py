@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 from ckv_jax.storage import Layout
 from ckv_jax.storage.errors import StoreClosed, StoreError, StoreFull, StoreUnavailable
 from ckv_jax.storage.place.files import Workspace
@@ -23,6 +22,7 @@ from ckv_jax.storage.segment import writer as writers
 from ckv_jax.storage.segment.array_writer import ArrayWriter
 from ckv_jax.storage.segment.manifest import Manifest, draft_manifest
 from ckv_jax.storage.segment.writer import SegmentWriter
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, packs_of, some_tokens
 
 SECONDS = 20.0
 ONE = Layout(num_layers=1, num_kv_heads=1, head_dim=8, pack_layers=1, probe="none")

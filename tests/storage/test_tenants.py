@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from segment_support import segment_folder
 
-from bench.fault_kinds import disk
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, Fingerprint, FingerprintMismatch, PrefixNotFound, tenant
 from ckv_jax.storage.segment import manifest as manifests
+from tests.faults import disk
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 SECRET = "correct horse battery staple"
 

@@ -17,7 +17,6 @@ import zarr
 from matplotlib.figure import Figure
 from segment_support import segment_folder
 
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     Layout,
@@ -32,6 +31,7 @@ from ckv_jax.storage.layout import PQ_CODES, PQ_DIM
 from ckv_jax.storage.segment.manifest import Manifest
 from ckv_jax.storage.tools.fate import foretold
 from ckv_jax.storage.tools.verify import Damage, VerifyReport, _check, ranges
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, packs_of, read_all, some_tokens
 
 WIDE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32"}
 

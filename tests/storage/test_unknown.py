@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.fault_kinds.tally import CONFIG, LAYOUT, prompts, serve
-from bench.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 from ckv_jax.storage import (
     ChunkStore,
     StoreConfig,
@@ -28,6 +26,8 @@ from ckv_jax.storage import (
     prune_store,
     verify_store,
 )
+from tests.faults.tally import CONFIG, LAYOUT, prompts, serve
+from tests.support.truth import FINGERPRINT, SMALL, ingest, read_all, some_tokens
 
 CALLS = ("open", "lstat", "stat", "listdir", "pread", "fstat", "rename")
 

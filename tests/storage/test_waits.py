@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.fault_kinds.tally import LAYOUT
-from bench.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore, ReadTimeout, StoreConfig, StoreError, StoreUnavailable, Wish
 from ckv_jax.storage.place.patience import Patience, progress
 from ckv_jax.storage.segment.deadline import Deadline, Gate
 from ckv_jax.storage.segment.packing import aligned
+from tests.faults.tally import LAYOUT
+from tests.support.truth import FINGERPRINT, SMALL, ingest, kv_of, read_all, some_tokens
 
 QUICK = StoreConfig(wait_s=0.4, write_s=0.6, deadline_s=0.5)
 ASKED = {"fingerprint": FINGERPRINT, "layout": SMALL}

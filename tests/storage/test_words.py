@@ -12,7 +12,6 @@ from threading import TIMEOUT_MAX
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, some_tokens
 from ckv_jax.storage import (
     Fingerprint,
     FingerprintMismatch,
@@ -35,6 +34,7 @@ from ckv_jax.storage.fingerprint import hash_files
 from ckv_jax.storage.place.url import folder_of
 from ckv_jax.storage.prefix import Span
 from ckv_jax.storage.probe_pages import ProbePages
+from tests.support.truth import FINGERPRINT, SMALL, some_tokens
 
 
 def said(*args: object, **named: object) -> str:

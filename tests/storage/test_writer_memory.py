@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
 from ckv_jax.storage import ChunkStore
 from ckv_jax.storage.segment import writer as writers
 from ckv_jax.storage.segment.array_writer import ArrayWriter
+from tests.support.truth import FINGERPRINT, SMALL, kv_of, read_all, some_tokens
 
 SECONDS = 20.0
 

@@ -1,4 +1,4 @@
-"""A scene in memory for the bounded proofs; `python -m bench.faults` runs them in full."""
+"""A scene in memory for the bounded proofs; `python -m tests.faults` runs them in full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from bench.fault_kinds import scene
+from tests.faults import scene
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Every call that an operation makes may fail, and may be the last: a part of `bench.faults`."""
+"""Every call that an operation makes may fail, and may be the last: a part of `tests.faults`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench.fault_kinds import scene, sweep, traced
-from bench.fault_kinds.calls import Calls, Plan
-from bench.fault_kinds.scene import OPERATIONS, Done, Verdict
-from bench.fault_kinds.sweep import Result, State
-from bench.fault_kinds.tally import Tally
 from ckv_jax.storage.place.local import LocalFiles
+from tests.faults import scene, sweep, traced
+from tests.faults.calls import Calls, Plan
+from tests.faults.scene import OPERATIONS, Done, Verdict
+from tests.faults.sweep import Result, State
+from tests.faults.tally import Tally
 
 
 def passed(tallies: dict[tuple[str, str], Tally]) -> Tally:

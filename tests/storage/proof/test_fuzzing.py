@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from bench.fault_kinds import fuzz
-from bench.fault_kinds.fuzz_targets import Target, bounded, feed
-from bench.fault_kinds.tally import Tally
+from tests.faults import fuzz
+from tests.faults.fuzz_targets import Target, bounded, feed
+from tests.faults.tally import Tally
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.fault_kinds.model import TwoStores
-from bench.fault_kinds.model_runs import run_machine
 from ckv_jax.storage.place.local import LocalFiles
+from tests.faults.model import TwoStores, run_machine
 
 
 def test_two_stores_keep_what_they_promise() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bench.fault_kinds import power
-from bench.fault_kinds.calls import Calls, Plan
-from bench.fault_kinds.crash_states import Recorder, crash_states
-from bench.fault_kinds.tally import Tally
+from tests.faults import power
+from tests.faults.calls import Calls, Plan
+from tests.faults.crash_states import Recorder, crash_states
+from tests.faults.tally import Tally
 
 
 def test_every_state_that_may_be_left_is_served(scenes: Path) -> None:

@@ -1,1 +1,0 @@
-"""Ways to hurt a store, and what must come of it: the rows of `python -m bench.faults`."""

@@ -1,0 +1,217 @@
+"""Hurt a store in every way the store promises to survive, and count what came of it.
+
+    python -m tests.faults [--quick] [--json OUT] [--only KIND] [--jobs N]
+
+Writes {"rows": [{"kind", "operation", "states", "caught", "harmless", "wrong_tokens",
+"lost_healthy", "evicted_pins", "crashes", "hangs", "leaks"}], "total": {the same counts}, "every",
+"skipped": {kind: reason}, "notes": [...], "seconds"}. The bar: everything but states, caught and
+harmless is 0. The exit status says so, too. In full it takes the better part of half an hour on two
+cores; `--every 6` enumerates a sixth of the states, of every operation and error; `--quick` takes a
+minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.faults import (
+    corruption,
+    disk,
+    fuzz,
+    model,
+    power,
+    processes,
+    scene,
+    sweep,
+    traced,
+)
+from tests.faults.tally import Tally, make_store
+
+Tallies = dict[tuple[str, str], Tally]
+"""A tally for each (kind, operation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much of each kind is done.
+
+    Attributes:
+      calls, losses, traced: every n-th state of what is enumerated.
+      inputs, guided: inputs for each cheap target that is fuzzed.
+      examples, steps: runs of the model, and the rules of each at most.
+      random: what the numbers of random faults are divided by.
+    """
+
+    calls: int = 1
+    losses: int = 1
+    traced: int = 6
+    inputs: int = 2000
+    guided: int = 5000
+    examples: int = 60
+    steps: int = 40
+    random: int = 1
+
+
+QUICK = Effort(
+    calls=160, losses=60, traced=900, inputs=60, guided=200, examples=4, steps=20, random=40
+)
+
+
+def sampled(every: int) -> Effort:
+    """All kinds in full, but of what is enumerated every so-manieth state: of every operation and
+    every error, other calls for each."""
+    full = Effort()
+    return replace(full, calls=every, losses=every, traced=every * full.traced)
+
+
+RANDOM = {
+    "kill -9": 200,
+    **dict.fromkeys(corruption.FLIPS, 143),  # 1,001 in all
+    **dict.fromkeys(corruption.SHARDS, 40),
+    "short reads": 40,
+    "full disk": 40,
+    "silent disk": 10,
+    "rival writers": 30,
+    "eviction during reads": 60,
+    "vanished folder": 20,
+    "bounded store": 40,
+    "lying manifests": 200,
+    "wrong salt": 60,
+    "left writers": 40,
+}
+"""Faults of each kind that is drawn at random."""
+ENUMERATED = ("errno sweep", "power loss", "traced calls", "fuzzing", "guided fuzzing", "model")
+
+
+def random_kinds(folder: Path) -> dict[str, tuple[str, Callable[[int], Tally]]]:
+    """Random faults by name: the operation they hurt, and what makes so many of them."""
+    pristine = folder / "pristine"
+    make_store(pristine)
+    runs: dict[str, tuple[str, Callable[[int], Tally]]] = {
+        "kill -9": ("write", lambda n: processes.kills(folder / "kills", n))
+    }
+    for kind in corruption.FLIPS:
+        runs[kind] = "read", lambda n, kind=kind: corruption.flips(pristine, n, kind)  # type: ignore[misc]
+    for kind in corruption.SHARDS:
+        runs[kind] = "read", lambda n, kind=kind: corruption.shards(pristine, n, kind)  # type: ignore[misc]
+    return runs | {
+        "short reads": ("read", lambda n: corruption.short_reads(pristine, n)),
+        "full disk": ("write", disk.full_disks),
+        "silent disk": ("read", lambda n: disk.silent_disks(pristine, n)),
+        "rival writers": ("write", lambda n: processes.rivals(folder / "rivals", n)),
+        "eviction during reads": ("read", lambda n: processes.evictions(folder / "evictions", n)),
+        "vanished folder": ("read", lambda n: processes.vanished_folders(pristine, n)),
+        "bounded store": ("evict", lambda n: processes.crowded(folder / "crowded", n)),
+        "lying manifests": ("read", lambda n: disk.lies(pristine, n)),
+        "wrong salt": ("lookup", lambda n: disk.wrong_salts(folder / "salts", n)),
+        "left writers": ("write", lambda n: disk.refused_writes(folder / "left", n)),
+    }
+
+
+def run_all(
+    effort: Effort, *, jobs: int, only: str | None, skipped: dict[str, str]
+) -> Iterator[Tallies]:
+    """Run all kinds, or one; yields tallies as they are there, and notes what could not run."""
+
+    def wanted(kind: str) -> bool:
+        return only in (None, kind)
+
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="ckv-faults-") as name:
+        scenes = Path(name) / "scenes"
+        scenes.mkdir()
+        scene.prepare(scenes)
+        if wanted("errno sweep"):
+            yield sweep.sweep(scenes, jobs=jobs, step=effort.calls)
+        if wanted("power loss"):
+            yield power.power_losses(scenes, jobs=jobs, step=effort.losses)
+        if wanted("traced calls"):
+            if reason := traced.missing():
+                skipped["traced calls"] = reason
+            else:
+                yield traced.trace(scenes, jobs=jobs, step=effort.traced)
+        if wanted("fuzzing"):
+            yield fuzz.fuzz(scenes, effort.inputs, jobs=jobs)
+        if wanted("guided fuzzing"):
+            if reason := fuzz.guided_missing():
+                skipped["guided fuzzing"] = reason
+            else:
+                yield fuzz.guided(scenes, effort.guided)
+        if wanted("model"):
+            yield {
+                ("model", "all"): model.run_machine(model.Counting, effort.examples, effort.steps)
+            }
+    with tempfile.TemporaryDirectory() as name:
+        for kind, (operation, run) in random_kinds(Path(name)).items():
+            if wanted(kind):
+                try:
+                    yield {(kind, operation): run(max(1, RANDOM[kind] // effort.random))}
+                except PermissionError as e:
+                    skipped[kind] = str(e)
+
+
+def main() -> int:
+    """Run all kinds; 1 when a fault got through."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="where the counts go")
+    parser.add_argument("--quick", action="store_true", help="a small part of the states")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="every N-th of the states enumerated"
+    )
+    parser.add_argument("--only", choices=(*ENUMERATED, *RANDOM), metavar="KIND", help="one kind")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
+    options = parser.parse_args()
+    if min(options.every, options.jobs) < 1:
+        parser.error(f"got --every {options.every} --jobs {options.jobs}, expected 1 or more")
+    logging.disable(logging.WARNING)  # an index that is lost on purpose need not be reported
+    start, since = time.monotonic(), time.monotonic()
+    found: Tallies = {}
+    skipped: dict[str, str] = {}
+    effort = QUICK if options.quick else sampled(options.every)
+    for tallies in run_all(effort, jobs=options.jobs, only=options.only, skipped=skipped):
+        for (kind, operation), tally in sorted(tallies.items()):
+            state = "ok" if tally.ok else "FAILED " + "; ".join(tally.notes[:2])
+            counts = " ".join(f"{name} {n}" for name, n in tally.counts.items() if n)
+            print(f"{kind:24} {operation:16} {counts} {state}", flush=True)
+        print(f"  … {time.monotonic() - since:.1f} s", flush=True)
+        since = time.monotonic()
+        found |= tallies
+    for kind, reason in skipped.items():
+        print(f"{kind:24} skipped: {reason}")
+    total = sum(found.values(), Tally())
+    print(f"{'total':24} {total.counts} in {time.monotonic() - start:.0f} s")
+    if options.json:
+        said = {"command": " ".join(["python -m tests.faults", *sys.argv[1:]])}
+        said |= {"every": options.every}
+        said |= _counts(found, total, skipped, time.monotonic() - start)
+        options.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return 0 if total.ok else 1
+
+
+def _counts(
+    found: Tallies, total: Tally, skipped: dict[str, str], seconds: float
+) -> dict[str, object]:
+    rows = [
+        {"kind": kind, "operation": operation, **tally.counts}
+        for (kind, operation), tally in sorted(found.items())
+    ]
+    return {
+        "rows": rows,
+        "total": total.counts,
+        "skipped": skipped,
+        "notes": total.notes,
+        "seconds": round(seconds, 1),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

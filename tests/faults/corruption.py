@@ -1,0 +1,154 @@
+"""Faults of the medium: flipped bits, and shards cut, blanked, deleted, swapped or replaced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ckv_jax.storage import ChunkStore
+from tests.faults.tally import CONFIG, LAYOUT, Tally, copy_of, prompts, serve, sweep_over
+from tests.support.truth import FINGERPRINT
+
+FLIPS = {
+    "flip data": "packs/c.*",
+    "flip index": "packs/c.*",
+    "flip probe": "probe/c.*",
+    "flip digest": "digest/c.*",
+    "flip manifest": "manifest.json",
+    "flip zarr.json": "*/zarr.json",
+    "flip catalog": "",
+}
+
+
+def flips(pristine: Path, count: int, kind: str) -> Tally:
+    """Single flipped bits in one kind of file."""
+
+    def hurt(folder: Path, rng: np.random.Generator) -> str:
+        if kind == "flip catalog":
+            path = folder / "catalog.sqlite"
+        else:
+            path = _pick(folder, rng, FLIPS[kind])
+        data = bytearray(path.read_bytes())
+        tail = 16 * len(data) // LAYOUT.pack_bytes + 4 if kind == "flip index" else len(data)
+        place = len(data) - 1 - int(rng.integers(max(1, min(tail, len(data)))))
+        data[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(data)
+        return f"{kind} {path.name} byte {place}"
+
+    return sweep_over(pristine, count, hurt)
+
+
+def shards(pristine: Path, count: int, kind: str) -> Tally:
+    """Shard files, and whole segments, that are not what they were."""
+
+    def hurt(folder: Path, rng: np.random.Generator) -> str:
+        pattern = str(rng.choice(["packs/c.*", "probe/c.*", "digest/c.*"]))
+        path = _pick(folder, rng, pattern)
+        SHARDS[kind](path, folder, rng)
+        return f"{kind} {path.parent.name}/{path.name}"
+
+    return sweep_over(pristine, count, hurt)
+
+
+def _truncate(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    os.truncate(path, int(rng.integers(path.stat().st_size)))
+
+
+def _extend(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    with path.open("ab") as file:
+        file.write(rng.bytes(int(rng.integers(1, 5000))))
+
+
+def _blank(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    """Zeros over a part or all, as a lost write leaves them."""
+    size = path.stat().st_size
+    start = int(rng.integers(size)) if rng.random() < 0.7 else 0
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(bytes(int(rng.integers(1, size - start + 1))))
+
+
+def _delete(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    path.unlink()
+
+
+def _swap(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    """Two shards change places, within a segment or between two."""
+    other = _pick(folder, rng, f"{path.parent.name}/c.*")
+    aside = folder / "tmp" / "aside"
+    path.rename(aside)
+    if other.exists():
+        other.rename(path)
+    aside.rename(other)
+
+
+def _swap_chunks(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    """Two equally long runs of bytes of a shard change places: valid packs, elsewhere."""
+    data = bytearray(path.read_bytes())
+    size = LAYOUT.pack_bytes if path.parent.name == "packs" else len(data) // 8
+    places = len(data) // size
+    if places > 1:
+        a, b = (int(i) * size for i in rng.choice(places, 2, replace=False))
+        data[a : a + size], data[b : b + size] = data[b : b + size], data[a : a + size]
+    path.write_bytes(data)
+
+
+def _swap_segments(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    """Two whole segments change names, or only their shards do."""
+    first = path.parents[1]
+    second = _pick(folder, rng, "manifest.json").parent
+    names = ["."] if rng.random() < 0.5 else ["packs", "probe", "digest"]
+    aside = folder / "tmp" / "aside"
+    for name in names if first != second else ():
+        (first / name).resolve().rename(aside)
+        (second / name).resolve().rename((first / name).resolve())
+        aside.rename((second / name).resolve())
+
+
+def _link(path: Path, folder: Path, rng: np.random.Generator) -> None:
+    """A symlink in the place of a file or a folder; even to the very bytes, it is not followed."""
+    target = path if rng.random() < 0.5 else path.parent
+    away = folder.parent / "elsewhere"
+    if away.is_dir():
+        shutil.rmtree(away)
+    else:
+        away.unlink(missing_ok=True)
+    target.rename(away)
+    target.symlink_to(away)
+
+
+SHARDS: dict[str, Callable[[Path, Path, np.random.Generator], None]] = {
+    "truncated": _truncate,
+    "extended": _extend,
+    "zero-filled": _blank,
+    "deleted": _delete,
+    "swapped shards": _swap,
+    "swapped packs": _swap_chunks,
+    "swapped segments": _swap_segments,
+    "symlinks": _link,
+}
+
+
+def short_reads(pristine: Path, count: int) -> Tally:
+    """Shards that are cut while a reader has them open."""
+    tally = Tally()
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        with copy_of(pristine) as folder, ChunkStore.open(folder, config=CONFIG) as store:
+            tokens = prompts()[0]
+            found = store.longest_prefix(tokens, fingerprint=FINGERPRINT, layout=LAYOUT)
+            with store.reader(found):  # keeps the segments open
+                path = _pick(folder, rng, "*/c.*")
+                _truncate(path, folder, rng)
+                with tally.fault("short read"):
+                    tally.judge(serve(store), f"short read {path.name}")
+    return tally
+
+
+def _pick(folder: Path, rng: np.random.Generator, pattern: str) -> Path:
+    paths = sorted((folder / "segments").glob(f"*/*/{pattern}"))
+    return paths[int(rng.integers(len(paths)))]
