@@ -89,9 +89,9 @@ def choose(
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
     pad = ((0, 0), (0, n - ids.shape[1]))
-    counted, covered = held, attention
+    counted, covered = jnp.where(mass > -jnp.inf, mass, 0.0), attention
     if sure is not None:
-        counted = jnp.where(sure, 0.0, held)
+        counted = jnp.where(sure, 0.0, counted)
         covered = jnp.where(jnp.take_along_axis(sure, jnp.maximum(ids, 0), axis=1), 0.0, attention)
     total = jnp.sum(counted, axis=1)
     covered_share = jnp.sum(covered, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
