@@ -243,7 +243,7 @@ def test_who_asks_with_another_system_is_told_which_stored_it(
 
     theirs = layout_of(SYSTEMS["quest"], SMALL, "float32")
     assert refused().startswith("stored with --system quest, asked with --system ckv; these differ")
-    assert "chunk_tokens (stored 8, got 16)" in refused() and "head_dim" not in refused()
+    assert "heads_apart (stored True, got False)" in refused() and "head_dim" not in refused()
     assert refused(chunk_tokens=64).startswith("stored with another system, asked")
     theirs = layout_of(SYSTEMS["contiguous-kv"], SMALL, "float32")
     int8 = codec_named("int8")
