@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ckv_jax.cli import ask, batch, convert, demo, heads, ingest, serve, store_tools
+from ckv_jax.cli import ask, batch, convert, demo, ingest, serve, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
@@ -50,25 +50,22 @@ app = typer.Typer(
         "no network and no GPU."
     ),
 )
-_heads = typer.Typer(no_args_is_help=True, help="Heads of a model that score what is to be read.")
-for _commands, _command in (
-    (app, demo.demo),
-    (app, ingest.ingest),
-    (app, ask.ask),
-    (app, batch.batch),
-    (app, serve.serve),
-    (app, convert.convert),
-    (app, store_tools.inspect),
-    (app, store_tools.verify),
-    (app, store_tools.prune),
-    (app, store_tools.pin),
-    (_heads, heads.profile),
+for _command in (
+    demo.demo,
+    ingest.ingest,
+    ask.ask,
+    batch.batch,
+    serve.serve,
+    convert.convert,
+    store_tools.inspect,
+    store_tools.verify,
+    store_tools.prune,
+    store_tools.pin,
 ):
     # A docstring's own line ends would be kept beside those of the terminal's width.
     _said = (_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _said)
-    _commands.command(_command.__name__, help=_help)(_command)
-app.add_typer(_heads, name="heads")
+    app.command(_command.__name__, help=_help)(_command)
 
 
 def _print_version(wanted: bool) -> None:

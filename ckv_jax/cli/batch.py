@@ -17,7 +17,6 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
-    HeadsFile,
     IoConcurrency,
     Json,
     MaxBytes,
@@ -27,7 +26,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, check_writable, number_of
-from ckv_jax.cli.store_tools import given_heads, is_store, open_store, store_config
+from ckv_jax.cli.store_tools import is_store, open_store, store_config
 
 __all__ = ["batch"]
 
@@ -61,7 +60,6 @@ def batch(
         typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
     ] = 8,
     codec: Codec = "none",
-    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
@@ -105,7 +103,7 @@ def batch(
                 largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=preset(system, codec=codec, heads=given_heads(heads)),
+            system=preset(system, codec=codec),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

@@ -17,7 +17,6 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
-    HeadsFile,
     IoConcurrency,
     Json,
     MaxBytes,
@@ -28,7 +27,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.store_tools import given_heads, parse_seconds, store_config
+from ckv_jax.cli.store_tools import parse_seconds, store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
 __all__ = ["ingest", "read_text"]
@@ -47,7 +46,6 @@ def ingest(
     store: Store,
     system: System = "ckv",
     codec: Codec = "none",
-    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
@@ -124,7 +122,7 @@ def ingest(
 
         compilation_cache.enable()
         config = EngineConfig(
-            system=preset(system, codec=codec, heads=given_heads(heads)),
+            system=preset(system, codec=codec),
             dtype=dtype,
             salt=salt,
             tensor_parallel=tensor_parallel,

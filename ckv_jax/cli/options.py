@@ -14,13 +14,10 @@ __all__ = [
     "DirectIo",
     "Dtype",
     "Eviction",
-    "HeadsFile",
     "IoConcurrency",
     "Json",
     "MaxBytes",
     "Salt",
-    "SampleTexts",
-    "SampleTokens",
     "Store",
     "System",
     "TenantBytes",
@@ -100,15 +97,6 @@ Codec = Annotated[
         "or two fifths of the bytes.",
     ),
 ]
-HeadsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--heads",
-        metavar="FILE.json",
-        help="The heads that score what is to be read, as `ckv heads profile` finds them; without "
-        "it all of them do.",
-    ),
-]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -116,19 +104,6 @@ Dtype = Annotated[
         metavar="NAME",
         help="Element type of weights, keys and values: bfloat16, float16 or float32.",
     ),
-]
-SampleTexts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        metavar="FILE",
-        help="A text such as those to be stored, UTF-8; may be given several times. Without "
-        "it: the handbook of `ckv demo`.",
-    ),
-]
-SampleTokens = Annotated[
-    int,
-    typer.Option("--tokens", metavar="N", min=64, help="How many tokens of all texts to look at."),
 ]
 Budget = Annotated[
     str | None,

@@ -14,7 +14,6 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
-    HeadsFile,
     IoConcurrency,
     MaxBytes,
     Store,
@@ -22,7 +21,7 @@ from ckv_jax.cli.options import (
     TensorParallel,
 )
 from ckv_jax.cli.output import Terminal
-from ckv_jax.cli.store_tools import given_heads, parse_size, store_config
+from ckv_jax.cli.store_tools import parse_size, store_config
 
 __all__ = ["serve"]
 
@@ -64,7 +63,6 @@ def serve(
     ] = "0.25",
     system: System = "ckv",
     codec: Codec = "none",
-    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     max_tokens: Annotated[
@@ -182,7 +180,7 @@ def serve(
                 checkpoint,
                 store=store,
                 config=EngineConfig(
-                    system=preset(system, codec=codec, heads=given_heads(heads)),
+                    system=preset(system, codec=codec),
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,

@@ -18,12 +18,10 @@ from ckv_jax.storage.errors import PrefixNotFound, StoreError
 from ckv_jax.storage.place.url import folder_of
 
 if TYPE_CHECKING:
-    from ckv_jax.config import Heads
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
 
 __all__ = [
-    "given_heads",
     "inspect",
     "is_store",
     "open_store",
@@ -271,13 +269,6 @@ def store_config(
         direct_io=direct_io,
         io_concurrency=io_concurrency,
     )
-
-
-def given_heads(path: Path | None) -> Heads:
-    """What --heads says."""
-    from ckv_jax.heads import read_heads
-
-    return () if path is None else read_heads(path)
 
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
