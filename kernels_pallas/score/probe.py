@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 from jax import Array
-from jaxtyping import Float, Float32, Int8, UInt, UInt8
+from jaxtyping import Float, Float32, Int8, Int32, UInt, UInt8
 
 __all__ = ["BoundKeys", "Int4Keys", "Int8Keys", "Keys", "Landmarks", "MeanKeys", "PqKeys",
            "Probe", "TokenProbe", "TurnedKeys"]  # fmt: skip
