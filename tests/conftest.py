@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -109,6 +110,14 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     from command_line import in_this_process
 
     return in_this_process(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of a real instruct model; fetched once, skipped where it cannot be."""
+    from real_model import smollm2_gguf
+
+    return smollm2_gguf()
 
 
 @pytest.fixture(scope="session")

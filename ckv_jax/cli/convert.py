@@ -1,4 +1,4 @@
-"""`ckv convert`: a checkpoint from Hugging Face's format to Orbax, or back."""
+"""`ckv convert`: a checkpoint from one format to another."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def convert(
     json: Json = False,
 ) -> None:
     """Write a checkpoint in another format, weights bit for bit, tokenizer included.
+
+    Quantised weights of a GGUF file are written in float32.
 
     The new folder can be given to every command in place of the old one. A store knows a model by
     the content of its files, so that texts are ingested anew for a converted one.

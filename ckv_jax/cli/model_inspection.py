@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["inspect_checkpoint", "is_checkpoint"]
 
 
-def is_checkpoint(folder: str) -> bool:
-    """Whether this is a local folder that calls itself a model: no store has a `config.json`."""
-    return (Path(folder) / "config.json").is_file()
+def is_checkpoint(place: str) -> bool:
+    """Whether this calls itself a model: a GGUF file, or a folder with a `config.json`, which no
+    store has."""
+    from ckv_jax.model.gguf_model import is_gguf
+
+    return (Path(place) / "config.json").is_file() or is_gguf(place)
 
 
 def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:

@@ -28,8 +28,9 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Folder of a Qwen2.5, Qwen3, Llama or Mistral model in Hugging Face format "
-        "(config.json, *.safetensors and the tokenizer's files), or one that `ckv convert` wrote.",
+        help="A Qwen2.5, Qwen3, Llama or Mistral model: a folder in Hugging Face format "
+        "(config.json, *.safetensors and the tokenizer's files), a GGUF file, or a folder that "
+        "`ckv convert` wrote.",
     ),
 ]
 Store = Annotated[

@@ -43,9 +43,7 @@ _UNITS = {
 
 
 def inspect(
-    store: Annotated[
-        str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint folder.")
-    ],
+    store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")],
     prefix: Annotated[
         str | None, typer.Argument(metavar="[PREFIX]", help="An id, or how it begins.")
     ] = None,
@@ -245,10 +243,11 @@ def _open_to_look(url: str) -> ChunkStore:
     except (StoreError, ValueError) as error:
         if type(error) not in (StoreError, ValueError):
             raise  # a store that cannot be asked just now
-        from ckv_jax.model.checkpoint import hub_hint
+        if "://" in url:
+            raise
+        from ckv_jax.model.checkpoint import not_a_checkpoint
 
-        hint = "" if "://" in url else hub_hint(Path(url))
-        raise ValueError(f"{error}; nor is it a checkpoint: it has no config.json{hint}") from error
+        raise ValueError(f"{error}; {not_a_checkpoint(Path(url))}") from error
 
 
 def store_config(

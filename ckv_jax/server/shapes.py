@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation
@@ -55,6 +56,11 @@ class _Common:
         self._tokenizer = tokenizer
         self._kind = kind
         self._chunk_kind = chunk_kind
+        self._latest = [
+            prompt.tokens[-LAST_TOKENS:].tolist()
+            for prompt in asked.prompts
+            for _ in range(asked.choices)
+        ]
 
     def usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
         return self._object(self._chunk_kind, [], usage=usage(self._asked, generations))
@@ -69,8 +75,25 @@ class _Common:
             **more,
         }
 
-    def _token(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+    def _tokens(
+        self, choice: int, found: Sequence[Found]
+    ) -> list[tuple[str, float, list[tuple[str, float]]]]:
+        """Of each token its text after the tokens before it, its logprob, and the likeliest."""
+        rows = []
+        for token, told in found:
+            before = self._latest[choice]
+            rows.append(
+                (
+                    self._tokenizer.decode_next(token, after=before),
+                    told.token,
+                    [
+                        (self._tokenizer.decode_next(other, after=before), value)
+                        for other, value in told.top
+                    ],
+                )
+            )
+            self._latest[choice] = [*before, token][-LAST_TOKENS:]
+        return rows
 
 
 class ChatShape(_Common):
@@ -103,7 +126,7 @@ class ChatShape(_Common):
             {
                 "index": choice,
                 "message": {"role": "assistant", "content": generation.text, "refusal": None},
-                "logprobs": self._logprobs(told),
+                "logprobs": self._logprobs(choice, told),
                 "finish_reason": _FINISH[generation.finish_reason],
             }
             for choice, (generation, told) in enumerate(zip(generations, found, strict=True))
@@ -123,27 +146,26 @@ class ChatShape(_Common):
                 {
                     "index": choice,
                     "delta": delta,
-                    "logprobs": self._logprobs(found),
+                    "logprobs": self._logprobs(choice, found),
                     "finish_reason": None if reason is None else _FINISH[reason],
                 }
             ],
         )
 
-    def _logprobs(self, found: Sequence[Found]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: int, found: Sequence[Found]) -> dict[str, Any] | None:
         if not found:
             return None
         return {
             "content": [
-                self._one(token, told.token)
-                | {"top_logprobs": [self._one(other, value) for other, value in told.top]}
-                for token, told in found
+                _one(text, value) | {"top_logprobs": [_one(*other) for other in top]}
+                for text, value, top in self._tokens(choice, found)
             ],
             "refusal": None,
         }
 
-    def _one(self, token: int, value: float) -> dict[str, Any]:
-        text = self._token(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+def _one(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
 class CompletionShape(_Common):
@@ -187,17 +209,15 @@ class CompletionShape(_Common):
     def _logprobs(self, choice: int, found: Sequence[Found]) -> dict[str, Any] | None:
         if not found:
             return None
-        tokens = [self._token(token) for token, _ in found]
+        rows = self._tokens(choice, found)
         offsets = []
-        for text in tokens:
+        for text, _, _ in rows:
             offsets.append(self._offsets[choice])
             self._offsets[choice] += len(text)
         return {
-            "tokens": tokens,
-            "token_logprobs": [told.token for _, told in found],
-            "top_logprobs": [
-                {self._token(other): value for other, value in told.top} for _, told in found
-            ],
+            "tokens": [text for text, _, _ in rows],
+            "token_logprobs": [value for _, value, _ in rows],
+            "top_logprobs": [dict(top) for _, _, top in rows],
             "text_offset": offsets,
         }
 
