@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from ckv_jax.config import Heads, KeepName, PolicyName, Selector, SystemConfig, WidthsName
+from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig, WidthsName
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec
@@ -193,23 +193,12 @@ def system_named(name: str) -> SystemConfig:
     return SYSTEMS[name]
 
 
-def preset(name: str, *, codec: str | Codec = "none", heads: Heads = ()) -> SystemConfig:
-    """The preset `name` with packs encoded by a codec, or by the one of a name, and scored by some
-    heads alone.
+def preset(name: str, *, codec: str | Codec = "none") -> SystemConfig:
+    """The preset `name` with packs encoded by a codec, or by the one of a name.
 
-    With `heads` the last token of a question chooses alone, in one stage, and so does every token
-    of a text: to heads that find things the newest token says what is asked about, and earlier ones
-    something else (`bench/results/NOTEBOOK.md`).
-
-    Raises as `system_named`, and `ValueError` for a codec there is none of, or heads where nothing
-    is scored by them.
+    Raises as `system_named`, and `ValueError` for a codec there is none of.
     """
-    system = replace(system_named(name), codec=codec, heads=heads)
-    if not heads:
-        return system
-    choose, decode = replace(system.choose, queries=1, coarse=None), system.decode
-    decode = decode and replace(decode, queries=1)
-    return replace(system, choose=choose, decode=decode)
+    return replace(system_named(name), codec=codec)
 
 
 def system_of(system: str | SystemConfig) -> SystemConfig:

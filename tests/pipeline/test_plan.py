@@ -79,12 +79,3 @@ def test_no_layers_is_refused() -> None:
 def test_packs_that_straddle_a_subperiod_are_refused() -> None:
     with pytest.raises(ValueError, match="divide"):
         dataclasses.replace(PAPER, pack_layers=4, subperiod=2, period=2)
-
-
-def test_heads_of_several_layers_guess_together() -> None:
-    heads = ((1, 0), (2, 1), (5, 0), (9, 1))
-    few = Plan.of(10, dataclasses.replace(SYSTEMS["ckv-16"], heads=heads))
-    assert [few.scoring_layers(period) for period in range(3)] == [[1, 2], [5], [9]]
-    assert [few.guessing_layers(period) for period in range(3)] == [[1, 2], [5], [9]]
-    every = Plan.of(10, SYSTEMS["ckv-16"])
-    assert [every.guessing_layers(period) for period in range(3)] == [[0], [4], [8]]
