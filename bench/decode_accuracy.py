@@ -33,7 +33,6 @@ from bench.common import (
     table,
 )
 from bench.figures import save
-from bench.heads import HEADED, headed_system
 from bench.kept import Kept, checkpoint_fingerprint
 from bench.tasks.suffixes import Told, lengthened, retold, told
 from ckv_jax.config import EngineConfig, SystemConfig
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
     parser.add_argument("--json", type=result_file, help="write the rows here")
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
-    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(NAMES))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(NAMES))
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=positive, default=4096)
@@ -187,10 +186,7 @@ def main() -> None:
         tokens=args.tokens,
     )
     folder = reference_folder()
-    systems = {
-        name: headed_system(name, folder) if name in HEADED else SYSTEMS[name]
-        for name in args.systems
-    }
+    systems = {name: SYSTEMS[name] for name in args.systems}
     about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
     about["model"] = checkpoint_fingerprint(folder)
     kept = Kept(args.json, about)

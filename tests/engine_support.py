@@ -15,9 +15,11 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.selection.coarse import Coarse
+from ckv_jax.selection.select import Select
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import system_named
+from ckv_jax.systems import SYSTEMS, system_named
 
 SMALL = ModelConfig(
     model_type="qwen2",
@@ -40,6 +42,16 @@ TIGHT = 1e-4
 
 MIB = 2**20
 
+CHUNKED = dataclasses.replace(
+    SYSTEMS["ckv-16"],
+    name="ckv",
+    keep_ends=False,
+    choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
+    decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
+)
+"""What tests of the machinery call "ckv": numbers of their own, whatever the preset's become. Tests
+of the preset itself take it from `SYSTEMS`."""
+
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:
     """Random token ids int32 [n] of the small model."""
@@ -52,6 +64,11 @@ def compiled_layers(model: ModelConfig, dtype: str, seed: int) -> tuple[Layers, 
     mostly ask for the same few, and compiling is most of what they do."""
     weights = random_model(model, dtype=dtype, seed=seed)
     return Layers(weights), random_fingerprint(weights)
+
+
+def preset_of(name: str) -> SystemConfig:
+    """A system by its name; `CHUNKED` for "ckv"."""
+    return CHUNKED if name == "ckv" else system_named(name)
 
 
 def small_engine(
@@ -69,7 +86,7 @@ def small_engine(
 
     `nothing_compiled`: for tests that count programs, which must all be compiled by themselves.
     """
-    preset = system_named(system) if isinstance(system, str) else system
+    preset = preset_of(system) if isinstance(system, str) else system
     values: dict[str, object] = {
         "dtype": "float32",
         "device_cache_bytes": MIB,

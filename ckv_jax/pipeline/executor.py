@@ -241,7 +241,7 @@ class Executor:
     def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
         """The layers and probes that score for a period; kept with the digest, where it is one."""
         of, probes = self._plan.by_period[period], member.probes
-        layers = of.guessing if guess else of.scoring
+        layers = of.scoring[:1] if guess else of.scoring
         if probes.digest is None:
             return self._layers.scorer(layers, probes.get(layers, period))
         kept = probes.digest.scorers
@@ -256,7 +256,7 @@ class Executor:
             n=min(choice_bucket(int(limits.max())), resident.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
             window=choose.queries,
-            power=choose.power,
+            peaks=choose.peaks,
             score=choose.score,
             stages=None if coarse is None else coarse.stages(limits, resident.num_chunks),
             each=self._system.heads_apart,

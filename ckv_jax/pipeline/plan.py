@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckv_jax.config import Heads, SystemConfig, scoring_layers
+from ckv_jax.config import SystemConfig, scoring_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,8 @@ class Period(NamedTuple):
     groups: np.ndarray
     """int [J, G]: the layer groups of each of J choices."""
     scoring: list[int]
-    """The layers whose queries select, see `Select.score_layers`."""
-    guessing: list[int]
-    """The layers that guess the selection before the period's own hidden state is there: the first
-    that scores, or where each has a head alone all of them."""
+    """The layers whose queries select, see `Select.score_layers`; the first of them guesses the
+    selection before the period's own hidden state is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,6 @@ class Plan:
     """Choices that a period makes: one, or one for each KV head. Choice `period * parts + head`."""
     group_table: np.ndarray
     """The layer groups int [choices, G] that each choice is made for, -1 past their end."""
-    heads: Heads = ()
-    """`SystemConfig.heads`."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig, *, kv_heads: int = 0) -> Plan:
@@ -78,14 +74,12 @@ class Plan:
             mine = tuple(step for step in steps if step.period == index)
             every = range(mine[0].groups.start, mine[-1].groups.stop)
             layers = range(mine[0].layers.start, mine[-1].layers.stop)
-            scoring = scoring_layers(layers, system.choose.score_layers, system.heads)
-            guessing = scoring if system.heads else scoring[:1]
-            groups = np.array(every).reshape(-1, parts).T
-            periods.append(Period(mine, groups, scoring, guessing))
+            scoring = scoring_layers(layers, system.choose.score_layers)
+            periods.append(Period(mine, np.array(every).reshape(-1, parts).T, scoring))
         table = np.full((len(periods) * parts, periods[0].groups.shape[1]), -1)
         for index, period in enumerate(periods):
             table[index * parts : (index + 1) * parts, : period.groups.shape[1]] = period.groups
-        return cls(steps, tuple(periods), parts, table, system.heads)
+        return cls(steps, tuple(periods), parts, table)
 
     @property
     def periods(self) -> int:
@@ -104,7 +98,7 @@ class Plan:
         """As `Period.scoring`, at most so many."""
         steps = self.by_period[period].steps
         layers = range(steps[0].layers.start, steps[-1].layers.stop)
-        return scoring_layers(layers, most, self.heads)
+        return scoring_layers(layers, most)
 
     @property
     def choices(self) -> int:

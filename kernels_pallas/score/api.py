@@ -19,12 +19,10 @@ from ckv_jax.kernels_pallas.score.probe import (
     Keys,
     Landmarks,
     MeanKeys,
-    OneHead,
     PqKeys,
     Probe,
     TurnedKeys,
 )
-from ckv_jax.kernels_pallas.score.rows import of_head
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = [
@@ -34,7 +32,6 @@ __all__ = [
     "Int8Keys",
     "Keys",
     "MeanKeys",
-    "OneHead",
     "PqKeys",
     "Probe",
     "score",
@@ -50,16 +47,15 @@ def score(
     chunk_tokens: int,
     target: Target,
     heads: Literal["all", "each"] = "all",
-    squares: bool = False,
+    peaks: bool = False,
     implementation: Implementation = "auto",
 ) -> Float32[Array, "*2 B J M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
     chunk's tokens, the query heads and all valid queries.
 
     Over all heads together (J = 1) the sum over chunks is H * q_lengths[b] when num_tokens > 0,
-    for each KV head by itself (J = K) it is G * q_lengths[b]; a probe of one head is scored by its
-    G query heads alone (J = 1). No `[H, S, T]` array is made. A probe of landmarks gives the
-    softmax over chunks of what `landmarks.score` says of each.
+    for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made. A probe
+    of landmarks gives the softmax over chunks of what `landmarks.score` says of each.
 
     Args:
       q: RoPE applied; a probe over the first K' KV heads goes with its K' * G query heads.
@@ -68,16 +64,16 @@ def score(
       num_tokens: int32 scalar, how many tokens belong to the prefix.
       q_lengths: query i of sequence b counts if i < q_lengths[b].
       heads: pooled, or each KV head with its G query heads.
-      squares: also gives the sum of each query's *squared* mass per chunk, which a chunk that one
-        query of one head looks up leads. The result is [2, B, J, M] then: masses, squares.
+      peaks: each query's mass is weighed by 1 / (1 + d), d queries before its row's last, and the
+        result is [2, B, J, M]: the sums of these masses, and the sums of their squares, in which a
+        chunk that one query of one head looks up comes first.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
-    q, probe = of_head(q, probe)
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    args = (q, probe, num_tokens, q_lengths, chunk_tokens, squares)
+    args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
     kernels = IMPLEMENTATIONS
     if isinstance(probe, Landmarks):
         kernels = LANDMARKS

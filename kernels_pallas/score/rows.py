@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ckv_jax.kernels_pallas.score.probe import (
     Landmarks,
-    OneHead,
     PqKeys,
     Probe,
     TokenProbe,
-    TurnedKeys,
 )
 
-__all__ = ["chunk_sums", "fold_queries", "of_chunks", "of_head", "pad_tokens"]
+__all__ = ["chunk_sums", "fold_queries", "of_chunks", "pad_tokens", "weights_of"]
 
 
-def of_head(q: Array, probe: Probe) -> tuple[Array, TokenProbe | Landmarks | TurnedKeys]:
-    """Of queries [B, S, H, D] those that a probe is for, [B, S, G, D] where it has one KV head, and
-    what they score."""
-    if not isinstance(probe, OneHead):
-        return q, probe
-    group = q.shape[2] // probe.of
-    return lax.dynamic_slice_in_dim(q, probe.head * group, group, axis=2), probe.probe
+def weights_of(q_lengths: Array, queries: int, peaks: bool) -> Array:
+    """What each query counts, float32 [B, S]: 0 past its row's length, else 1, or with `peaks`
+    1 / (1 + d) for the query d places before the last."""
+    before_end = q_lengths[:, None] - jnp.arange(queries, dtype=jnp.int32)[None, :]  # 1 + d
+    valid = before_end > 0
+    if not peaks:
+        return valid.astype(jnp.float32)
+    return jnp.where(valid, 1.0 / jnp.maximum(before_end, 1).astype(jnp.float32), 0.0)
 
 
 def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tuple[Array, Array]:
@@ -62,10 +61,6 @@ def pad_tokens(probe: TokenProbe, tokens: int) -> TokenProbe:
 
 def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
     """What a probe has of the chunks `ids` int32 [n], one after the other; for -1, of some."""
-    if isinstance(probe, OneHead):
-        inner = of_chunks(probe.probe, ids, chunk_tokens)
-        assert not isinstance(inner, OneHead)
-        return OneHead(inner, probe.head, probe.of)
     unit = 1 if isinstance(probe, Landmarks) else chunk_tokens
 
     def taken(array: Array) -> Array:

@@ -52,7 +52,7 @@ def plan(parts: int) -> Plan:
         for n in range(2)
     )  # fmt: skip
     groups = np.arange(2 * parts).reshape(2, parts).T
-    return Plan(steps, (Period(steps, groups, [0], [0]),), parts, group_table=groups)
+    return Plan(steps, (Period(steps, groups, [0]),), parts, group_table=groups)
 
 
 class Window:

@@ -1,0 +1,153 @@
+"""How a person names a stored prefix, and what is said where a name fits several or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_tiny import tiny_engine
+
+from ckv_jax import Engine, Prefix, Request
+from ckv_jax.cli.stores import find_prefix
+from ckv_jax.model.checkpoint import hub_hint
+from ckv_jax.storage import Wish
+from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.index.wishes import first_words
+from ckv_jax.storage.tools.verify import Damage, ranges
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with tiny_engine(tmp_path_factory.mktemp("finding")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def stored(engine: Engine) -> list[Prefix]:
+    """Twenty texts, so that two ids begin alike; the first two are called the same."""
+    rng = np.random.default_rng(0)
+    texts = rng.integers(0, engine.model_config.vocab_size, (20, 16)).astype(np.int32)
+    found = [engine.ingest(text) for text in texts]
+    for prefix in found[:2]:
+        engine.store.set_wish(prefix.id, Wish(name="twins", begins="once upon a time"))
+    engine.store.set_wish(found[2].id, Wish(name="alone", source="alone.txt"))
+    return found
+
+
+def test_a_name_finds_its_prefix(engine: Engine, stored: list[Prefix]) -> None:
+    assert find_prefix(engine.store, "alone", salt="") == stored[2]
+    assert find_prefix(engine.store, stored[3].id[:16], salt="") == stored[3]
+
+
+def test_a_whole_id_comes_before_a_name(engine: Engine, stored: list[Prefix]) -> None:
+    digest = "0123456789abcdef" * 2  # of the length of an id, and none
+    for prefix, name in ((stored[4], stored[5].id), (stored[6], digest)):
+        engine.store.set_wish(prefix.id, Wish(name=name))
+    assert find_prefix(engine.store, stored[5].id, salt="") == stored[5]
+    assert find_prefix(engine.store, digest, salt="") == stored[6]
+
+
+def test_a_name_of_several_says_which(engine: Engine, stored: list[Prefix]) -> None:
+    with pytest.raises(
+        ValueError, match="2 prefixes are called 'twins'; say which by its id"
+    ) as error:
+        find_prefix(engine.store, "twins", salt="")
+    assert all(prefix.id[:12] in str(error.value) for prefix in stored[:2])
+
+
+def test_no_name_where_there_are_several(engine: Engine, stored: list[Prefix]) -> None:
+    with pytest.raises(
+        ValueError, match=r"20 prefixes are stored; say which with --prefix: .* and 15 more"
+    ):
+        find_prefix(engine.store, None, salt="")
+
+
+def test_an_id_that_begins_several_says_so(engine: Engine, stored: list[Prefix]) -> None:
+    letters = [prefix.id[0] for prefix in stored]
+    letter = max(letters, key=letters.count)
+    count = letters.count(letter)
+    assert count > 1
+    said = f"{count} stored prefixes begin with '{letter}': "
+    with pytest.raises(PrefixNotFound, match=said) as error:
+        find_prefix(engine.store, letter, salt="")
+    assert set(error.value.close) <= {p.id for p in stored if p.id[0] == letter}
+
+
+def test_another_tenants_name_is_no_name(engine: Engine, stored: list[Prefix]) -> None:
+    with pytest.raises(PrefixNotFound, match=r"no stored prefix with id 'alone'$"):
+        find_prefix(engine.store, "alone", salt="somebody else")
+
+
+def test_a_name_of_nothing_lists_what_is_stored(engine: Engine, stored: list[Prefix]) -> None:
+    said = r"no stored prefix has the name or id 'nobody'; stored: .* and 15 more$"
+    with pytest.raises(PrefixNotFound, match=said):
+        find_prefix(engine.store, "nobody", salt="")
+
+
+def test_a_prefix_of_another_system_names_it(engine: Engine, stored: list[Prefix]) -> None:
+    from engine_support import small_engine
+    from engine_tiny import TINY
+
+    with (
+        small_engine(engine.store.files.root, system="as-lru", model=TINY) as other,  # type: ignore[attr-defined]
+        pytest.raises(
+            ValueError,
+            match=r"asked with --system as-lru; these differ: chunk_tokens .* ingest the text with",
+        ),
+    ):
+        other.check_prefix(stored[0])
+
+
+def test_results_print_what_a_person_wants(engine: Engine, stored: list[Prefix]) -> None:
+    (result,) = engine.reprefill([Request(prefix=stored[0], suffix=[1, 2])])
+    assert str(result).startswith("'' (token ") and "first token after" in str(result)
+    assert "MB from SSD" in str(result.trace) and "covered" in str(result.trace)
+    assert str(stored[0]) == f"prefix {stored[0].id[:12]}: 16 tokens in 1 chunk"
+    (bad,) = engine.reprefill([Request(prefix="0" * 32, suffix=[1])])
+    assert str(bad).startswith("PrefixNotFound: no stored prefix")
+
+
+def test_a_first_answer_says_what_was_compiled(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path, nothing_compiled=True) as engine:
+        request = Request(prefix=engine.ingest(list(range(1, 40))), suffix=list(range(1, 24)))
+        (first,) = engine.reprefill([request])
+        (second,) = engine.reprefill([request])
+    assert first.trace.compiled > 0 and second.trace.compiled == 0
+    assert f"programs compiled or loaded: {first.trace.compiled}" in str(first.trace)
+    assert "compiled" not in str(second.trace)
+
+
+@pytest.mark.parametrize("give", ["ingest", "append", "reprefill", "generate"])
+def test_nothing_is_a_type_error(engine: Engine, give: str) -> None:
+    with pytest.raises(TypeError, match="got NoneType, expected"):
+        getattr(engine, give)(None)
+
+
+@pytest.mark.parametrize("field", ["prefix", "suffix"])
+def test_wrong_types_are_told_at_the_call(field: str) -> None:
+    with pytest.raises(TypeError, match=f"got {field}=None, expected"):
+        Request(**{"prefix": [1], "suffix": [1]} | {field: None})  # type: ignore[arg-type]
+
+
+def test_neighbouring_chunks_are_one_line() -> None:
+    damages = [Damage("a", chunk, "crc") for chunk in (7, 3, 4, 5, 9)] + [Damage("b", 1, "short")]
+    assert ranges(damages) == ["a, 5 chunks: 3 to 5, 7, 9: crc", "b, chunk 1: short"]
+
+
+def test_only_two_words_look_like_a_name_on_the_hub() -> None:
+    assert "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B" in hub_hint(Path("Qwen/Qwen3-8B"))
+    assert hub_hint(Path("/no/such")) == hub_hint(Path("model")) == hub_hint(Path("a/b/c")) == ""
+
+
+def test_first_words_are_one_line() -> None:
+    assert first_words("Once\n\nupon\ta time") == "Once upon a time"
+    assert first_words("word " * 100) == ("word " * 12).strip() + " …"
+
+
+def test_a_wish_of_before_names_is_read_as_it_was() -> None:
+    old = b'{"pinned": false, "retain_s": 5.0, "priority": 2}'
+    assert Wish.decode(old) == Wish(retain_s=5.0, priority=2)
+    with pytest.raises(ValueError, match="name: got"):
+        Wish(name="two\nlines")

@@ -1,0 +1,209 @@
+"""The lines of `docs/operations.md`, "As they are printed", are those that are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from command_line import Here
+from small_checkpoint import small_checkpoint
+
+from ckv_jax import Engine
+from ckv_jax.storage.errors import ReadTimeout
+from ckv_jax.storage.index.wishes import Wish
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+TEXT = "\n".join(f"The lamp of room {n} is number {n * 37 % 101}." for n in range(20))
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, here and in new processes, however these tests were started: what a shell
+    runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("told") / "model"
+    return small_checkpoint(folder)
+
+
+@pytest.fixture
+def store(model: Path, tmp_path: Path, here: Here) -> Path:
+    """A store with one prefix, called handbook."""
+    kept, text = model.parent / "kv", model.parent / "handbook.txt"
+    if not kept.exists():
+        text.write_text(TEXT)
+        assert here("ingest", model, text, "--store", kept, "--name", "handbook")[0] == 0
+    return Path(shutil.copytree(kept, tmp_path / "kv"))
+
+
+@pytest.fixture(scope="module")
+def page() -> set[str]:
+    """Its lines without what differs from run to run."""
+    section = PAGE.read_text("utf-8").split("### As they are printed")[1].split("\n## ")[0]
+    blocks = re.findall(r"^```text\n(.*?)^```", section, re.M | re.S)
+    return {plain(line) for line in "".join(blocks).splitlines()}
+
+
+def plain(line: str, store: Path | None = None) -> str:
+    """A line without paths, ids and numbers; lists of prefixes as one word."""
+    line = line.replace(str(store), "/tmp/kv") if store is not None else line
+    line = re.sub(r"\b[0-9a-f]{12,32}\b", "ID", line)
+    line = re.sub(r"ID( \([^)]*\))?(, ID( \([^)]*\))?)+( and \d+ more)?", "IDS", line)
+    line = re.sub(r"ID \([^)]*\) and \d+ more", "IDS", line)
+    line = re.sub(r"\(\d+(, \d+)*,?\)", "LAYERS", line)
+    line = re.sub(r"[\d,.]+ [KMG]?i?B\b", "SIZE", line)
+    line = re.sub(r"begin with '.*?'", "begin with BEGINNING", line)
+    return re.sub(r"\b[2-9]\b|\b\d[\d,.]*\d\b", "N", line)  # 1 decides between singular and plural
+
+
+def lines(found: tuple[int, str, str], code: int, store: Path) -> list[str]:
+    """What a run of `ckv` printed, stdout first."""
+    assert found[0] == code, found
+    return [plain(line, store) for line in (found[1] + found[2]).splitlines()]
+
+
+def test_a_damaged_store(store: Path, model: Path, here: Here, page: set[str]) -> None:
+    largest = max(store.rglob("packs/c.*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--no-warm-up")
+    assert set(lines(asked, 0, store)[-2:]) <= page  # what was compiled, what was damaged
+    found = lines(here("verify", store), 1, store)
+    assert len(found) == 3 and set(found) <= page
+    found = lines(here("verify", store, "--repair", "--dry-run"), 1, store)
+    assert found[1].startswith("would") and found[1] in page
+    assert lines(here("verify", store, "--repair"), 0, store)[-1] in page
+    assert here("ingest", model, model.parent / "handbook.txt", "--store", store)[0] == 0
+    assert here("verify", store)[0] == 0
+
+
+def test_a_slow_disk(
+    store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.segment.reader import PrefixReader
+
+    def late(*args: object, **named: object) -> NoReturn:
+        raise ReadTimeout("packs", 10.0, lambda: True)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(PrefixReader, "read_packs", late)
+        asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--no-warm-up")
+    assert lines(asked, 0, store)[-1] in page
+    assert here("verify", store)[0] == 0  # nothing was marked
+
+
+def test_a_disk_that_does_not_answer(
+    store: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.storage.place import patience
+
+    patient = patience.Patience.run
+    monkeypatch.setattr(patience._Worker, "run", lambda worker: None)  # no call ever returns
+    monkeypatch.setattr(
+        patience.Patience,
+        "run",
+        lambda own, what, work, **named: patient(own, what, work, **named | {"seconds": 0.05}),
+    )
+    (line,) = lines(here("inspect", store), 1, store)
+    assert line in page
+
+
+def test_what_fits_several(store: Path, model: Path, here: Here, page: set[str]) -> None:
+    with Engine.from_pretrained(model, store=store) as engine:
+        letters = [engine.ingest(f"Dear {n}, how are you?").id for n in range(16)]
+        for id_ in letters[:2]:
+            engine.store.set_wish(id_, Wish(name="letters", begins="Dear …"))
+        firsts = [prefix.id[0] for prefix in engine.store.prefixes()]  # 17 of 16 letters
+    ask = ("ask", model, "why?", "--store", store)
+    for which in ((), ("--prefix", "letters"), ("--prefix", "ledgr")):
+        (line,) = lines(here(*ask, *which), 1, store)
+        assert line in page
+    twice = max(firsts, key=firsts.count)
+    (line,) = lines(here(*ask, "--prefix", twice), 1, store)
+    assert line in page
+
+
+@pytest.mark.parametrize(("name", "alone"), [("handbook", False), ("other", True)])
+def test_what_to_try_finds_what_was_stored(
+    name: str, alone: bool, store: Path, model: Path, here: Here
+) -> None:
+    other = store.parent / "other.txt"
+    other.write_text(TEXT.replace("lamp", "desk"))
+    code, out, _ = here("ingest", model, other, "--store", store, "--name", name)
+    (prefix,) = re.findall(r"\b[0-9a-f]{32}\b", out)
+    assert code == 0 and out.rstrip().endswith(f"--prefix {name if alone else prefix[:8]}")
+
+
+def test_another_system_or_dtype(store: Path, model: Path, here: Here, page: set[str]) -> None:
+    for other in (("--system", "contiguous-kv"), ("--dtype", "float32")):
+        (line,) = lines(here("ask", model, "why?", "--store", store, *other), 1, store)
+        assert line in page
+
+
+def test_an_interrupted_ingest(
+    store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Engine.ingest
+    monkeypatch.setattr(Engine, "ingest", lambda engine, text, **_: whole(
+        engine, text, progress=lambda done, total: signal.raise_signal(signal.SIGINT)
+    ))  # fmt: skip
+    before = sorted(path for path in store.rglob("*") if path.is_dir())
+    other = store.parent / "other.txt"
+    other.write_text(TEXT.replace("lamp", "desk"))
+    (line,) = lines(here("ingest", model, other, "--store", store), 130, store)
+    assert line in page
+    assert sorted(path for path in store.rglob("*") if path.is_dir()) == before
+
+
+def test_an_interrupted_batch_and_anything_else(
+    store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckv_jax.cli.jobs import Answerer
+    from ckv_jax.storage.tools import verify
+
+    def interrupted(*args: object, **named: object) -> NoReturn:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(Answerer, "answer", interrupted)
+    monkeypatch.setattr(verify, "verify_store", interrupted)
+    (store.parent / "asked.jsonl").write_text('{"question": "why?"}\n')
+    monkeypatch.chdir(store.parent)
+    batch = ("batch", model, "asked.jsonl", "--store", store, "--out", "answers.jsonl")
+    (line,) = lines(here(*batch, "--prefix", "handbook"), 130, store)
+    assert line in page
+    (line,) = lines(here("verify", store), 130, store)
+    assert line == "ckv: interrupted" and line in page
+
+
+def test_a_batch_that_compiles(store: Path, model: Path, here: Here, page: set[str]) -> None:
+    asked, out = store.parent / "asked.jsonl", store.parent / "answers.jsonl"
+    asked.write_text('{"question": "why?"}\n{"question": "when?"}\n')
+    done = here("batch", model, asked, "--store", store, "--out", out, "--prefix", "handbook")
+    assert lines(done, 0, store)[-1] in page
+    assert all(json.loads(line)["compiled"] > 0 for line in out.read_text().splitlines())
+
+
+def test_an_import_that_is_interrupted_ends_at_once() -> None:
+    code = (
+        "import signal; from ckv_jax.cli import exit_on_interrupt\n"
+        "with exit_on_interrupt(lambda: print('left', flush=True)):\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('went on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "left\n", "ckv: interrupted\n")
