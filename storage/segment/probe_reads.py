@@ -69,8 +69,8 @@ def read_pages(
 
     direct = deadline.start(patience, f"starting to read {len(rows)} pages of a probe", begin)
     if direct is not None:
-        while (some := deadline.wait_some(direct, "reading a probe")) is not None:
-            for page in some.tolist():
+        while not direct.ended:
+            for page in deadline.wait_some(direct, "reading a probe").tolist():
                 check(page)
     left = np.flatnonzero(good < tokens).tolist()
     if left:
