@@ -18,6 +18,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 from ckv_jax.validate import WrongType, check_number
 
+_BLEND = Blend()
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 
@@ -32,7 +33,7 @@ class Request:
     """In place of a prefix: stored prefixes, each a handle or an id, in the order in which their
     texts are to be read. Their keys are moved to their places, and `blend` says how much is
     computed again. Nothing of it is stored."""
-    blend: Blend = field(default_factory=Blend)
+    blend: Blend = _BLEND
     """What of the `parts` is computed again."""
     suffix: str | Sequence[int]
     """Text, or token ids."""

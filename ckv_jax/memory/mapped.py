@@ -28,12 +28,8 @@ class MappedPool:
     ) -> None:
         self.packs: np.ndarray = HostPool(slots, slot_shape, dtype).packs
         bits = storage_dtype(jnp.dtype(dtype), target)
-        self._pages = _same_memory(self.packs.view(bits))
-
-    @property
-    def pages(self) -> Array:
+        self.pages: Array = _same_memory(self.packs.view(bits))
         """The array, the same until `close`."""
-        return self._pages
 
     @property
     def slots(self) -> int:
@@ -68,7 +64,7 @@ class MappedPool:
     def close(self) -> None:
         """Gives the memory back once no read or call has it. There are no pages any more."""
         self.packs = self.packs[:0].copy()  # a view would keep all of it
-        del self._pages
+        del self.pages
 
 
 def _copy(packs: Iterable[np.ndarray], to: np.ndarray, slots: np.ndarray) -> None:

@@ -116,7 +116,8 @@ class Memory:
 
     def trim(self) -> None:
         """Shrinks the cache to its size again, after pages that sequences held were unpinned."""
-        self.apply(self.tiers.trim())
+        if self.tiers.device_pages > self.tiers.device_slots:
+            self.apply(self.tiers.trim())
 
     def apply(self, moves: Moves) -> None:
         """Starts the copies of packs demoted from the device to the host pool."""

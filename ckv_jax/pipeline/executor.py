@@ -100,6 +100,7 @@ class Executor:
         What the caches are to know of it is recorded when `packs` is left, after the answer.
         """
         plan, members, clock = self._plan, batch.members, time.perf_counter_ns
+        last = len(plan.by_period) - 1
         picks: list[list[Selection]] = []
         booked: list[int] = []
         packs.book = lambda: self._book(batch, picks, booked)
@@ -137,8 +138,11 @@ class Executor:
             choosing += selected - ready
             chosen = batch.by_row(found)  # [J, B, N]
             selections.extend(chosen)
-            steps = [self._wanted(step.groups, owners, chosen) for step in period.steps]
-            fits = sum([len(wanted[0]) for wanted in steps]) <= room
+            steps, size = [], 0
+            for step in period.steps:
+                steps.append(self._wanted(step.groups, owners, chosen))
+                size += len(steps[-1][0])
+            fits = size <= room
             missing = 0
             if fits and self._system.prefetch != "none":
                 for wanted in steps:  # one by one: what a read brings is awaited together
@@ -147,7 +151,7 @@ class Executor:
             size = missing * members[0].resident.prefix.layout.pack_bytes // len(members)
             pays = self.ahead.pays(size)
             for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
-                if fits and self._system.prefetch == "inter" and number + 1 < plan.periods:
+                if fits and self._system.prefetch == "inter" and number < last:
                     if self._system.speculate == "lookahead":
                         guess = self._guess(member, asker, number + 1, given[which], pays, trace)
                     else:
@@ -194,11 +198,11 @@ class Executor:
             picks.append(mine)
         began = clock()
         logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
-        self.ahead.pace.selected(choosing * 1e-9 / (plan.periods * len(members)))
+        self.ahead.pace.selected(choosing * 1e-9 / ((last + 1) * len(members)))
         if trace.bytes["ssd"]:
             self.ahead.pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
-        trace.add("compute", "compute", began, clock(), period=plan.periods)
+        trace.add("compute", "compute", began, clock(), period=last + 1)
         attention_mass = batch.masses(picks)
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
         total = sum([len(member.real) * member.resident.num_chunks for member in members])
@@ -307,10 +311,12 @@ class Executor:
         """The packs that rows of these owners [B] chose, each once, in the order of the layers."""
         most = int(chosen.max(initial=0)) + 1
         ids = owners[:, None] * most + chosen
-        by_part = [np.unique(ids[part][chosen[part] >= 0]) for part in range(len(chosen))]
-        mine = [by_part[group % len(by_part)] for group in groups]
+        mine = []
+        for group in groups:
+            part = group % len(chosen)
+            mine.append(np.unique(ids[part][chosen[part] >= 0]))
         which, chunks = np.divmod(np.concatenate(mine), most)
-        return which, np.repeat(groups, [len(some) for some in mine]), chunks
+        return which, np.repeat(groups, list(map(len, mine))), chunks
 
     def _read_ahead(self, packs: Packs, which: int, period: int, chunks: np.ndarray) -> None:
         """Starts reads of chunks int [...], -1: none, at low priority."""

@@ -191,7 +191,8 @@ class Layers:
         layer's suffix (K, V) [B, S, K*D].
         """
         key = (len(layers), hidden.shape, pages.shape, slots.shape, lengths.shape)
-        out, kv = self._run(key, self._states(layers), hidden, start, pages, slots, lengths)
+        states = tuple(self._layers[layers.start : layers.stop])
+        out, kv = self._run(key, states, hidden, start, pages, slots, lengths)
         return out, kv
 
     def extend(
@@ -219,8 +220,8 @@ class Layers:
             context,
         )  # fmt: skip
         out, buffers = self._extend(
-            key, self._states(layers), hidden, start, buffers, at, pages, slots, lengths,
-            context=context,
+            key, tuple(self._layers[layers.start : layers.stop]), hidden, start, buffers, at, pages,
+            slots, lengths, context=context,
         )  # fmt: skip
         return out, buffers
 
@@ -230,9 +231,6 @@ class Layers:
             return WHOLE
         split = self.shardings.of_name("head", untied.shape, self._out_first)
         return WHOLE if split == WHOLE else ROWS
-
-    def _states(self, layers: range) -> tuple[LayerState, ...]:
-        return tuple(self._layers[layers.start : layers.stop])
 
 
 def probe_key(probe: Probe) -> tuple[object, ...]:

@@ -215,7 +215,7 @@ class Packs:
             self._withdraw(number)
         self._admit(self._table.every)
         self._done.clear()
-        self._memory.apply(self._tiers.trim())
+        self._memory.trim()
         self._memory.flush()
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:

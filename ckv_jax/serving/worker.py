@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
@@ -94,6 +95,8 @@ class Worker:
         self._placement = placement
         self._tokenizer = tokenizer
         self.system = system
+        self._chunked = system.chunked
+        self._always = system.zones.always
         self._layout = layout
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.leases = Leases(
@@ -151,7 +154,7 @@ class Worker:
         """See `scheduler.Computes`."""
         if not sparse(sequence, self.system):
             return None
-        if not self.system.chunked:
+        if not self._chunked:
             return sequence.prefix.id, sequence.sampling is None
         return sequence.sampling is None
 
@@ -168,7 +171,7 @@ class Worker:
     def first_tokens(self, batch: Several[Sequence]) -> None:
         """See `scheduler.Computes`."""
         texts = batch[0].sampling is not None
-        if texts and not self.system.chunked:
+        if texts and not self._chunked:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
@@ -176,28 +179,25 @@ class Worker:
             sequence.begin()
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
-            with trace.span("open", lane="host"):
-                leases, which = self.leases.open_all(
-                    [s.prefix for s in batch], stack, lazily=not texts
-                )
-                prefixes = []
-                for lease in leases:
-                    probes = self.leases.probes(lease, trace)
-                    stack.callback(probes.cancel)
-                    prefixes.append((lease.resident, probes))
-                units = [self._units(leases[i]) for i in which]
-                asked = [Budget.of(sequence.budget) for sequence in batch]
-                always = self.system.zones.always
-                rows = Batch.of(
-                    [sequence.suffix for sequence in batch],
-                    [
-                        min(n, budget.chunks(n) + always(self._layout, row.prefix.num_tokens))
-                        for budget, n, row in zip(asked, units, batch, strict=True)
-                    ],
-                    prefixes,
-                    which,
-                    share_of(asked, units),
-                )
+            leases, which = self.leases.open_all([s.prefix for s in batch], stack, lazily=not texts)
+            prefixes = []
+            for lease in leases:
+                probes = self.leases.probes(lease, trace)
+                stack.callback(probes.cancel)
+                prefixes.append((lease.resident, probes))
+            units = [self._units(leases[i]) for i in which]
+            asked = [Budget.of(sequence.budget) for sequence in batch]
+            rows = Batch.of(
+                [sequence.suffix for sequence in batch],
+                [
+                    min(n, budget.chunks(n) + self._always(self._layout, row.prefix.num_tokens))
+                    for budget, n, row in zip(asked, units, batch, strict=True)
+                ],
+                prefixes,
+                which,
+                share_of(asked, units),
+            )
+            trace.add("open", "host", trace.start_ns, time.perf_counter_ns())
             hold = texts and self._room.held(batch)
             if len(self._running):
                 self._room.make_way(batch, hold=hold)
@@ -251,7 +251,7 @@ class Worker:
     def _units(self, lease: Lease) -> int:
         """How many chunks, or tokens, there are to select from."""
         resident = lease.resident
-        return resident.num_chunks if self.system.chunked else resident.prefix.num_tokens
+        return resident.num_chunks if self._chunked else resident.prefix.num_tokens
 
     def _answer(
         self, batch: Several[Sequence], first: FirstToken, logits: np.ndarray, shares: list[Trace]
