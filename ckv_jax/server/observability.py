@@ -145,12 +145,13 @@ class RequestObserver:
         self._tokens = 0
         self._generations: dict[int, Generation] = {}
 
-    async def observe(
-        self, request: ParsedRequest, events: AsyncIterator[TokenEvent]
-    ) -> AsyncIterator[TokenEvent]:
-        """Passes on the events of a request that was just submitted."""
+    def submitted(self, request: ParsedRequest) -> None:
+        """Notes that the engine has the request from now on."""
         self._submitted_ns = time.perf_counter_ns()
         self._record.describe(request)
+
+    async def observe(self, events: AsyncIterator[TokenEvent]) -> AsyncIterator[TokenEvent]:
+        """Passes on the events of the request."""
         async for event in events:
             if event.token_id is not None:
                 self._token(event.index)

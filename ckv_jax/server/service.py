@@ -134,8 +134,9 @@ class Service:
             request.sampling,
             keep_kv=self.write_behind.keep_kv(request),
         )
+        observer.submitted(request)  # before the engine's thread gets on with it
         async with stream:
-            yield observer.observe(request, stream)
+            yield observer.observe(stream)
 
     def request_ended(self, record: RequestRecord) -> None:
         """Counts a request of any kind, which is over."""

@@ -21,8 +21,6 @@ def test_help_is_there_for_every_command(here: Here) -> None:
         assert command in overview
         code, out, _ = here(command, "--help")
         assert code == 0 and "--json" in out
-    code, out, _ = here("heads", "profile", "--help")
-    assert code == 0 and "--layers" in out and "heads" in overview
     code, out, _ = here("--version")
     assert code == 0 and out.startswith("ckv ")
 
