@@ -66,7 +66,7 @@ class UnsteadyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def reader(self, prefix: Prefix, *, deadline_s: float) -> UnsteadyReader:
+    def reader(self, prefix: Prefix, **named: Any) -> UnsteadyReader:
         self._seed += 1
-        reader = self._store.reader(prefix, deadline_s=deadline_s)
+        reader = self._store.reader(prefix, **named)
         return UnsteadyReader(reader, self._seed, self._failing)

@@ -151,6 +151,7 @@ class Executor:
             size = missing * members[0].resident.prefix.layout.pack_bytes // len(members)
             pays = self.ahead.pays(size)
             for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
+                guess: Array | np.ndarray | None = None
                 if fits and self._system.prefetch == "inter" and number < last:
                     if self._system.speculate == "lookahead":
                         guess = self._guess(member, asker, number + 1, given[which], pays, trace)
@@ -192,8 +193,8 @@ class Executor:
                 called = clock()
                 trace.add("dispatch", "host", began, called, period=number)
                 if step.selects and guesses:
-                    for which, guess in guesses:
-                        self._read_ahead(packs, which, number + 1, np.asarray(guess))
+                    for which, likely in guesses:
+                        self._read_ahead(packs, which, number + 1, np.asarray(likely))
                     trace.add("submit", "host", called, clock(), period=number + 1)
             picks.append(mine)
         began = clock()
@@ -251,7 +252,8 @@ class Executor:
         kept = probes.digest.scorers
         if (period, guess) not in kept:
             kept[period, guess] = self._layers.scorer(layers, probes.get(layers, period))
-        return kept[period, guess]
+        scorer: Scorer = kept[period, guess]
+        return scorer
 
     def _rule(self, resident: Resident, limits: np.ndarray) -> Rule:
         choose = self._system.choose
@@ -336,7 +338,7 @@ class Executor:
             groups = np.concatenate([self._plan.by_period[period].groups for period in periods])
             for which, member in enumerate(batch.members):
                 mine = [picks[period][which] for period in periods]
-                together = Selection(*[_together(some, parts) for some in zip(*mine, strict=True)])
+                together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
                 self._residents.record_all(groups, [(member.resident, together)])
                 for period, pick in zip(periods, mine, strict=True):
                     ids = np.asarray(pick.ids)
