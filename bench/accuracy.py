@@ -38,6 +38,7 @@ from bench.common import (
     interval,
     positive,
     result_file,
+    system_name,
 )
 from bench.figures import save
 from bench.heads import HEADED, headed_system
@@ -50,7 +51,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.request import Request
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import SYSTEMS, system_named
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 PAPER_LOSS = {
@@ -67,7 +68,10 @@ _RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: se
 
 
 def of_depth(system: SystemConfig, share: float, layers: int) -> SystemConfig:
-    """A system whose period is that share of so many layers, to the nearest pack."""
+    """A system whose period is that share of so many layers, to the nearest pack; itself, if it
+    selects in every layer."""
+    if system.period == 1:
+        return system
     pack = system.pack_layers
     period = max(1, round(share * layers / pack)) * pack
     return replace(system, period=period, subperiod=math.gcd(system.subperiod, period))
@@ -182,7 +186,10 @@ def main() -> None:
     parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--suffix-tokens", type=positive, help="sentences before each question")
-    parser.add_argument("--systems", nargs="+", choices=(*SYSTEMS, *HEADED), default=list(PRUNING))
+    parser.add_argument(
+        "--systems", nargs="+", type=partial(system_name, others=HEADED), default=list(PRUNING),
+        metavar="SYSTEM", help=f"{', '.join([*SYSTEMS, *HEADED])}, or package.module:NAME",
+    )  # fmt: skip
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     args = parser.parse_args()
     if args.dataset and args.plot:
@@ -193,7 +200,7 @@ def main() -> None:
     folder = args.model or reference_folder()
     try:
         systems = {
-            name: headed_system(name, folder) if name in HEADED else SYSTEMS[name]
+            name: headed_system(name, folder) if name in HEADED else system_named(name)
             for name in args.systems
         }
         if args.period_share:

@@ -216,7 +216,7 @@ def _answer(
     """The first token, or a text; shown as it comes where there is a terminal."""
     from ckv_jax.model.sampling import SamplingParams
 
-    if max_tokens == 1:  # the only thing that the rival systems do
+    if max_tokens == 1:  # all that systems with an executor of their own do
         (result,) = engine.reprefill([request])
         result.raise_for_error()
         if terminal is not None:

@@ -229,5 +229,5 @@ class Answerer:
 
 
 def _several(job: Job) -> bool:
-    """Whether more is wanted than the likeliest first token, the one thing that rivals give."""
+    """Whether more is wanted than the likeliest first token, which every system gives."""
     return job.sampling.max_tokens > 1 or job.sampling.temperature > 0
