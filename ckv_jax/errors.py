@@ -16,7 +16,7 @@ __all__ = [
 
 
 class CheckpointError(CkvError):
-    """A checkpoint folder that is missing something, or holds something it should not."""
+    """A checkpoint that is missing something, or holds something it should not."""
 
 
 class UnsupportedModel(CkvError):

@@ -106,7 +106,7 @@ class OpenEngine:
         config: EngineConfig | None = None,
         store_config: StoreConfig | None = None,
     ) -> Self:
-        """Loads a checkpoint folder (HF or Orbax) and opens or creates the store at a URL.
+        """Loads a checkpoint (a folder of HF or Orbax, a GGUF file) and opens or creates the store.
 
         `default_sampling` is what the folder's `generation_config.json` says.
         Raises `CheckpointError` or `UnsupportedModel` for the folder, a `StoreError` for the store,

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
 from ckv_jax.config import Heads, SystemConfig
+from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec
 from ckv_jax.validate import WrongType
@@ -45,8 +46,10 @@ _CORE: Mapping[str, SystemConfig] = MappingProxyType(
                 speculate="lookahead",
                 overfetch=1.25,
                 speculate_always=False,
-                choose=Select(score_layers=2, queries=16, power=2),
-                decode=Select(score_layers=2, queries=4, power=2),
+                choose=Select(score_layers=2, queries=16, peaks=True),
+                decode=Select(
+                    score_layers=2, queries=4, peaks=True, coarse=Coarse(survivors=4, least=64)
+                ),
                 widths="profiled",
                 policy="frequency-attention",
             ),

@@ -65,7 +65,7 @@ class Trace:
         counters: everything else that was counted, such as "demanded" and "covered" packs.
         prefixes: what was counted of single prefixes, by id; see `of`.
         period_attention_mass: for each period, the share of the probe's attention that the
-            selected chunks hold.
+            selected chunks hold, those that are always kept aside.
         period_chunks: for each period, how many chunks (or tokens) one request selected; empty
             until the trace is one request's.
         tokens: one entry for each token of a text that chose anew.

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -42,6 +43,7 @@ if not os.environ.get("CKV_TESTS_OPTIMISED"):
 import jax
 import psutil
 import pytest
+from nudge import nudge_products
 
 if TYPE_CHECKING:
     from command_line import Here
@@ -55,6 +57,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Whatever survives is looked through again and again by default, which took an eighth of the
 # processor: most of what tests make is JAX's, and stays.
 gc.set_threshold(10_000, 20, 20)
+
+# Tests that hold on any processor hold whatever a product's last bits are.
+nudge_products()
 
 MOST_BYTES = 1.9e9
 """Resident memory of a worker with which one more file of tests may begin; the largest of them
@@ -109,6 +114,14 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     from command_line import in_this_process
 
     return in_this_process(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of a real instruct model; fetched once, skipped where it cannot be."""
+    from real_model import smollm2_gguf
+
+    return smollm2_gguf()
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,11 @@ from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.weights import random_model
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.selection.coarse import Coarse
+from ckv_jax.selection.select import Select
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import system_named
+from ckv_jax.systems import SYSTEMS, system_named
 
 SMALL = ModelConfig(
     model_type="qwen2",
@@ -39,6 +41,19 @@ TIGHT = 1e-4
 """Largest `scale_error` of float32 logits between two orders of the same sums."""
 
 MIB = 2**20
+
+CHUNKED = dataclasses.replace(
+    SYSTEMS["ckv"],
+    chunk_tokens=16,
+    period=4,
+    subperiod=4,
+    pack_layers=4,
+    keep_ends=False,
+    choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
+    decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
+)
+"""What tests of the machinery call "ckv": numbers of their own, whatever the preset's become. Tests
+of the preset itself take it from `SYSTEMS`."""
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:
@@ -70,6 +85,8 @@ def small_engine(
     `nothing_compiled`: for tests that count programs, which must all be compiled by themselves.
     """
     preset = system_named(system) if isinstance(system, str) else system
+    if preset == SYSTEMS["ckv"]:
+        preset = CHUNKED
     values: dict[str, object] = {
         "dtype": "float32",
         "device_cache_bytes": MIB,

@@ -17,6 +17,7 @@ from compilations import compilations
 from engine_sharp import COLD, MODEL, POOL_BYTES, Sharp
 from engine_support import TIGHT, kept_kv, scale_error, small_engine, tokens
 from engine_tiny import TINY
+from greedy import greedy_tokens
 from heads_oracle import Oracle
 from pipeline_support import UnsteadyStore
 from segment_support import hurt, segment_folder
@@ -167,16 +168,15 @@ def test_greedy_equals_transformers(
 ) -> None:
     sharp.model.save(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    requests = asked(prefixes, 1.0)
+    requests = [
+        Request(prefix=prefixes[i], suffix=tokens(7, seed).tolist(), budget=1.0)
+        for i, seed in ((0, 43), (0, 56), (1, 40))
+    ]
     texts = engine.generate(requests, SamplingParams(max_tokens=LENGTH)).results()
     for request, text in zip(requests, texts, strict=True):
         assert isinstance(request.prefix, Prefix) and request.suffix is not None
-        prompt = torch.tensor([[*request.prefix.tokens.tolist(), *request.suffix]])
-        expected = theirs.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, eos_token_id=None,
-            max_new_tokens=LENGTH, pad_token_id=0,
-        )  # fmt: skip
-        assert text.token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+        prompt = [*request.prefix.tokens.tolist(), *request.suffix]
+        assert text.token_ids.tolist() == greedy_tokens(theirs, prompt, LENGTH)
 
 
 def test_it_streams_through_a_pool_that_holds_no_choice(

@@ -120,19 +120,18 @@ def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:
             choose=Select(score=the_last_chunks, score_layers=3),
             policy=Policy(first_come),
             prefetch="intra",
-            keep_ends=False,
         )
         config = dataclasses.replace(
-            plain.config, system=system, device_cache_bytes=16 * pack, host_cache_bytes=0
+            plain.config, system=system, device_cache_bytes=8 * pack, host_cache_bytes=0
         )
         with plain.variant(config) as engine:
             for text in (prefix, other, prefix):
                 request = Request(prefix=text, suffix=[1, 2], budget=0.2)
                 (result,) = engine.reprefill([request])
                 for chosen in engine.last_selection(text):
-                    assert chosen.tolist() == [16, 17, 18, 19]
-            assert result.trace.bytes["ssd"] == 0  # four chunks of four layers: the first to come
-            assert result.trace.bytes["device"] == 16 * pack
+                    assert chosen.tolist() == [8, 9]
+            assert result.trace.bytes["ssd"] == 0  # two chunks of four layers: the first to come
+            assert result.trace.bytes["device"] == 8 * pack
 
 
 @pytest.mark.parametrize(

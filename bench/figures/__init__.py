@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.figures import accuracy, batch, decode, times
+from bench.figures import accuracy, batch, decode, fidelity, times
 from bench.figures.style import RC
 from bench.json_file import read_json
 
@@ -45,6 +45,10 @@ FIGURES: dict[str, Figure] = {
     "accuracy": Figure(
         title="Accuracy (Figure 9)", draw=accuracy.draw, size=(11.5, 4.6),
         caption=accuracy.CAPTION, conclude=accuracy.conclude, beside=("ttft",),
+    ),
+    "fidelity": Figure(
+        title="A real model: divergence from full attention against bytes read",
+        draw=fidelity.draw, size=(13, 4.4), caption=fidelity.CAPTION, conclude=fidelity.conclude,
     ),
     "batch": Figure(
         title="Many requests at once", draw=batch.draw, size=(10, 4.2),

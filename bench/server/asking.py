@@ -16,9 +16,8 @@ import uvicorn
 
 from bench.server.load import Known, Load, Prompt, Prompts, Seen
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.server.app import create_app
+from ckv_jax.server.app import bind, create_app, url_of
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.run import bind, url_of
 
 
 class Clients:

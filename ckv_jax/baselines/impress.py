@@ -44,10 +44,13 @@ from ckv_jax.baselines.reordering import Reorderer, carried
 from ckv_jax.cache.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.reads.packs import Packs
 from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
 
 REORDER_EVERY = 4
 """IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the
@@ -138,8 +141,10 @@ class ProbeFirst(LayerSchedule):
 
     _layers: ProbeCalls
 
-    def __init__(self, worker: Worker, calls: ProbeCalls, *batch: Any) -> None:
-        super().__init__(worker, calls, *batch)
+    def __init__(
+        self, worker: Worker, calls: ProbeCalls, batch: Batch, packs: Packs, trace: Trace
+    ) -> None:
+        super().__init__(worker, calls, batch, packs, trace)
         self._heads = worker.system.probe_heads
 
     def read_ahead(self, layer: int) -> None:

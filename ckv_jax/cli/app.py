@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ckv_jax.cli import ask, batch, convert, demo, heads, ingest, serve, store_tools
+from ckv_jax.cli import ask, batch, demo, ingest, model_tools, serve, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
@@ -20,12 +20,12 @@ __all__ = ["app", "main"]
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder; nothing is fetched
     "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that PyTorch is missing is no news
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would warn that PyTorch is missing
 }
 
 
 class _Commands(typer.core.TyperGroup):
-    """Says that it was interrupted; Typer would end the process without a word."""
+    """Reports an interrupt; Typer would end the process without a message."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,23 +50,23 @@ app = typer.Typer(
         "no network and no GPU."
     ),
 )
-_heads = typer.Typer(no_args_is_help=True, help="Heads of a model that score what is to be read.")
+_heads = typer.Typer(no_args_is_help=True, help="Heads of a model that score chunks.")
 for _commands, _command in (
     (app, demo.demo),
     (app, ingest.ingest),
     (app, ask.ask),
     (app, batch.batch),
     (app, serve.serve),
-    (app, convert.convert),
+    (app, model_tools.convert),
     (app, store_tools.inspect),
     (app, store_tools.verify),
     (app, store_tools.prune),
     (app, store_tools.pin),
-    (_heads, heads.profile),
+    (_heads, model_tools.profile),
 ):
-    # A docstring's own line ends would be kept beside those of the terminal's width.
-    _said = (_command.__doc__ or "").split("\n\n")
-    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _said)
+    # Rich would keep the line ends of a docstring in addition to its own.
+    _paragraphs = (_command.__doc__ or "").split("\n\n")
+    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
     _commands.command(_command.__name__, help=_help)(_command)
 app.add_typer(_heads, name="heads")
 
@@ -92,8 +92,8 @@ def _root(
 
 
 def main() -> None:
-    """Run `ckv`. Exit code 0: done; 1: one line on stderr says why not; 2: wrong usage; 3: done in
-    part, lines on stderr say what is missing."""
+    """Runs `ckv`. Exit code 0: done; 1: failed, with one line on stderr; 2: wrong usage; 3: done in
+    part, with lines on stderr about the rest."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,4 +1,4 @@
-"""`ckv ask`: one question over a stored text."""
+"""`ckv ask`: answers one question over stored texts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,18 @@ from ckv_jax.cli.options import (
     Store,
     System,
     TensorParallel,
+    check_writable,
+    parse_budget,
 )
-from ckv_jax.cli.output import Terminal, byte_size, check_writable, number_of
-from ckv_jax.cli.store_tools import open_store, store_config
+from ckv_jax.cli.output import Terminal, byte_size, number_of
+from ckv_jax.cli.stores import (
+    codec_name,
+    find_prefix,
+    kv_bytes,
+    open_store,
+    recomputed_message,
+    store_config,
+)
 
 if TYPE_CHECKING:
     from ckv_jax.engine import Engine
@@ -45,10 +54,9 @@ def ask(
         typer.Option(
             "--prefix",
             metavar="ID|NAME",
-            help="Which stored text: the id that `ckv ingest` printed, how it begins, or the "
-            "--name that it was given. "
-            "May be left out where the store holds just one. Given several times: those texts one "
-            "after the other, in this order.",
+            help="The stored text: the id that `ckv ingest` printed, the start of that id, or its "
+            "--name. May be left out if the store holds just one. Given several times: those texts "
+            "one after the other, in this order.",
         ),
     ] = None,
     budget: Budget = None,
@@ -57,8 +65,8 @@ def ask(
         typer.Option(
             "--recompute",
             metavar="SHARE",
-            help="With several texts: how much of what is attended to is computed again, so that "
-            "each text is read in the light of those before it; 0 to 1. Without it: 0.2.",
+            help="With several texts: share of the selected chunks that is computed again, so that "
+            "each text takes the texts before it into account; 0 to 1. Default: 0.2.",
         ),
     ] = None,
     system: System = "ckv",
@@ -80,7 +88,7 @@ def ask(
         bool,
         typer.Option(
             "--warm-up/--no-warm-up",
-            help="Answer once unmeasured before, so that compiling is no part of the times.",
+            help="Answer once before measuring, so that the times exclude compilation.",
         ),
     ] = True,
     trace: Annotated[
@@ -122,13 +130,6 @@ def ask(
         from ckv_jax import compilation_cache
         from ckv_jax.answer import answer_json
         from ckv_jax.budget import Budget
-        from ckv_jax.cli.serving import (
-            codec_name,
-            find_prefix,
-            kv_bytes,
-            parse_budget,
-            say_recomputed,
-        )
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.heads import heads_for
@@ -172,7 +173,7 @@ def ask(
                 _answer(engine, request, min(2, max_tokens))
         outcome = _answer(engine, request, max_tokens, None if json else terminal)
         answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
-        lost = say_recomputed(answer["recomputed_chunks"], engine, store)
+        lost = recomputed_message(answer["recomputed_chunks"], engine, store)
         if verbose:
             answer["engine"] = engine.stats().to_json()
     if not json:
@@ -192,15 +193,15 @@ def ask(
         terminal.json(answer)
     else:
         outcome.trace.breakdown_bar(terminal.out)
-        _say_what_was_read(terminal, answer)
+        _show_reads(terminal, answer)
         if answer.get("tokens_s"):
-            terminal.say(speed(answer))
+            terminal.say(_speed(answer))
         for name, value in answer.get("engine", {}).items():
             terminal.say(f"{name.replace('_', ' '):<14} {value:,}")
 
 
 def _request(stored: list[Prefix], question: str, recompute: float | None) -> Request:
-    """Over one prefix, or over several put together."""
+    """A request over one prefix, or over several put together."""
     from ckv_jax.parts.blend import Blend
     from ckv_jax.request import Request
 
@@ -213,10 +214,10 @@ def _request(stored: list[Prefix], question: str, recompute: float | None) -> Re
 def _answer(
     engine: Engine, request: Request, max_tokens: int, terminal: Terminal | None = None
 ) -> Result | Generation:
-    """The first token, or a text; shown as it comes where there is a terminal."""
+    """The first token, or a generation; printed as it comes if there is a `terminal`."""
     from ckv_jax.model.sampling import SamplingParams
 
-    if max_tokens == 1:  # all that systems with an executor of their own do
+    if max_tokens == 1:  # all that every system gives
         (result,) = engine.reprefill([request])
         result.raise_for_error()
         if terminal is not None:
@@ -231,19 +232,19 @@ def _answer(
     return generation
 
 
-def speed(answer: dict[str, Any]) -> str:
-    """Tokens per second after the first, and where what they chose was."""
-    said = f"{answer['tokens_s']:.1f} tokens/s"
+def _speed(answer: dict[str, Any]) -> str:
+    """Tokens per second after the first, and which tier their packs were in."""
+    line = f"{answer['tokens_s']:.1f} tokens/s"
     if decode := answer["decode"]:
-        said += (
-            f"; of the packs that a token chose {decode['device_hits']:.1%} were on the device, "
+        line += (
+            f"; of the packs that a token selected {decode['device_hits']:.1%} were on the device, "
             f"{decode['host_hits']:.1%} in host memory; {byte_size(round(decode['ssd_bytes']))} "
             "per token came from SSD"
         )
-    return said
+    return line
 
 
-def _say_what_was_read(terminal: Terminal, answer: dict[str, Any]) -> None:
+def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:
     chunks = answer["chunks"]
     share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
     host, device = (byte_size(answer["bytes"][tier]) for tier in ("host", "device"))

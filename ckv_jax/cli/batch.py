@@ -1,4 +1,4 @@
-"""`ckv batch`: many questions from a file, resumable."""
+"""`ckv batch`: answers many questions from a file, resumable."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ from ckv_jax.cli.options import (
     Store,
     System,
     TensorParallel,
+    check_writable,
+    parse_budget,
+    read_heads_file,
 )
-from ckv_jax.cli.output import Terminal, check_writable, number_of
-from ckv_jax.cli.store_tools import given_heads, is_store, open_store, store_config
+from ckv_jax.cli.output import Terminal, number_of
+from ckv_jax.cli.stores import (
+    is_store,
+    kv_bytes,
+    open_store,
+    recomputed_message,
+    store_config,
+)
 
 __all__ = ["batch"]
 
@@ -74,10 +83,10 @@ def batch(
     """Answer many questions from a file.
 
     Questions over one stored text share what they read, and are answered one after the other.
-    What whole prompts begin with alike (256 tokens or more) is found and stored once. If the
-    command is interrupted, run it again: answers that are in the result file already are kept, and
-    it goes on from there. A bad line is reported, skipped, and noted in the result file with its
-    error; the exit code is then 3, and all other answers are there.
+    A prefix of 256 tokens or more that whole prompts share is stored once. If the command is
+    interrupted, run it again: it keeps the answers in the result file and continues from there. A
+    bad line is reported, skipped, and noted in the result file with its error; the exit code is
+    then 3, and all other answers are complete.
     """
     check_writable(out)
     terminal = Terminal(as_json=json)
@@ -89,9 +98,7 @@ def batch(
     )
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.cli.jobs import BadLine, Job, Results, read_jobs
-        from ckv_jax.cli.serving import Answerer, kv_bytes, parse_budget, say_recomputed
-        from ckv_jax.cli.turns import turns
+        from ckv_jax.cli.jobs import Answerer, BadLine, Job, Results, batches, read_jobs
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
@@ -100,12 +107,12 @@ def batch(
         lines = list(read_jobs(requests, prefix=prefix))
         prompts = any(isinstance(line, Job) and line.prefix is None for line in lines)
         largest = 0
-        if not prompts or is_store(store):  # prompts may be the first that is stored
+        if not prompts or is_store(store):  # the store may be made for prompts
             with open_store(store, settings) as opened:
                 largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=preset(system, codec=codec, heads=given_heads(heads)),
+            system=preset(system, codec=codec, heads=read_heads_file(heads)),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,
@@ -117,7 +124,7 @@ def batch(
         )
     start = time.perf_counter()
     answered = failed = recomputed = compiling = 0
-    with engine, Results(out) as results, terminal.progress() as bar, _said_if_interrupted(out):
+    with engine, Results(out) as results, terminal.progress() as bar, _report_interrupt(out):
         left = [line for line in lines if (line.line, line.digest) not in results.done]
         kept = len(lines) - len(left)
         jobs = [line for line in left if isinstance(line, Job)]
@@ -126,9 +133,9 @@ def batch(
         ]
         answerer = Answerer(engine, model=checkpoint.name)
         every = [line for line in lines if isinstance(line, Job)]
-        stored = answerer.store_beginnings(every if jobs else [], bar("prompts"))
+        stored = answerer.store_shared_prefixes(every if jobs else [], bar("prompts"))
         report = bar("questions")
-        for part in turns(jobs, together, text_of=answerer.text_of):
+        for part in batches(jobs, together, prefix_of=answerer.prefix_of):
             for job, found in answerer.answer(part):
                 if isinstance(found, str):
                     faults.append((job, found))
@@ -138,7 +145,7 @@ def batch(
                     recomputed += int(found["recomputed_chunks"])
                     compiling += bool(found["compiled"])
             report(kept + answered + len(faults), len(lines))
-        lost = say_recomputed(recomputed, engine, store)
+        lost = recomputed_message(recomputed, engine, store)
         for line, error in faults:
             terminal.warn(f"{requests}, line {line.line}: {error}")
             results.write({"line": line.line, "digest": line.digest, "id": line.id, "error": error})
@@ -155,9 +162,8 @@ def batch(
         )
         if stored:
             terminal.say(
-                f"{number_of(len(stored), 'beginning')} that prompts share "
-                f"{'is' if len(stored) == 1 else 'are'} stored, "
-                f"{number_of(sum(stored.values()), 'token')}"
+                f"{len(stored)} shared {'prefix is' if len(stored) == 1 else 'prefixes are'} "
+                f"stored, {number_of(sum(stored.values()), 'token')}"
             )
     if compiling:
         terminal.warn(
@@ -171,8 +177,8 @@ def batch(
 
 
 @contextmanager
-def _said_if_interrupted(out: Path) -> Iterator[None]:
-    """Ctrl-C says where the answers so far are, and ends the command with code 130."""
+def _report_interrupt(out: Path) -> Iterator[None]:
+    """On Ctrl-C, reports where the answers so far are, and ends the command with code 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`ckv demo`: see it work with no model, no network and no GPU."""
+"""`ckv demo`: shows the engine at work with no model, no network and no GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckv_jax.cli.ingest import read_text
-from ckv_jax.cli.options import Json, System
+from ckv_jax.cli.options import Json, System, read_text
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 
 if TYPE_CHECKING:
@@ -135,25 +134,25 @@ def _show(terminal: Terminal, report: Report) -> None:
         terminal.say("With random weights attention is flat, so mass follows the budget.")
 
 
-def _silent(asked: Sequence[dict[str, Any]]) -> None:
-    """Nothing is shown of answers that are noise."""
+def _silent(answered: Sequence[dict[str, Any]]) -> None:
+    """Shows no answers, which would be noise."""
 
 
-def _show_answers(terminal: Terminal, asked: Sequence[dict[str, Any]]) -> None:
-    """A few questions, with what was answered at the smallest budget and in full."""
+def _show_answers(terminal: Terminal, answered: Sequence[dict[str, Any]]) -> None:
+    """Shows a few questions with their answers at the smallest budget and at budget 1."""
     from rich.table import Table
 
     if terminal.as_json:
         return
-    low = next(iter(asked[0]["answers"]))
-    known = asked[0]["expected"] is not None
+    low = next(iter(answered[0]["answers"]))
+    known = answered[0]["expected"] is not None
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("question", f"at {float(low):.0%}", "in full", *(["right"] if known else [])):
         table.add_column(name, no_wrap=True)
-    for one in asked:
+    for one in answered:
         expected = [one["expected"]] if known else []
         table.add_row(one["question"], *one["answers"].values(), *expected)
-    # Beside a bar on the same terminal, the bar's console knows where to print.
+    # With a progress bar on the same terminal, its console has to print.
     console = (
         terminal.err if terminal.err.is_terminal and terminal.out.is_terminal else terminal.out
     )

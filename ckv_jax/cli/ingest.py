@@ -1,9 +1,8 @@
-"""`ckv ingest`: run the model over a text once and store its KV."""
+"""`ckv ingest`: runs the model over a text once and stores its KV."""
 
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +25,15 @@ from ckv_jax.cli.options import (
     System,
     TenantBytes,
     TensorParallel,
+    parse_seconds,
+    read_heads_file,
+    read_text,
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.store_tools import given_heads, parse_seconds, store_config
+from ckv_jax.cli.stores import find_prefix, store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
 
-__all__ = ["ingest", "read_text"]
+__all__ = ["ingest"]
 
 
 def ingest(
@@ -41,7 +43,7 @@ def ingest(
         typer.Argument(
             metavar="TEXTFILE",
             help="The text, UTF-8; - reads it from stdin. With question and answer it has to fit "
-            "the model's context, which `ckv inspect CHECKPOINT` tells.",
+            "the model's context, which `ckv inspect CHECKPOINT` shows.",
         ),
     ],
     store: Store,
@@ -61,9 +63,9 @@ def ingest(
         typer.Option(
             "--retain",
             metavar="TIME",
-            help="Let it expire when it has not been used for so long: 12h, 7d. Expired prefixes "
-            "are evicted first, and `ckv prune --expired` removes them. Without it, what was said "
-            "of the same text before holds.",
+            help="Time after its last use at which the prefix expires: 12h, 7d. Expired prefixes "
+            "are evicted first, and `ckv prune --expired` removes them. Without it: as set for the "
+            "same text before.",
         ),
     ] = None,
     priority: Annotated[
@@ -71,7 +73,7 @@ def ingest(
         typer.Option(
             "--priority",
             metavar="N",
-            help="What has less is evicted first. Without it: what was said before, or 0.",
+            help="Lower priorities are evicted first. Without it: as set before, or 0.",
         ),
     ] = None,
     name: Annotated[
@@ -79,16 +81,16 @@ def ingest(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="What to call it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
+            help="A name for it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
         ),
     ] = "",
     json: Json = False,
 ) -> None:
     """Run the model over a text once and keep its KV cache in the store.
 
-    Prints the id of the stored prefix, which `ckv ask --prefix` wants. A text that begins like a
-    stored one is computed and stored only from where they part. An interrupted ingest leaves
-    nothing behind; run it again.
+    Prints the id of the stored prefix, for `ckv ask --prefix`. Of a text that shares a prefix with
+    a stored one, only the rest is computed and stored. An interrupted ingest stores nothing; run it
+    again.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":
@@ -104,27 +106,26 @@ def ingest(
         io_concurrency=io_concurrency,
     )
     text = read_text(text_file)
-    said: dict[str, Any] = {
+    retention: dict[str, Any] = {
         "source": "stdin" if text_file == "-" else Path(text_file).name[-MOST_LETTERS:],
         "begins": "" if salt else first_words(text),
     }
     if retain is not None:
-        said["retain_s"] = parse_seconds(retain)
+        retention["retain_s"] = parse_seconds(retain)
     if priority is not None:
-        said["priority"] = priority
+        retention["priority"] = priority
     if name:
-        said["name"] = name
-    Wish(**said)  # refuses what cannot be before anything is loaded
+        retention["name"] = name
+    Wish(**retention)  # refuses wrong values before the model is loaded
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.cli.serving import find_prefix
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.systems import preset
 
         compilation_cache.enable()
         config = EngineConfig(
-            system=preset(system, codec=codec, heads=given_heads(heads)),
+            system=preset(system, codec=codec, heads=read_heads_file(heads)),
             dtype=dtype,
             salt=salt,
             tensor_parallel=tensor_parallel,
@@ -144,11 +145,11 @@ def ingest(
             raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
         before = engine.store.wishes().get(prefix.id, Wish())
-        engine.store.set_wish(prefix.id, replace(before, **said))
+        engine.store.set_wish(prefix.id, replace(before, **retention))
         try:
-            alone = bool(name) and find_prefix(engine.store, name, salt=salt) == prefix
-        except ValueError:  # others are called the same
-            alone = False
+            unique = bool(name) and find_prefix(engine.store, name, salt=salt) == prefix
+        except ValueError:  # other prefixes have this name
+            unique = False
         stored = engine.store.usage()
     if json:
         terminal.json(
@@ -170,7 +171,7 @@ def ingest(
         f"the store now holds {byte_size(stored)}"
     )
     command = ["ckv", "ask", str(checkpoint), "your question", "--store", store]
-    command += ["--prefix", name if alone else prefix.id[:8]]
+    command += ["--prefix", name if unique else prefix.id[:8]]
     for option, value, default in (
         ("--system", system, "ckv"),
         ("--dtype", dtype, "bfloat16"),
@@ -179,16 +180,3 @@ def ingest(
         command += [option, value] if value != default else []
     line = f"{shlex.join(command)} --salt …" if salt else shlex.join(command)
     terminal.say(f"try     {line}", wrap=False)
-
-
-def read_text(source: str) -> str:
-    """The text of a file, or of stdin for `-`. `ValueError` if it is empty or not UTF-8."""
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from error
-    if not text.strip():
-        raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
-    return text

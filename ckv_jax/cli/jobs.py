@@ -1,21 +1,47 @@
-"""The two files of `ckv batch`: request lines in, result lines out, resumable between them."""
+"""The work of `ckv batch`: request lines, their order, their answers, and a file of results."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from ckv_jax.cli.output import json_line
+import numpy as np
+
+from ckv_jax.answer import answer_json
+from ckv_jax.cli.output import json_line, one_line
+from ckv_jax.cli.stores import find_prefix
 from ckv_jax.config import check_budget
+from ckv_jax.engine import Engine
+from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.request import Generation, Request, Result
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.validate import check_text
 
-__all__ = ["BadLine", "Job", "Results", "read_jobs"]
+__all__ = [
+    "MOST_IN_ROW",
+    "Answerer",
+    "BadLine",
+    "Job",
+    "Results",
+    "batches",
+    "read_jobs",
+    "shared_prefixes",
+]
+
+MIN_SHARED = 256
+"""Tokens of the shortest shared prefix that is stored: computing fewer again costs no more than
+reading them."""
+MOST_IN_ROW = 8
+"""Batches over one prefix after which the line that has waited longest decides the next prefix."""
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 _START = b'{"line": '  # of every result
@@ -24,14 +50,14 @@ _KNOWN = {"id", "prefix", "question", "prompt", "budget"} | _SAMPLING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request line that can be asked."""
+    """One valid request line."""
 
     line: int
     digest: str
-    """Identifies the line by its content, so that a line that was edited is asked again."""
+    """Identifies the line by its content, so that an edited line is answered again."""
     id: str
     prefix: str | None
-    """What the stored text is called; None: the question is a whole prompt."""
+    """Id or name of the stored prefix; None: the question is a whole prompt."""
     question: str | tuple[int, ...]
     budget: float | str | None
     sampling: SamplingParams
@@ -39,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadLine:
-    """One request line that cannot be asked, and why."""
+    """One invalid request line, and its error."""
 
     line: int
     digest: str
@@ -48,7 +74,7 @@ class BadLine:
 
 
 def read_jobs(path: Path, *, prefix: str | None = None) -> Iterator[Job | BadLine]:
-    """The lines of a JSONL file, blank ones left out; `prefix` serves lines that name none."""
+    """The lines of a JSONL file, without blank ones; `prefix` is the default of their prefix."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -99,14 +125,14 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
         raise ValueError(f"got a prompt and a {both[0]}, expected the prompt alone")
     if not whole and (not isinstance(named, str) or not named):
         raise ValueError("got no prefix, expected the id of a stored one (or --prefix)")
-    asked = "prompt" if whole else "question"
+    field = "prompt" if whole else "question"
     budget = values.get("budget")
     return Job(
         line=line,
         digest=digest,
         id=id,
         prefix=named,
-        question=_text(asked, values.get(asked)),
+        question=_text(field, values.get(field)),
         budget=None if budget is None else check_budget(budget),
         sampling=_sampling(values),
     )
@@ -133,14 +159,14 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
 class Results:
     """The result file: one JSON object per line, appended and flushed one by one.
 
-    Answers that are there already are kept. A last line that a kill cut in half is removed at
-    open, and so are errors: those requests are tried again. Raises `ValueError` for a file of
-    anything else, and leaves it as it is.
+    Answers of an earlier run are kept. Errors, and a last line that a kill cut in half, are removed
+    at open: those requests are tried again. Raises `ValueError` for any other file, and leaves it
+    as it is.
     """
 
     def __init__(self, path: Path) -> None:
         self.done: set[tuple[int, str]] = set()
-        """(line, digest) of every request that has its answer here."""
+        """(line, digest) of every request that has an answer in the file."""
         if path.exists():
             self._resume(path)
         self._file = path.open("ab")
@@ -168,7 +194,7 @@ class Results:
             partial.replace(path)
 
     def write(self, value: Mapping[str, Any]) -> None:
-        """Append one result; it survives a kill of this process from here on."""
+        """Appends one result; after this call it survives a kill of the process."""
         self._file.write(json_line(value).encode())
         self._file.flush()
 
@@ -177,3 +203,152 @@ class Results:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def batches(
+    jobs: Sequence[Job], size: int, *, prefix_of: Callable[[Job], Hashable]
+) -> Iterator[list[Job]]:
+    """Orders jobs into batches of `size` (the last one may be smaller), prefix by prefix.
+
+    What a batch has read of a prefix is in memory for the next batch over it. No line waits for
+    more than `MOST_IN_ROW` batches of each prefix that was named before it.
+    """
+    waiting: dict[Hashable, deque[Job]] = {}
+    for job in jobs:
+        waiting.setdefault(prefix_of(job), deque()).append(job)
+    order: list[Job] = []
+    while waiting:
+        prefix = min(waiting, key=lambda name: waiting[name][0].line)
+        queue = waiting[prefix]
+        order += [queue.popleft() for _ in range(min(len(queue), MOST_IN_ROW * size))]
+        if not queue:
+            del waiting[prefix]
+    yield from (order[first : first + size] for first in range(0, len(order), size))
+
+
+def shared_prefixes(prompts: Sequence[np.ndarray], *, least: int = MIN_SHARED) -> list[int]:
+    """For each prompt int32 [T], the length of the longest prefix that it shares with another one.
+
+    0 where it is shorter than `least`. A prompt's last token is never part of it, so that there is
+    something to compute.
+    """
+    # In lexicographic order, no prompt shares more with another one than with its neighbours.
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">i4").tobytes())
+    longest = [0] * len(prompts)
+    for one, other in pairwise(order):
+        common = _common(prompts[one], prompts[other])
+        for i in (one, other):
+            longest[i] = max(longest[i], min(common, len(prompts[i]) - 1))
+    return [count if count >= least else 0 for count in longest]
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """The length of the longest common prefix."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+class Answerer:
+    """Answers jobs by one engine; an error of one job does not affect the others."""
+
+    def __init__(self, engine: Engine, *, model: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._prefixes: dict[str, Prefix] = {}
+        self._prompts: dict[int, tuple[Prefix | None, np.ndarray]] = {}
+
+    def store_shared_prefixes(
+        self, jobs: Sequence[Job], progress: Callable[[int, int], object]
+    ) -> dict[str, int]:
+        """Stores the prefixes that prompts share, and returns their tokens by id.
+
+        The shortest come first, since longer ones may continue them. `progress(done, total)` counts
+        prompts. A prompt that cannot be stored stays whole, and its answer gives the error.
+        """
+        whole: dict[int, np.ndarray] = {}
+        for job in jobs:
+            if job.prefix is None:
+                with contextlib.suppress(CkvError, ValueError):
+                    whole[job.line] = self._engine.encode(job.question, begins=True)
+        lengths = shared_prefixes(list(whole.values()))
+        found: dict[bytes, Prefix | None] = {b"": None}
+        stored: dict[str, int] = {}
+        order = sorted(zip(lengths, whole.items(), strict=True), key=lambda entry: entry[0])
+        for number, (length, (line, tokens)) in enumerate(order, start=1):
+            shared = tokens[:length].tobytes()
+            if shared not in found:
+                try:
+                    found[shared] = self._engine.ingest(tokens[:length])
+                except (CkvError, ValueError):
+                    found[shared] = None
+            prefix = found[shared]
+            if prefix is not None:
+                stored[prefix.id] = prefix.num_tokens
+            self._prompts[line] = prefix, tokens[0 if prefix is None else length :]
+            progress(number, len(order))
+        return stored
+
+    def prefix_of(self, job: Job) -> Hashable:
+        """The prefix of a job, by which `batches` orders; a prompt that shares none has its own."""
+        if job.prefix is not None:
+            return job.prefix
+        prefix, _ = self._prompts.get(job.line, (None, None))
+        return job.line if prefix is None else prefix.id
+
+    def answer(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any] | str]]:
+        """Yields each job with its answer as JSON, or with its error."""
+        ready: list[tuple[Job, Request]] = []
+        for job in jobs:
+            try:
+                ready.append((job, self._request(job)))
+            except (CkvError, ValueError) as error:
+                yield job, one_line(error)
+        if not ready:
+            return
+        for decode in (False, True):
+            part = [(job, request) for job, request in ready if _needs_decode(job) == decode]
+            yield from zip([job for job, _ in part], self._outcomes(part, decode), strict=True)
+
+    def _outcomes(
+        self, part: Sequence[tuple[Job, Request]], decode: bool
+    ) -> Iterator[dict[str, Any] | str]:
+        if not part:
+            return
+        requests = [request for _, request in part]
+        found: list[Result | Generation] = []
+        if decode:
+            found += self._engine.generate(requests, [job.sampling for job, _ in part]).results()
+        else:
+            found += self._engine.reprefill(requests)
+        for outcome, request in zip(found, requests, strict=True):
+            prefix = request.prefix
+            prefixes = (prefix,) if isinstance(prefix, Prefix) else ()
+            try:
+                yield answer_json(outcome, self._engine, *prefixes, model=self._model)
+            except (CkvError, ValueError) as error:
+                yield one_line(error)
+
+    def _request(self, job: Job) -> Request:
+        if job.prefix is None:
+            return self._prompt_request(job)
+        if job.prefix not in self._prefixes:
+            engine = self._engine
+            prefix = find_prefix(engine.store, job.prefix, salt=engine.config.salt)
+            self._prefixes[job.prefix] = prefix
+        return Request(
+            prefix=self._prefixes[job.prefix], suffix=job.question, budget=job.budget, id=job.id
+        )
+
+    def _prompt_request(self, job: Job) -> Request:
+        """A whole prompt: its shared prefix is stored, the rest is computed."""
+        if job.line not in self._prompts:
+            self._engine.encode(job.question, begins=True)  # raises its error
+        prefix, rest = self._prompts[job.line]
+        stored: Prefix | list[int] = [] if prefix is None else prefix
+        return Request(prefix=stored, suffix=rest.tolist(), budget=job.budget, id=job.id)
+
+
+def _needs_decode(job: Job) -> bool:
+    """Whether a job asks for more than the likeliest first token, all that baselines give."""
+    return job.sampling.max_tokens > 1 or job.sampling.temperature > 0

@@ -1,11 +1,18 @@
-"""Arguments and options that several commands share, each described once."""
+"""Arguments and options that several commands share, and how their values are parsed."""
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ckv_jax.config import check_budget
+
+if TYPE_CHECKING:
+    from ckv_jax.config import Heads
 
 __all__ = [
     "Budget",
@@ -25,14 +32,25 @@ __all__ = [
     "System",
     "TenantBytes",
     "TensorParallel",
+    "check_writable",
+    "parse_budget",
+    "parse_seconds",
+    "parse_size",
+    "read_heads_file",
+    "read_text",
 ]
+
+_UNITS = {unit: 10**power for power, unit in ((0, ""), (3, "k"), (6, "m"), (9, "g"), (12, "t"))}
+_UNITS |= {f"{unit}b": size for unit, size in _UNITS.items() if unit}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Folder of a Qwen2.5, Qwen3, Llama or Mistral model in Hugging Face format "
-        "(config.json, *.safetensors and the tokenizer's files), or one that `ckv convert` wrote.",
+        help="A Qwen2.5, Qwen3, Llama or Mistral model: a folder in Hugging Face format "
+        "(config.json, *.safetensors and the tokenizer's files), a GGUF file, or a folder that "
+        "`ckv convert` wrote.",
     ),
 ]
 Store = Annotated[
@@ -48,8 +66,8 @@ MaxBytes = Annotated[
     typer.Option(
         "--max-bytes",
         metavar="SIZE",
-        help="What the store may hold, such as 50GB or 10GiB: whole prefixes that are worth least "
-        "go to make room. Without it: as much as the disk has.",
+        help="Bound of the store, such as 50GB or 10GiB: the least valuable prefixes are evicted "
+        "to make room. Without it: the size of the disk.",
     ),
 ]
 TenantBytes = Annotated[
@@ -57,8 +75,8 @@ TenantBytes = Annotated[
     typer.Option(
         "--tenant-bytes",
         metavar="SIZE",
-        help="What the prefixes of one --salt may take of the store, those without one too: others "
-        "of the same salt go to make room. Without it: as much as the store may hold.",
+        help="Bound of the prefixes of one --salt, and of those without one: others of the same "
+        "salt are evicted to make room. Without it: the bound of the store.",
     ),
 ]
 Eviction = Annotated[
@@ -66,7 +84,7 @@ Eviction = Annotated[
     typer.Option(
         "--eviction",
         metavar="NAME",
-        help="What is worth least then: attention (importance x frequency) or lru.",
+        help="What is evicted first: by attention (importance x frequency) or lru.",
     ),
 ]
 DirectIo = Annotated[
@@ -97,7 +115,7 @@ Codec = Annotated[
     typer.Option(
         "--codec",
         metavar="NAME",
-        help="How keys and values lie on disk: none, int8 or k8v4 (keys 8 bits, values 4): half "
+        help="How keys and values are stored: none, int8 or k8v4 (keys 8 bits, values 4): half "
         "or two fifths of the bytes.",
     ),
 ]
@@ -106,8 +124,7 @@ HeadsFile = Annotated[
     typer.Option(
         "--heads",
         metavar="FILE.json",
-        help="The heads that score what is to be read, as `ckv heads profile` finds them; without "
-        "it all of them do.",
+        help="The heads that score chunks, as `ckv heads profile` finds them. Without it: all.",
     ),
 ]
 Dtype = Annotated[
@@ -123,7 +140,7 @@ SampleTexts = Annotated[
     typer.Option(
         "--text",
         metavar="FILE",
-        help="A text such as those to be stored, UTF-8; may be given several times. Without "
+        help="A text like those to be stored, UTF-8; may be given several times. Without "
         "it: the handbook of `ckv demo`.",
     ),
 ]
@@ -160,3 +177,54 @@ TensorParallel = Annotated[
         "depend on it.",
     ),
 ]
+
+
+def parse_budget(text: str) -> float | str:
+    """A budget: a share of the text, or of the attention that it has to cover."""
+    try:
+        number = float(text)
+    except ValueError:
+        return check_budget(text)
+    return check_budget(number)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in `90`, `30m`, `12h` or `7d`. `ValueError` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", text)
+    if found is None:
+        raise ValueError(f"got {text!r}, expected a time such as 90s, 30m, 12h or 7d")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `50GB`, `1.5 GiB` or `1000`. `ValueError` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"got {text!r}, expected a size such as 1000, 50GB or 10GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def read_heads_file(path: Path | None) -> Heads:
+    """The heads in the file of --heads; none without one."""
+    from ckv_jax.heads import read_heads
+
+    return () if path is None else read_heads(path)
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of stdin for `-`. `ValueError` if it is empty or not UTF-8."""
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
+    return text
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises `ValueError` before the work for a file that could not be written after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{path} cannot be written: its folder is missing, or it is one")

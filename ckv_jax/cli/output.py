@@ -1,4 +1,4 @@
-"""What every command says: JSON or text on stdout, progress and errors on stderr."""
+"""Output of every command: JSON or text on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,13 +20,12 @@ from rich.progress import (
 )
 from rich.status import Status
 
-from ckv_jax.cli.interrupt import leaving_at_once
+from ckv_jax.cli import exit_on_interrupt
 
 __all__ = [
     "Reporter",
     "Terminal",
     "byte_size",
-    "check_writable",
     "json_line",
     "number_of",
     "one_line",
@@ -38,7 +36,7 @@ Reporter = Callable[[int, int], None]
 
 
 def byte_size(count: float) -> str:
-    """Bytes for people: 512 B, 1.5 KiB, 20.0 MiB."""
+    """Bytes as text: 512 B, 1.5 KiB, 20.0 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -61,14 +59,8 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def check_writable(path: Path | None) -> None:
-    """Raises `ValueError` early for a file that could not be written at the end."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{path} cannot be written: its folder is missing, or it is one")
-
-
 class Terminal:
-    """Where a command writes. `as_json`: stdout carries JSON and nothing else."""
+    """The output of one command. `as_json`: stdout carries JSON and nothing else."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -83,12 +75,12 @@ class Terminal:
     def say(self, text: str, *, wrap: bool = True) -> None:
         """A line for people: stdout, or stderr where stdout carries JSON.
 
-        `wrap=False` leaves breaking it to the terminal, so that it can be copied whole.
+        `wrap=False` leaves long lines to the terminal, so that they can be copied whole.
         """
         (self.err if self.as_json else self.out).print(text, markup=False, soft_wrap=not wrap)
 
     def warn(self, text: str) -> None:
-        """A line about something that went wrong without ending the command."""
+        """A warning: a line on stderr about a fault that does not end the command."""
         self.err.print(f"ckv: {text}", markup=False, soft_wrap=True)
 
     @contextmanager
@@ -128,8 +120,8 @@ class Terminal:
 
     @contextmanager
     def loading(self, label: str = "loading JAX and the model") -> Iterator[None]:
-        """`status` for what Ctrl-C may break off at any point."""
-        with self.status(label) as spinner, leaving_at_once(spinner.stop):
+        """`status` for loading, which Ctrl-C ends at any point."""
+        with self.status(label) as spinner, exit_on_interrupt(spinner.stop):
             yield
 
 

@@ -1,4 +1,4 @@
-"""`ckv serve`: OpenAI's API over a model and a store."""
+"""`ckv serve`: serves OpenAI's API over a model and a store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from ckv_jax.cli.options import (
     Store,
     System,
     TensorParallel,
+    parse_budget,
+    parse_size,
+    read_heads_file,
 )
 from ckv_jax.cli.output import Terminal
-from ckv_jax.cli.store_tools import given_heads, parse_size, store_config
+from ckv_jax.cli.stores import store_config
 
 __all__ = ["serve"]
 
@@ -45,8 +48,8 @@ def serve(
         typer.Option(
             "--api-keys",
             metavar="FILE",
-            help="TOML with a table for each tenant: keys, and perhaps salt, max_requests, "
-            "max_bytes. Without it: everybody is let in and shares one store.",
+            help="TOML file with a table per tenant: keys, and optionally salt, max_requests, "
+            "max_bytes. Without it: no request needs a key, and all share one store.",
         ),
     ] = None,
     budget: Annotated[
@@ -54,8 +57,8 @@ def serve(
         typer.Option(
             "--budget",
             metavar="SHARE",
-            help="Share of a stored text that takes part in answers where a request says nothing; "
-            "1: all of it, exact. mass:0.95: what holds 95% of the question's attention.",
+            help="Share of a stored text that takes part in the answer to a request without a "
+            "budget; 1: all of it, exact. mass:0.95: what holds 95% of the question's attention.",
         ),
     ] = "1",
     sparse_budget: Annotated[
@@ -70,7 +73,7 @@ def serve(
     max_tokens: Annotated[
         int,
         typer.Option(
-            "--max-tokens", metavar="N", help="Length of a chat's answer where none is asked for."
+            "--max-tokens", metavar="N", help="Most tokens of a chat's answer, by default."
         ),
     ] = 1024,
     max_requests: Annotated[
@@ -84,8 +87,8 @@ def serve(
         typer.Option(
             "--warm-up",
             metavar="TOKENS",
-            help="Compile what prompts of about so many tokens need before /ready says yes; "
-            "0: when they come.",
+            help="Compile the programs for prompts of about so many tokens before /ready is 200; "
+            "0: on first use.",
         ),
     ] = 0,
     store_tokens: Annotated[
@@ -93,29 +96,26 @@ def serve(
         typer.Option(
             "--store-tokens",
             metavar="N",
-            help="Prompts of at least so many tokens are stored behind their answers.",
+            help="Prompts of at least so many tokens are stored after their answers.",
         ),
     ] = 1024,
     guard_disk: Annotated[
         bool,
         typer.Option(
             "--guard-disk/--no-guard-disk",
-            help="Store nothing while writing takes longer than computing, or whenever there is "
-            "something to store.",
+            help="Store nothing while writing takes longer than computing, or store always.",
         ),
     ] = True,
     request_time: Annotated[
         float,
-        typer.Option(
-            "--request-time", metavar="SECONDS", help="An answer ends after so long at most."
-        ),
+        typer.Option("--request-time", metavar="SECONDS", help="Time after which an answer ends."),
     ] = 600.0,
     drain_time: Annotated[
         float,
         typer.Option(
             "--drain-time",
             metavar="SECONDS",
-            help="After SIGTERM, answers under way have so long to end in.",
+            help="Time that answers under way have to end after SIGTERM.",
         ),
     ] = 60.0,
     device_cache: Annotated[
@@ -131,15 +131,15 @@ def serve(
 ) -> None:
     """Serve OpenAI's API: chat and plain completions, streamed or whole, over what is stored.
 
-    Any OpenAI client works, with base_url=http://HOST:PORT/v1. A prompt that begins like a stored
-    one reads that part back instead of computing it. Stops on SIGTERM or Ctrl-C once the answers
-    under way have ended; a second one stops it at once.
+    Any OpenAI client works, with base_url=http://HOST:PORT/v1. The part of a prompt that is stored
+    is read instead of computed. Stops on SIGTERM or Ctrl-C once the answers under way have ended; a
+    second one stops it at once.
     """
     terminal = Terminal(as_json=True)
     try:
-        from ckv_jax.cli.serving import parse_budget
+        from ckv_jax.server.app import bind, create_app, run
         from ckv_jax.server.config import ServerConfig
-        from ckv_jax.server.run import bind, run
+        from ckv_jax.server.observability import log_to_stderr
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
         raise ValueError(
@@ -173,8 +173,6 @@ def serve(
             from ckv_jax import compilation_cache
             from ckv_jax.config import EngineConfig
             from ckv_jax.engine import Engine
-            from ckv_jax.server import log
-            from ckv_jax.server.app import create_app
             from ckv_jax.systems import preset
 
             compilation_cache.enable()
@@ -182,7 +180,7 @@ def serve(
                 checkpoint,
                 store=store,
                 config=EngineConfig(
-                    system=preset(system, codec=codec, heads=given_heads(heads)),
+                    system=preset(system, codec=codec, heads=read_heads_file(heads)),
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,
@@ -192,7 +190,7 @@ def serve(
                 store_config=settings,
             )
         with engine:
-            log.write_to_stderr()
+            log_to_stderr()
             app = create_app(engine, config, tenants)
             try:
                 run(app, bound)

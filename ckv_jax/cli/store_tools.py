@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-import re
+import math
 import time
+from collections.abc import Sequence, Sized
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
 
-from ckv_jax.cli.inspection import show_inspection
-from ckv_jax.cli.model_inspection import inspect_checkpoint, is_checkpoint
-from ckv_jax.cli.options import Dtype, Json
-from ckv_jax.cli.output import Terminal, byte_size, check_writable, number_of
+from ckv_jax.cli.model_tools import inspect_checkpoint, is_checkpoint
+from ckv_jax.cli.options import Dtype, Json, check_writable, parse_size
+from ckv_jax.cli.output import Terminal, byte_size, number_of
+from ckv_jax.cli.stores import open_store
 from ckv_jax.storage.errors import PrefixNotFound, StoreError
-from ckv_jax.storage.place.url import folder_of
 
 if TYPE_CHECKING:
-    from ckv_jax.config import Heads
-    from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.store import ChunkStore
+    from ckv_jax.storage.tools.inspect import Inspection, PrefixInfo, SegmentInfo
 
-__all__ = [
-    "given_heads",
-    "inspect",
-    "is_store",
-    "open_store",
-    "parse_seconds",
-    "parse_size",
-    "pin",
-    "prune",
-    "store_config",
-    "verify",
-]
+__all__ = ["inspect", "pin", "prune", "verify"]
 
 _StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a folder or a URL.")
 ]
-_UNITS = {
-    "": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
-    "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+_MOST_UNUSABLE = 5  # segments that are named
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def inspect(
-    store: Annotated[
-        str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint folder.")
-    ],
+    store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")],
     prefix: Annotated[
-        str | None, typer.Argument(metavar="[PREFIX]", help="An id, or how it begins.")
+        str | None, typer.Argument(metavar="[PREFIX]", help="An id, or the start of one.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -89,7 +77,7 @@ def inspect(
     if json:
         terminal.json(found.to_dict())
     else:
-        show_inspection(terminal, found)
+        _show_inspection(terminal, found)
     if plot is not None:
         terminal.say(f"wrote {plot}", wrap=False)
 
@@ -99,19 +87,19 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Mend, remove or fence off what is damaged, and rebuild the index."
+            "--repair", help="Repair, remove or quarantine what is damaged, and rebuild the index."
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --repair: only say what it would do.")
+        bool, typer.Option("--dry-run", help="With --repair: only report what it would do.")
     ] = False,
     json: Json = False,
 ) -> None:
     """Read everything in a store back and check it. Exit code 1 if something is damaged.
 
-    A repair makes whole what can be made whole; of the rest it removes segments that are of no use
-    and limits others to their chunks before the first bad one: those of alike tokens to whole runs.
-    A reordered one goes for a single bad pack: its original lies in segments of its own. `ckv
+    A repair restores what it can. Of the rest it removes segments that cannot be served, and limits
+    others to the chunks before the first bad one (to whole runs, where chunks are clusters). One
+    bad pack removes a reordered segment, whose original is stored in segments of its own. `ckv
     ingest` of the same text computes again what was lost.
     """
     from ckv_jax.storage.tools.verify import losses, ranges, verify_store
@@ -173,7 +161,7 @@ def prune(
         typer.Option("--max-bytes", metavar="SIZE", help="What may stay: 50GB, 10GiB, 0."),
     ] = None,
     expired: Annotated[
-        bool, typer.Option("--expired", help="Remove what was kept for a time that is over.")
+        bool, typer.Option("--expired", help="Remove prefixes whose time to live is over.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -207,11 +195,11 @@ def prune(
 
 def pin(
     store: _StoreArgument,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="An id, or how it begins.")],
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="An id, or the start of one.")],
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
     json: Json = False,
 ) -> None:
-    """Keep a prefix: it is never evicted or pruned until it is unpinned."""
+    """Pin a prefix: it is never evicted or pruned until it is unpinned."""
     from ckv_jax.storage.tools.upkeep import pin_prefix
 
     terminal = Terminal(as_json=json)
@@ -223,65 +211,22 @@ def pin(
         terminal.say(f"{prefix_id} {'may be evicted again' if unpin else 'is pinned'}")
 
 
-def is_store(url: str) -> bool:
-    """Whether something is at a store's URL, as far as a folder can tell without being opened."""
-    folder = folder_of(url)
-    return folder is None or (folder.is_dir() and any(folder.iterdir()))
-
-
-def open_store(
-    url: str, config: StoreConfig | None = None, *, readonly: bool = False
-) -> ChunkStore:
-    """A store that is there already, `readonly` only to look; `ValueError` where there is none."""
-    from ckv_jax.storage.store import ChunkStore
-
-    if not is_store(url):
-        raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
-    return ChunkStore.open(url, config=config, readonly=readonly)
-
-
 def _open_to_look(url: str) -> ChunkStore:
-    """`open_store`; what is neither a store nor a checkpoint is told to be neither."""
+    """`open_store` for `inspect`, whose argument may also have been meant as a checkpoint."""
     try:
         return open_store(url, readonly=True)
     except (StoreError, ValueError) as error:
         if type(error) not in (StoreError, ValueError):
-            raise  # a store that cannot be asked just now
-        from ckv_jax.model.checkpoint import hub_hint
+            raise  # a store that cannot be read just now
+        if "://" in url:
+            raise
+        from ckv_jax.model.checkpoint import not_a_checkpoint
 
-        hint = "" if "://" in url else hub_hint(Path(url))
-        raise ValueError(f"{error}; nor is it a checkpoint: it has no config.json{hint}") from error
-
-
-def store_config(
-    *,
-    max_bytes: str | None,
-    eviction: str,
-    direct_io: bool | None,
-    io_concurrency: int,
-    tenant_bytes: str | None = None,
-) -> StoreConfig:
-    """The store's settings as the command line says them; `ValueError` for wrong ones."""
-    from ckv_jax.storage.config import StoreConfig
-
-    return StoreConfig(
-        max_bytes=None if max_bytes is None else parse_size(max_bytes),
-        tenant_bytes=None if tenant_bytes is None else parse_size(tenant_bytes),
-        eviction=eviction,
-        direct_io=direct_io,
-        io_concurrency=io_concurrency,
-    )
-
-
-def given_heads(path: Path | None) -> Heads:
-    """What --heads says."""
-    from ckv_jax.heads import read_heads
-
-    return () if path is None else read_heads(path)
+        raise ValueError(f"{error}; {not_a_checkpoint(Path(url))}") from error
 
 
 def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
-    """The same error, with what became of the prefix where that is known."""
+    """The same error, with the reason of an eviction if that is known."""
     found = None if error.several > 1 else store.why_evicted(error.prefix_id)
     if found is None:
         return error
@@ -289,17 +234,105 @@ def _evicted(store: ChunkStore, error: PrefixNotFound) -> Exception:
     return ValueError(f"prefix {found.prefix_id} was evicted on {when}: {found.reason}")
 
 
-def parse_seconds(text: str) -> float:
-    """Seconds in `90`, `30m`, `12h` or `7d`. `ValueError` for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([smhd]?)\s*", text)
-    if found is None:
-        raise ValueError(f"got {text!r}, expected a time such as 90s, 30m, 12h or 7d")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+def _show_inspection(terminal: Terminal, found: Inspection) -> None:
+    """Shows the store as a tree, in which a segment's children continue it."""
+    bound = "" if found.max_bytes is None else f" of {byte_size(found.max_bytes)}"
+    tree = Tree(
+        f"{_count(found.prefixes, 'prefix', 'prefixes')}, "
+        f"{_count(found.segments, 'segment', 'segments')}, "
+        f"{byte_size(found.bytes)}{bound}"
+    )
+    roots = [(tree, segment) for segment in reversed(found.children(None))]
+    while roots:
+        branch, segment = roots.pop()
+        node = branch.add(_describe(segment, leaf=segment.prefix_id in found.prefixes))
+        roots += [(node, child) for child in reversed(found.children(segment.id))]
+    terminal.out.print(tree)
+    for reason in list(found.unusable.values())[:_MOST_UNUSABLE]:
+        terminal.warn(reason)
+    if len(found.unusable) > _MOST_UNUSABLE:
+        terminal.warn(f"and {len(found.unusable) - _MOST_UNUSABLE} more; `ckv verify` lists all")
+    if found.prefix is not None:
+        _show_prefix(terminal, found.prefix)
 
 
-def parse_size(text: str) -> int:
-    """Bytes in `50GB`, `1.5 GiB` or `1000`. `ValueError` for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS:
-        raise ValueError(f"got {text!r}, expected a size such as 1000, 50GB or 10GiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
+    layout = segment.layout
+    kind = f"{layout['dtype']}, {layout['chunk_tokens']}-token chunks, probe {layout['probe']}"
+    if layout["digest"] != "none":
+        heads = len(layout.get("digest_heads", ()))
+        kind += f", digest {layout['digest']}" + (f" of {heads} heads" if heads else "")
+    if layout.get("grouping") == "alike":
+        kind += ", chunks of alike tokens"
+    if "codec" in layout:
+        kind += f", codec {layout['codec']}"
+    notes = [
+        "pinned" if segment.pinned else "",
+        "salted" if segment.salted else "",
+        f"score {segment.score:.3g}" if segment.score is not None else "",
+        f"only {segment.usable_chunks} of {segment.chunks} chunks can be served"
+        if segment.usable_chunks < segment.chunks
+        else "",
+    ]
+    about = " ".join(
+        part
+        for part in (
+            escape(segment.name),
+            f"“{escape(segment.begins)}”" if segment.begins else "",
+            f"from {escape(segment.source)}" if segment.source else "",
+            f"on {time.strftime('%Y-%m-%d %H:%M', time.localtime(segment.created))}",
+        )
+        if part
+    )
+    first = segment.first_chunk * layout["chunk_tokens"]
+    return ", ".join(
+        part
+        for part in (
+            f"{'[bold]' if leaf else ''}{segment.prefix_id}{'[/bold]' if leaf else ''}",
+            about,
+            f"{number_of(segment.tokens, 'token')} from {first:,}",
+            byte_size(segment.bytes),
+            kind,
+            *notes,
+        )
+        if part
+    )
+
+
+def _show_prefix(terminal: Terminal, prefix: PrefixInfo) -> None:
+    tokens, chunks = number_of(prefix.num_tokens, "token"), number_of(prefix.num_chunks, "chunk")
+    terminal.say(f"\n{prefix.id}: {tokens} in {chunks}")
+    if prefix.bad_packs:
+        terminal.warn(f"{number_of(prefix.bad_packs, 'pack')} could not be read")
+    if prefix.lost_orders:
+        segments = number_of(prefix.lost_orders, "segment")
+        terminal.warn(f"which tokens are in which pack is damaged in {segments}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("layer", "keys from", "to", "mean size", "values from", "to", "mean size"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("NaN, infinite", justify="right")
+    for layer in prefix.layers:
+        numbers = (
+            layer.key_min, layer.key_max, layer.key_mean_abs,
+            layer.value_min, layer.value_max, layer.value_mean_abs,
+        )  # fmt: skip
+        table.add_row(
+            str(layer.layer),
+            *(f"{n:.3g}" for n in numbers),
+            f"{layer.nan}, {layer.infinite}",
+        )
+    terminal.out.print(table)
+    if prefix.importance is not None:
+        terminal.say(f"importance of chunks  {_sparkline(prefix.importance)}")
+
+
+def _sparkline(values: Sequence[float], width: int = 56) -> str:
+    """The largest value of each of `width` spans, as a row of blocks."""
+    step = max(1, math.ceil(len(values) / width))
+    peaks = [max(values[i : i + step]) for i in range(0, len(values), step)]
+    top = max(peaks, default=0.0)
+    return "".join(_BLOCKS[round(8 * peak / top)] if top > 0 else " " for peak in peaks)
+
+
+def _count(things: Sized, one: str, many: str) -> str:
+    return f"{len(things)} {one if len(things) == 1 else many}"

@@ -1,12 +1,17 @@
-"""A checkpoint folder: which files hold its weights, and whether they fit its config. No JAX."""
+"""A checkpoint: which files hold its weights, and whether they fit its config. No JAX."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.safetensors_file import SafetensorsFile
+from ckv_jax.model.gguf_model import GgufModel, gguf_paths, is_gguf
+from ckv_jax.model.safetensors_file import SafetensorsFile, check_pointer, is_computed
 
 __all__ = [
     "CONFIG",
@@ -14,10 +19,12 @@ __all__ = [
     "ORBAX_WEIGHTS",
     "SINGLE",
     "Shapes",
+    "TensorSource",
     "check_fit",
     "hub_hint",
     "is_orbax",
     "locate",
+    "not_a_checkpoint",
     "stored_dtype",
     "weight_files",
 ]
@@ -30,6 +37,24 @@ INDEX = "model.safetensors.index.json"
 ORBAX_WEIGHTS = "weights"
 
 
+class TensorSource(Protocol):
+    """What holds tensors by Hugging Face's names: a file, or a model of several."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of every tensor."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in fresh memory."""
+        ...
+
+
 def is_orbax(folder: str | Path) -> bool:
     """Whether `save_orbax` wrote this folder (or something that looks like it)."""
     return (Path(folder) / ORBAX_WEIGHTS).is_dir()
@@ -38,18 +63,46 @@ def is_orbax(folder: str | Path) -> bool:
 def weight_files(folder: str | Path) -> list[Path]:
     """The files that hold a checkpoint's weights, sorted; `CheckpointError` if there are none."""
     folder = Path(folder)
+    if is_gguf(folder):
+        return gguf_paths(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}{hub_hint(folder)}")
+        raise not_a_checkpoint(folder)
     if is_orbax(folder):
         return sorted(path for path in (folder / ORBAX_WEIGHTS).rglob("*") if path.is_file())
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return sorted({folder / file for file in _weight_map(folder).values()})
-    raise CheckpointError(
-        f"not a checkpoint: {folder} has neither {SINGLE} nor {INDEX}"
-        + ("; convert pytorch_model*.bin first" if list(folder.glob("pytorch_model*.bin")) else "")
-    )
+    raise not_a_checkpoint(folder, f"{SINGLE} and no {INDEX}")
+
+
+def not_a_checkpoint(path: Path, missing: str = CONFIG) -> CheckpointError:
+    """The error for a path that holds no model that can be read: what it is, and what to do.
+
+    `missing`: what a checkpoint would have, for a folder that is nothing known.
+    """
+    if path.is_file():
+        return CheckpointError(f"got the file {path}, expected a folder or a GGUF file")
+    if not path.is_dir():
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        return CheckpointError(f"there is no {kind} {path}{hub_hint(path)}")
+    for pattern, what in _OTHER_FOLDERS.items():
+        found = sorted(path.glob(pattern))
+        if found:
+            return CheckpointError(f"{path} {what.format(found[0].name)}")
+    return CheckpointError(f"not a checkpoint: {path} has no {missing}")
+
+
+_OTHER_FOLDERS: Mapping[str, str] = {
+    "adapter_config.json": "is a LoRA adapter ({}), expected a whole model: merge it into its base "
+    "first (peft: merge_and_unload, then save_pretrained)",
+    "consolidated.*": "holds weights in the publisher's own format ({}), expected Hugging Face's "
+    f"({CONFIG} and {SINGLE}): fetch those, or convert them with transformers",
+    "*.bin": "holds PyTorch pickles ({}), which are not read: convert them first (transformers: "
+    "from_pretrained, then save_pretrained)",
+    "*.gguf": "is a folder of GGUF files: give the file, such as {}",
+}
+"""What else a folder can hold: a file that says so, and the rest of the sentence."""
 
 
 def hub_hint(folder: Path) -> str:
@@ -64,19 +117,30 @@ def hub_hint(folder: Path) -> str:
 
 
 def stored_dtype(folder: str | Path) -> str:
-    """The element type of a checkpoint's weights; float32 where it mixes several."""
+    """The element type of a checkpoint's weights; float32 where it mixes several, or has
+    quantised ones."""
+    folder = Path(folder)
+    if is_gguf(folder):
+        found = {_GGUF_DTYPES.get(kind, "float32") for kind in GgufModel(folder).types.values()}
+        return found.pop() if len(found) == 1 else "float32"
     if is_orbax(folder):
-        saved = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+        saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         dtype: str = saved.get("dtype", "bfloat16")
         return dtype
     dtypes = {dtype.name for path in weight_files(folder) for dtype in SafetensorsFile(path).dtypes}
     return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
-def locate(folder: Path) -> dict[str, SafetensorsFile]:
-    """Which file holds each tensor, checked against the index where there is one."""
+_GGUF_DTYPES: Mapping[str, str] = {"F16": "float16", "BF16": "bfloat16"}
+
+
+def locate(folder: Path) -> dict[str, TensorSource]:
+    """What holds each tensor, checked against the index where there is one."""
+    if is_gguf(folder):
+        model = GgufModel(folder)
+        return dict.fromkeys(model.shapes, model)
     files = [SafetensorsFile(path) for path in weight_files(folder)]
-    places: dict[str, SafetensorsFile] = {}
+    places: dict[str, TensorSource] = {}
     for file in files:
         for name in file.shapes:
             if name in places:
@@ -88,16 +152,17 @@ def locate(folder: Path) -> dict[str, SafetensorsFile]:
         return places
     index = _weight_map(folder)
     for name, file_name in index.items():
-        if name not in places or places[name].path.name != file_name:
+        if not is_computed(name) and (name not in places or places[name].path.name != file_name):
             raise CheckpointError(f"missing tensor {name!r}: {INDEX} places it in {file_name}")
-    for name, file in places.items():
+    for name, source in places.items():
         if name not in index:
-            raise CheckpointError(f"unknown tensor {name!r} in {file.path.name}, not in {INDEX}")
+            raise CheckpointError(f"unknown tensor {name!r} in {source.path.name}, not in {INDEX}")
     return places
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / INDEX
+    check_pointer(path)
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         plain = all(Path(file).name == file for file in places.values())

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ckv_jax.errors import CheckpointError, UnsupportedModel
-from ckv_jax.model.checkpoint import CONFIG, hub_hint
+from ckv_jax.model.checkpoint import CONFIG, not_a_checkpoint
 from ckv_jax.model.families import FAMILIES, Family
 from ckv_jax.model.families.refused import family_of
+from ckv_jax.model.gguf_model import gguf_config, is_gguf
 from ckv_jax.model.rope_scaling import RopeScaling, scaling_from_hf, scaling_to_hf
 
 __all__ = ["PUBLISHED", "ModelConfig", "read_generation_config"]
@@ -72,7 +73,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
-        """Read HF's config: a dict, a `config.json`, or the folder that holds one.
+        """Read HF's config: a dict, a `config.json`, or the folder that holds one; or a GGUF file.
 
         Both spellings are honoured: transformers 5 (`rope_parameters`) and 4 (`rope_theta`,
         `rope_scaling`). YaRN allows `factor` times the original positions, whatever
@@ -156,9 +157,12 @@ def _read(
     if isinstance(source, Mapping):
         return source, {}
     path = Path(source)
+    if is_gguf(path):
+        return gguf_config(path), {}
+    given = path
     path = path / CONFIG if path.is_dir() else path
-    if not path.is_file():
-        raise CheckpointError(f"not a checkpoint: there is no {path}{hub_hint(path)}")
+    if path.suffix != ".json" or not path.is_file():
+        raise not_a_checkpoint(given)
     return _read_json(path), read_generation_config(path.parent)
 
 

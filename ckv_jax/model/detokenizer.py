@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-__all__ = ["Detokenizer"]
+__all__ = ["LAST_TOKENS", "Detokenizer", "last_words"]
 
+LAST_TOKENS = 16
+"""Ids of a prompt that are enough for the spacing of what follows."""
 _PATIENCE = 16  # ids that may wait for the end of a character; one has four bytes at most
 _CHARACTER = 4  # ids that one character can take
 
@@ -15,17 +18,21 @@ _CHARACTER = 4  # ids that one character can take
 class Detokenizer:
     """The text of a sequence of ids, piece by piece, over `tokenizers`' own `DecodeStream`.
 
+    The first id follows those that came before, if any: SentencePiece's decoders take the space
+    off the first word of a text, which the first word of an answer is not.
+
     Pieces joined equal decoding all ids at once, wherever what follows cannot change what came
     before (byte fallback turns a whole run of bytes to U+FFFD at its first wrong one; what has
     been given out by then stays). An id takes bounded time and only the latest ids are kept, also
     where they never become text.
     """
 
-    def __init__(self, backend: Any) -> None:
-        """`backend` is a `tokenizers.Tokenizer`."""
+    def __init__(self, backend: Any, *, after: Sequence[int] = ()) -> None:
+        """`backend` is a `tokenizers.Tokenizer`; `after` are the ids before the first, or the last
+        of them."""
         self._backend = backend
-        self._stream = DecodeStream()
-        self._context: list[int] = []  # became the latest piece; spacing depends on them
+        self._context = last_words(backend, after)  # spacing depends on them
+        self._stream = DecodeStream(ids=self._context)
         self._waiting: list[int] = []  # no text yet
 
     def push(self, token_id: int) -> str:
@@ -72,3 +79,14 @@ class Detokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
+
+
+def last_words(backend: Any, ids: Sequence[int]) -> list[int]:
+    """The fewest of the last ids that are text by themselves; none, if they end inside a
+    character."""
+    for count in range(1, min(len(ids), LAST_TOKENS) + 1):
+        last = [int(one) for one in ids[-count:]]
+        text: str = backend.decode(last, skip_special_tokens=False)
+        if text and "\ufffd" not in text:
+            return last
+    return []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckv_jax.model.checkpoint import check_fit, is_orbax, locate, stored_dtype
+from ckv_jax.model.checkpoint import is_orbax, stored_dtype
 from ckv_jax.model.config import ModelConfig
-from ckv_jax.model.tensor_map import count_parameters, tensor_shapes
+from ckv_jax.model.gguf_model import GgufModel, is_gguf
+from ckv_jax.model.tensor_map import count_parameters, open_tensors
 
 __all__ = ["MEMORIES", "Fit", "ModelInfo", "inspect_model"]
 
@@ -43,12 +45,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """One checkpoint folder."""
+    """One checkpoint."""
 
     config: ModelConfig
     format: str
-    """`hf` or `orbax`."""
+    """`hf`, `orbax` or `gguf`."""
     stored_dtype: str
+    """The element type of the weights; of a GGUF file all of them, the most frequent first."""
     parameters: int
 
     def weight_bytes(self, dtype: str) -> int:
@@ -88,20 +91,25 @@ class ModelInfo:
 
 
 def inspect_model(folder: Path) -> ModelInfo:
-    """A checkpoint folder, by its config and the headers of its weight files.
+    """A checkpoint, by its config and the headers of its weight files.
 
     Raises `CheckpointError` for what is no checkpoint or whose tensors do not fit its config, and
     `UnsupportedModel` with the reason.
     """
-    config = ModelConfig.from_hf(folder)
-    orbax = is_orbax(folder)
-    if not orbax:  # what an Orbax folder holds is checked when it is restored
-        files = locate(folder)
-        found = {name: file.shapes[name] for name, file in files.items()}
-        check_fit(folder, tensor_shapes(config), found)
+    if is_orbax(folder):  # what it holds is checked when it is restored
+        config, form, stored = ModelConfig.from_hf(folder), "orbax", stored_dtype(folder)
+    elif is_gguf(folder):
+        config, form, stored = open_tensors(folder)[0], "gguf", _gguf_types(folder)
+    else:
+        config, form, stored = open_tensors(folder)[0], "hf", stored_dtype(folder)
     return ModelInfo(
         config=config,
-        format="orbax" if orbax else "hf",
-        stored_dtype=stored_dtype(folder),
+        format=form,
+        stored_dtype=stored,
         parameters=count_parameters(config),
     )
+
+
+def _gguf_types(path: Path) -> str:
+    """The element types of a GGUF model by ggml's names, most frequent first."""
+    return ", ".join(kind for kind, _ in Counter(GgufModel(path).types.values()).most_common())

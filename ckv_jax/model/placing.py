@@ -68,6 +68,7 @@ def _shares(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _join(parts: list[jax.Array], transpose: bool, dtype: str) -> jax.Array:
-    """The tensors end to end, transposed if need be."""
+    """The tensors end to end, transposed if need be; their element types may differ."""
+    parts = [part.astype(dtype) for part in parts]
     whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
-    return (whole.T if transpose else whole).astype(dtype)
+    return whole.T if transpose else whole

@@ -33,7 +33,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         return fast, 1.0
     slow = np.float32(1) / (np.float32(scaling.factor) * periods)
     if isinstance(scaling, Llama3Scaling):
-        keep = _share_kept(scaling, fast)
+        keep = scaling.share_kept(fast)
         return slow * (1 - keep) + fast * keep, 1.0
     keep = 1 - _ramp(*_ramp_ends(scaling, dim, config.rope_theta), dim // 2)
     return slow * (1 - keep) + fast * keep, _attention_factor(scaling)
@@ -87,14 +87,6 @@ def _ramp_ends(scaling: YarnScaling, dim: int, theta: float) -> tuple[float, flo
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     return max(low, 0), min(high, dim - 1)
-
-
-def _share_kept(scaling: Llama3Scaling, fast: np.ndarray) -> np.ndarray:
-    """How much of each pair's own speed Llama 3 keeps: float32 [D/2] from 0 to 1."""
-    turns = fast * np.float32(scaling.original_max_position_embeddings / (2 * math.pi))
-    low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
-    share: np.ndarray = np.clip((turns - low) / (high - low), 0, 1)
-    return share
 
 
 def _ramp(low: float, high: float, size: int) -> np.ndarray:

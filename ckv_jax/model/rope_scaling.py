@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 __all__ = ["Llama3Scaling", "RopeScaling", "YarnScaling", "scaling_from_hf", "scaling_to_hf"]
 
 
@@ -62,6 +64,13 @@ class Llama3Scaling:
     def positions(self, stated: int) -> int:
         """How many may be used: as many as the config states."""
         return stated
+
+    def share_kept(self, fast: np.ndarray) -> np.ndarray:
+        """How much of its speed each pair keeps, from 0 to 1; `fast` and result float32 [D/2]."""
+        turns = fast * np.float32(self.original_max_position_embeddings / (2 * math.pi))
+        low, high = np.float32(self.low_freq_factor), np.float32(self.high_freq_factor)
+        share: np.ndarray = np.clip((turns - low) / (high - low), 0, 1)
+        return share
 
 
 RopeScaling = YarnScaling | Llama3Scaling

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckv_jax.errors import CheckpointError
 
-__all__ = ["SafetensorsFile", "write_safetensors"]
+__all__ = ["SafetensorsFile", "check_pointer", "is_computed", "write_safetensors"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -28,10 +28,31 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 _MOST_TENSORS = 200_000  # a model of 1,000 layers and 100 experts has half of that
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_COMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor is a buffer that the config determines, as old checkpoints hold them."""
+    return name.endswith(_COMPUTED)
+
+
+def check_pointer(path: Path) -> None:
+    """Raises `CheckpointError` for a git-lfs pointer in the place of a file."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) != _POINTER:
+                return
+    except OSError:
+        return  # the one that reads the file reports it
+    raise CheckpointError(
+        f"{path} is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"
+    )
 
 
 class SafetensorsFile:
-    """The tensors of one file, by name. Holds no open file and no data.
+    """The tensors of one file, by name, without those that `is_computed`. Holds no open file and
+    no data.
 
     Raises `CheckpointError` for a file that is missing, cut short, names a tensor twice, or
     whose header does not describe its bytes.
@@ -39,6 +60,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_pointer(path)
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
@@ -55,6 +77,7 @@ class SafetensorsFile:
             self._entries = {
                 name: (entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
                 for name, entry in header.items()
+                if not is_computed(name)
             }
             for name in self._entries:
                 self._check(name, size - self._start)

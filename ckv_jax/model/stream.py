@@ -12,15 +12,17 @@ __all__ = ["TextStream"]
 class TextStream:
     """Turns one request's generated ids into text as they come.
 
-    Pieces joined equal decoding all ids at once. Text is held back while it ends inside a
-    character, or could be the start of a stop string; a stop string itself is never given out.
-    Used by one thread.
+    Pieces joined equal what all ids at once add to the text of the ids in `after`, the last of the
+    prompt. Text is held back while it ends inside a character, or could be the start of a stop
+    string; a stop string itself is never given out. Used by one thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), after: Sequence[int] = ()
+    ) -> None:
         if any(not text for text in stop):
             raise ValueError("got an empty stop string, expected at least one character")
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(after=after)
         self._stop = tuple(stop)
         self._held = ""
         self._text: list[str] = []

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
+
+from ckv_jax.model.checkpoint import TensorSource, check_fit, locate
 from ckv_jax.model.config import ModelConfig
 
-__all__ = ["Slot", "count_parameters", "tensor_shapes", "tensor_slots"]
+__all__ = ["Slot", "count_parameters", "open_tensors", "tensor_shapes", "tensor_slots"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,33 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def count_parameters(config: ModelConfig) -> int:
     """How many numbers the model's weights are."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
+def open_tensors(folder: Path) -> tuple[ModelConfig, dict[str, TensorSource]]:
+    """A checkpoint's config, and what holds each of the model's tensors, by HF name.
+
+    A head that a tied model's files hold all the same is ignored where it equals the embedding;
+    one that differs is used, with a warning, as transformers does. Raises `CheckpointError` for
+    tensors that do not fit the config and `UnsupportedModel` for a config that is not supported.
+    """
+    config = ModelConfig.from_hf(folder)
+    sources = locate(folder)
+    names = config.family.names
+    embedding, head = f"{names['embedding']}.weight", f"{names['head']}.weight"
+    if config.tie_word_embeddings and head in sources and embedding in sources:
+        values, others = (sources[name].read(name) for name in (embedding, head))
+        if np.array_equal(values, others):
+            del sources[head]
+        else:
+            _log.warning(
+                "%s: the config ties the head to the embedding, but the files hold another head "
+                "(%s), which is used",
+                folder, head,
+            )  # fmt: skip
+            config = replace(config, tie_word_embeddings=False)
+    found = {name: source.shapes[name] for name, source in sources.items()}
+    check_fit(folder, tensor_shapes(config), found)
+    return config, sources
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[Slot]:

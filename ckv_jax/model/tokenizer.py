@@ -1,4 +1,4 @@
-"""Tokenizer: a checkpoint folder's own tokenizer, without a network."""
+"""Tokenizer: a checkpoint's own tokenizer, without a network."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import numpy as np
 from jaxtyping import Int
 
 from ckv_jax.errors import CheckpointError
-from ckv_jax.model.checkpoint import hub_hint
-from ckv_jax.model.detokenizer import Detokenizer
+from ckv_jax.model.checkpoint import not_a_checkpoint
+from ckv_jax.model.detokenizer import Detokenizer, last_words
+from ckv_jax.model.gguf_model import is_gguf
+from ckv_jax.model.gguf_tokenizer import gguf_tokenizer
+from ckv_jax.model.safetensors_file import check_pointer
 from ckv_jax.validate import check_text
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
@@ -71,9 +74,19 @@ class Tokenizer:
         )
         return text
 
-    def detokenizer(self) -> Detokenizer:
-        """Turns ids into text one at a time, special tokens included."""
-        return Detokenizer(self._backend.backend_tokenizer)
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files, as HF has them, to a folder."""
+        self._backend.save_pretrained(str(folder))
+
+    def decode_next(self, token_id: int, *, after: Sequence[int]) -> str:
+        """The text that one id adds to those before it, or to the last of them."""
+        before = last_words(self._backend.backend_tokenizer, after)
+        known, text = self.decode(before), self.decode([*before, token_id])
+        return text[len(known) :] if text.startswith(known) else self.decode([token_id])
+
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer:
+        """Turns the ids that follow others into text one at a time, special tokens included."""
+        return Detokenizer(self._backend.backend_tokenizer, after=after)
 
     def apply_chat(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
@@ -94,7 +107,7 @@ class Tokenizer:
                 names = sorted(map(str, message))
                 raise ValueError(f"got a message with {names}, expected role and content")
         if not self._backend.chat_template:
-            raise CheckpointError("the tokenizer has no chat template (tokenizer_config.json)")
+            raise CheckpointError("the tokenizer has no chat template")
         from jinja2.exceptions import TemplateError  # what the templates are written in
 
         try:
@@ -107,12 +120,14 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of an HF checkpoint folder.
+    """The tokenizer of a checkpoint: a folder, or a GGUF file, which holds its own.
 
-    `tokenizer.json` is taken as it is; without it, `vocab.json` and `merges.txt`. Raises
-    `CheckpointError` with the reason if it is missing or broken.
+    Of a folder `tokenizer.json` is taken as it is; without it, `vocab.json` and `merges.txt`.
+    Raises `CheckpointError` with the reason if it is missing or broken.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return Tokenizer(gguf_tokenizer(folder))
     tokenizer_files(folder)
     if (folder / _WHOLE).is_file():
         from transformers import PreTrainedTokenizerFast as Kind  # slow to import
@@ -130,10 +145,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def tokenizer_files(folder: str | Path) -> list[Path]:
-    """The files that decide how text becomes ids, sorted; `CheckpointError` if there are none."""
+    """The files that decide how text becomes ids, sorted; `CheckpointError` if there are none.
+
+    Of a GGUF file none: its weights and its tokenizer are in one file.
+    """
     folder = Path(folder)
+    if is_gguf(folder):
+        return []
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}{hub_hint(folder)}")
+        raise not_a_checkpoint(folder)
     if (folder / _WHOLE).is_file():
         core: tuple[str, ...] = (_WHOLE,)
     elif all((folder / name).is_file() for name in _PARTS):
@@ -142,4 +162,7 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
         raise CheckpointError(
             f"tokenizer missing: {folder} has neither {_WHOLE} nor {' and '.join(_PARTS)}"
         )
-    return sorted(folder / name for name in (*core, *_EXTRAS) if (folder / name).is_file())
+    found = sorted(folder / name for name in (*core, *_EXTRAS) if (folder / name).is_file())
+    for path in found:
+        check_pointer(path)
+    return found

@@ -1,4 +1,4 @@
-"""Models in and out of memory: HF safetensors folders, Orbax checkpoints, and random weights."""
+"""Models in and out of memory: HF folders, GGUF files, Orbax checkpoints, and random weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 from flax import nnx
 
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.model.checkpoint import INDEX, SINGLE, check_fit, is_orbax, locate
+from ckv_jax.model.checkpoint import INDEX, SINGLE, is_orbax
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.model.orbax_store import restore_orbax, save_orbax
 from ckv_jax.model.placing import check_whole_model, placed
 from ckv_jax.model.safetensors_file import write_safetensors
 from ckv_jax.model.shardings import ONE_DEVICE, Shardings
-from ckv_jax.model.tensor_map import Slot, tensor_shapes, tensor_slots
+from ckv_jax.model.tensor_map import Slot, open_tensors, tensor_slots
 
 __all__ = [
     "load_pretrained",
@@ -42,13 +42,14 @@ def load_pretrained(
     target: Target | None = None,
     shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
-    """The model of a checkpoint folder, its weights converted to `dtype` on the device.
+    """The model of a checkpoint, its weights converted to `dtype` on the device.
 
-    A folder that `save_orbax` wrote is restored; any other is in HF's format. There, every tensor
-    is checked before any is read: one that is missing, unknown, named twice or of the wrong shape
-    raises a `CheckpointError` that names it. Tensors then go to the device one at a time, or each
-    device's part to it, so host memory holds one tensor, or the two of one fused kernel. An Orbax
-    folder is restored whole before it is split.
+    A folder that `save_orbax` wrote is restored; any other is in HF's format, and a file is GGUF,
+    whose tensors are dequantised. Of these, every tensor is checked before any is read: one that
+    is missing, unknown, named twice or of the wrong shape raises a `CheckpointError` that names
+    it. Tensors then go to the device one at a time, or each device's part to it, so host memory
+    holds one tensor, or the two of one fused kernel. An Orbax folder is restored whole before it
+    is split.
     `target`: what its calls will be compiled for; None: the default device.
     `shardings`: the devices it is split over, if it is.
     Raises `UnsupportedModel` for a config that this model cannot honour.
@@ -57,15 +58,11 @@ def load_pretrained(
     if is_orbax(folder):
         whole = _ordered(restore_orbax(folder, dtype=dtype, target=target))
         return split_model(whole, shardings)
-    config = ModelConfig.from_hf(folder)
-    files = locate(folder)
-    check_fit(
-        folder, tensor_shapes(config), {name: file.shapes[name] for name, file in files.items()}
-    )
+    config, sources = open_tensors(folder)
     model = Transformer.abstract(
         config, dtype=dtype, out_first=_out_first(dtype), target=target, shardings=shardings
     )
-    return _filled(model, lambda name: files[name].read(name))
+    return _filled(model, lambda name: sources[name].read(name))
 
 
 def split_model(model: Transformer, shardings: Shardings) -> Transformer:

@@ -248,7 +248,7 @@ class Choices:
         return Rule(
             n=self._n,
             chunk_tokens=first.on.resident.prefix.layout.chunk_tokens,
-            power=self._select.power,
+            peaks=self._select.peaks,
             score=self._select.score,
             stages=first.stages,
             each=self._each,

@@ -227,7 +227,7 @@ class Executor(ReprefillExecutor):
             n=min(choice_bucket(int(limits.max())), resident.probe_chunks),
             chunk_tokens=self._system.chunk_tokens,
             window=choose.queries,
-            power=choose.power,
+            peaks=choose.peaks,
             score=choose.score,
             stages=None if coarse is None else coarse.stages(limits, resident.num_chunks),
             each=self._system.heads_apart,

@@ -25,7 +25,8 @@ class Selection(NamedTuple):
     attention: Float32[Array, "B n"]
     """The attention mass of each, 0 past the limit."""
     mass: Float32[Array, " B"]
-    """The share of the row's whole attention mass that they hold."""
+    """The share of the row's attention mass that they hold, of what is not always selected: the
+    first chunk alone holds a third of all attention and would hide what is missed."""
     scores: Float32[Array, "B M"]
     """The attention mass of every unit, as given."""
 
@@ -88,11 +89,18 @@ def choose(
     taken = ids < units
     ids, attention = jnp.where(taken, ids, -1), jnp.where(taken, attention, 0.0)
     pad = ((0, 0), (0, n - ids.shape[1]))
-    total = jnp.sum(jnp.where(mass > -jnp.inf, mass, 0.0), axis=1)
+    counted, covered = jnp.where(mass > -jnp.inf, mass, 0.0), attention
+    if sure is not None:
+        counted = jnp.where(sure, 0.0, counted)
+        covered = jnp.where(jnp.take_along_axis(sure, jnp.maximum(ids, 0), axis=1), 0.0, attention)
+    total = jnp.sum(counted, axis=1)
+    covered_share = jnp.sum(covered, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    if sure is not None:  # nothing else has any: nothing is missed
+        covered_share = jnp.where(total > 0, covered_share, 1.0)
     return Selection(
         ids=jnp.pad(ids, pad, constant_values=-1),
         attention=jnp.pad(attention, pad),
-        mass=jnp.sum(attention, axis=1) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny),
+        mass=covered_share,
         scores=mass,
     )
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.validate import check_whole
 
 if TYPE_CHECKING:  # its module loads jax
     from ckv_jax.selection.chunks import ChunkScore
-
-Power = Literal[1, 2]
 
 MOST_QUERIES = 64
 """The scores of so many tokens are kept in host memory, for every text and period."""
@@ -33,9 +31,10 @@ class Select:
     """Tokens whose scores are summed for one choice. Of a question its last ones, None: all. Of a
     text, 1 to 64: the newest ones. With more of them choices change less from token to token, and
     less is fetched."""
-    power: Power = 1
-    """The score of a chunk is the sum over queries and heads of the attention mass that it gets, to
-    this power. 1: Equation 1. 2: the chunk that one query of one head looks up comes before those
+    peaks: bool = False
+    """The score of a chunk is the sum over queries and heads of the attention mass that it gets
+    (Equation 1). True: of the squares of these masses, each weighed by 1 / (1 + d) for the query d
+    places before the last. A chunk that one query of one head looks up then comes before chunks
     that get a little of every query's attention."""
     score: ChunkScore | None = None
     """A score of one's own in place of that."""
@@ -50,10 +49,8 @@ class Select:
         check_whole("score_layers", self.score_layers, least=1)
         if self.queries is not None:
             check_whole("queries", self.queries, least=1)
-        if self.power not in get_args(Power):
-            raise ValueError(f"got power={self.power!r}, expected 1 or 2")
-        if self.score is not None and (self.coarse is not None or self.power != 1):
-            raise ValueError("got a score with coarse or power, expected one of them")
+        if self.score is not None and (self.coarse is not None or self.peaks):
+            raise ValueError("got a score with coarse or peaks, expected one of them")
 
     def check_question(self) -> None:
         """Raises `ValueError` for what only the tokens of a text can do."""

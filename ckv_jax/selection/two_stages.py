@@ -15,12 +15,11 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.score.api import score as kernel
 from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.kernels_pallas.score.rows import of_chunks
+from ckv_jax.kernels_pallas.score.rows import of_chunks, weights_of
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.selection.base import choose
 from ckv_jax.selection.chunks import ChunkScore
 from ckv_jax.selection.coarse import Stages
-from ckv_jax.selection.select import Power
 from ckv_jax.selection.zones import NO_ZONES, Zones
 
 
@@ -32,10 +31,10 @@ class Rule(NamedTuple):
     chunk_tokens: int
     window: int | None = None
     """Only so many last queries score; None: all."""
-    power: Power = 1
-    """See `Select.power`."""
+    peaks: bool = False
+    """See `Select.peaks`."""
     score: ChunkScore | None = None
-    """A selector's own; None: attention mass to the `power`."""
+    """A selector's own; None: attention mass, or its peaks."""
     stages: Stages | None = None
     """A coarse pass first; None: one stage."""
     each: bool = False
@@ -83,7 +82,7 @@ def scored(
     others, scaled to as many queries and layers, is their estimate: all masses together are what
     they are in one stage, and shares of them are of all attention.
     """
-    power, chunk_tokens, stages = rule.power, rule.chunk_tokens, rule.stages
+    peaks, chunk_tokens, stages = rule.peaks, rule.chunk_tokens, rule.stages
 
     def by_head(
         queries: Sequence[Array], probes: Sequence[Probe], lengths: Array, tokens: Array
@@ -92,13 +91,13 @@ def scored(
         for q, probe in zip(queries, probes, strict=True):
             given = kernel(
                 q, probe, num_tokens=tokens, q_lengths=lengths, chunk_tokens=chunk_tokens,
-                target=target, heads="each", squares=power == 2,
+                target=target, heads="each", peaks=peaks,
             )  # fmt: skip
-            found = found + (given if power == 2 else given[None])  # [power, B, K, M]
+            found = found + (given if peaks else given[None])  # [1 or 2, B, K, M]
         return found
 
     def everything() -> Array:
-        """[power, B, M]."""
+        """Masses [1, B, M], or with peaks [2, B, M]."""
         return whole(jnp.sum(by_head(queries, probes, q_lengths, num_tokens), axis=2))
 
     if rule.score is not None:
@@ -120,9 +119,11 @@ def scored(
     count = jnp.minimum(q_lengths, coarse.queries)
     few = [_last(queries[layer], q_lengths, coarse.queries) for layer in asking]
     first = by_head(few, rough or [probes[layer] for layer in asking], count, num_tokens)
-    times = (q_lengths * len(probes)) / jnp.maximum(count * len(asking), 1)
-    first = first * times.astype(jnp.float32)[None, :, None, None]
-    estimate = whole(jnp.sum(first, axis=2))  # [power, B, M]
+    size = max(q.shape[1] for q in queries)
+    weight, asked = (jnp.sum(weights_of(n, size, peaks), axis=1) for n in (q_lengths, count))
+    times = weight * len(probes) / jnp.maximum(asked * len(asking), 1)
+    first = first * times[None, :, None, None]
+    estimate = whole(jnp.sum(first, axis=2))  # [1 or 2, B, M]
 
     left = coarse.left(limits, num_chunks)
     ranked = estimate[-1] if before is None else estimate[-1] + before
@@ -136,15 +137,15 @@ def scored(
         gathered = [of_chunks(probe, ids, chunk_tokens) for probe in probes]
         found: Array
         found = by_head([q[None] for q in queries], gathered, count[None], tokens)
-        return found[:, 0]  # [power, K, room]
+        return found[:, 0]  # [1 or 2, K, room]
 
-    fine = _each(of_row, ids, q_lengths, *queries)  # [B, power, K, room]
+    fine = _each(of_row, ids, q_lengths, *queries)  # [B, 1 or 2, K, room]
     mass = first[0]
     on_them = jnp.take_along_axis(mass, ids[:, None, :], axis=2)
     on_them = jnp.sum(jnp.where(real[:, None, :], on_them, 0.0), axis=2)
     share = on_them / jnp.maximum(jnp.sum(mass, axis=2), jnp.finfo(jnp.float32).tiny)  # [B, K]
-    share = jnp.stack([share, jnp.square(share)][:power])  # of a mass, of its square
-    decided = whole(jnp.sum(fine.swapaxes(0, 1) * share[..., None], axis=2))  # [power, B, room]
+    share = jnp.stack([share, jnp.square(share)][: 1 + peaks])  # of a mass, of its square
+    decided = whole(jnp.sum(fine.swapaxes(0, 1) * share[..., None], axis=2))  # [1 or 2, B, room]
 
     rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     at = jnp.where(real, ids, estimate.shape[2])
@@ -157,8 +158,8 @@ def scored(
     return _ranked(found, decides)
 
 
-def _ranked(found: Float32[Array, "power B M"], left: Array | None) -> Scored:
-    """Masses alone, or their squares, which rank, and masses."""
+def _ranked(found: Float32[Array, "P B M"], left: Array | None) -> Scored:
+    """Masses alone, or peaks, which rank, behind masses."""
     return Scored(found[-1], left, found[0] if len(found) > 1 else None)
 
 

@@ -1,1 +1,1 @@
-"""The HTTP application: what OpenAI's clients speak, in one thin layer over `Engine`."""
+"""OpenAI's API over HTTP, in a thin layer over `Engine`."""

@@ -1,26 +1,38 @@
-"""The application: routes, and what every request passes on its way to them."""
+"""The HTTP application: its routes, and a process that serves it until a signal."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import signal
+import socket
+from importlib.resources import files
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from opentelemetry.trace import TracerProvider
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from ckv_jax.engine import Engine
-from ckv_jax.server import log
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.errors import ApiError, draining, install_error_handlers
-from ckv_jax.server.json_answer import JsonAnswer
-from ckv_jax.server.limits import BodyLimit
+from ckv_jax.server.http import (
+    ApiError,
+    JsonResponse,
+    draining,
+    install_error_handlers,
+    limit_body,
+)
 from ckv_jax.server.metrics import CONTENT_TYPE
+from ckv_jax.server.observability import log_event, log_requests
 from ckv_jax.server.prefixes import add_prefix_routes
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.service import Service
-from ckv_jax.server.status import add_status_routes
 from ckv_jax.server.tenants import Tenants
+
+_LEFT_S = 2  # for open connections after the drain
 
 
 def create_app(
@@ -32,63 +44,30 @@ def create_app(
 ) -> FastAPI:
     """The application over `engine`. Its `state.service` is the `Service`, to be closed first.
 
-    `tracing`: where spans go; None: OpenTelemetry's own default. Raises `ValueError` for an engine
-    that cannot generate text.
+    Args:
+        tracing: receives the spans of requests; None: OpenTelemetry's own default.
+
+    Raises `ValueError` for an engine that cannot generate text.
     """
     service = Service(engine, config, tenants or Tenants(), tracing)
     app = FastAPI(
         title="ckv_jax",
-        summary="OpenAI's API over prefixes whose KV cache lies on SSD",
+        summary="OpenAI's API over prefixes whose KV cache is stored on SSD",
         docs_url=None,
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, seconds=config.body_s)
-    app.add_middleware(log.Records, ended=service.ended)  # the outermost
+    app.add_middleware(limit_body, max_bytes=config.max_body_bytes, seconds=config.body_s)
+    app.add_middleware(log_requests, ended=service.request_ended)  # the outermost
     install_error_handlers(app)
+    add_model_routes(app, service)
+    add_prefix_routes(app, service)
+    add_status_routes(app, service)
+    return app
 
-    @app.get("/health")
-    async def health() -> Response:
-        """Whether the process lives."""
-        return JsonAnswer({"status": "ok"})
 
-    @app.get("/ready")
-    async def ready() -> Response:
-        """Whether it is time to send requests: not while the server warms up or is stopping."""
-        if service.gate.closed:
-            raise draining()
-        if service.warming:
-            message = "the server is warming up; what comes now waits for it"
-            raise ApiError(503, message, code="warming_up", retry_s=5)
-        return JsonAnswer({"status": "ok"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Counts and gauges, as Prometheus reads them."""
-        return Response(await run_in_threadpool(service.metrics.text), media_type=CONTENT_TYPE)
-
-    @app.get("/v1/models")
-    async def models(http: Request) -> Response:
-        """The model, and its sparse alias."""
-        service.tenant(http)
-        return JsonAnswer({"object": "list", "data": [card(m) for m in service.asking.models]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str, http: Request) -> Response:
-        """One of them."""
-        service.tenant(http)
-        service.asking.check_model(name)
-        return JsonAnswer(card(name))
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, http: Request) -> Response:
-        """A chat goes on."""
-        return await service.answer(http, body)
-
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: Request) -> Response:
-        """A text goes on."""
-        return await service.answer(http, body)
+def add_model_routes(app: FastAPI, service: Service) -> None:
+    """Adds the models, chats and completions of OpenAI's API to `app`."""
 
     def card(name: str) -> dict[str, Any]:
         return {
@@ -96,9 +75,148 @@ def create_app(
             "object": "model",
             "created": service.started,
             "owned_by": "ckv_jax",
-            "max_model_len": engine.model_config.max_position_embeddings,
+            "max_model_len": service.engine.model_config.max_position_embeddings,
         }
 
-    add_prefix_routes(app, service)
-    add_status_routes(app, service)
-    return app
+    @app.get("/v1/models")
+    async def models(http: Request) -> Response:
+        """The model, and its sparse alias."""
+        service.tenant(http)
+        return JsonResponse({"object": "list", "data": [card(m) for m in service.parser.models]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, http: Request) -> Response:
+        """One model by its name."""
+        service.tenant(http)
+        service.parser.check_model(name)
+        return JsonResponse(card(name))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        """Generates the next message of a chat."""
+        return await service.answer(http, body)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        """Generates what follows a text."""
+        return await service.answer(http, body)
+
+
+def add_status_routes(app: FastAPI, service: Service) -> None:
+    """Adds health, readiness, metrics and the status page to `app`.
+
+    The page has no figures of its own; the figures that it requests need a key.
+    """
+    page = files("ckv_jax.server").joinpath("status.html").read_text(encoding="utf-8")
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the process is alive."""
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether the server is ready for requests: neither warming up nor stopping."""
+        if service.admission.closed:
+            raise draining()
+        if service.warming:
+            message = "the server is warming up; what comes now waits for it"
+            raise ApiError(503, message, code="warming_up", retry_s=5)
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        return Response(await run_in_threadpool(service.metrics.text), media_type=CONTENT_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def status_page() -> HTMLResponse:
+        return HTMLResponse(page)
+
+    @app.get("/v1/status")
+    async def status(http: Request) -> Response:
+        """The state of the engine, and the stages of the time to first token."""
+        service.tenant(http)
+        return JsonResponse(
+            {
+                "texts_under_way": service.admission.under_way,
+                "ttft_ms": service.metrics.breakdown_ms(),
+                "engine": service.engine.stats().to_json(),
+            }
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on `host` and `port` (0: any free one) that does not listen yet.
+
+    Raises `ValueError` if it is taken, not allowed, or no address of this machine.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"{host}:{port} is no address to serve at: {error}") from error
+    bound = socket.socket(family, kind, proto)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use; --port picks another"
+        else:
+            message = f"{host}:{port} cannot be served at: {(error.strerror or str(error)).lower()}"
+        raise ValueError(message) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run(app: FastAPI, bound: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT; then refuses new requests, and ends after those under way.
+
+    A second signal ends it at once. Main thread.
+    """
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=_LEFT_S,
+    )
+    _Server(config, app.state.service).run(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or []:
+            log_event("serving", url=url_of(bound), model=self._service.config.model)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the main thread, in which the event loop runs."""
+        loop = asyncio.get_running_loop()
+        if self._draining is None:
+            self._draining = loop.create_task(self._drain(sig))
+        else:
+            self.should_exit = self.force_exit = True
+            # Not from the signal handler: it takes a lock that this thread may hold.
+            loop.call_soon_threadsafe(self._service.give_up)
+
+    async def _drain(self, sig: int) -> None:
+        under_way = self._service.admission.under_way
+        log_event("draining", signal=signal.Signals(sig).name, texts=under_way)
+        await self._service.drain()
+        self.should_exit = True

@@ -1,16 +1,71 @@
-"""An answer on its way to one client: it ends when the client is gone, or reads too slowly."""
+"""Answers on their way to clients: whole or streamed, ended when a client is gone or too slow."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ckv_jax.server.errors import as_api_error
-from ckv_jax.server.json_answer import encode
+from ckv_jax.request import Generation, TokenEvent
+from ckv_jax.server.formats import ResponseFormat, TokenLogprobs
+from ckv_jax.server.http import as_api_error, encode
+from ckv_jax.server.schema import ParsedRequest
+
+
+async def send_whole(
+    events: AsyncIterator[TokenEvent],
+    request: ParsedRequest,
+    form: ResponseFormat,
+    client: Client,
+) -> list[Generation]:
+    """Sends all generations as one object once they have ended, and returns them."""
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sampling]
+    ended: dict[int, Generation] = {}
+    async for event in events:
+        if event.logprobs is not None and event.token_id is not None:
+            logprobs[event.index].append((event.token_id, event.logprobs))
+        if event.generation is not None:
+            event.generation.raise_for_error()
+            ended[event.index] = event.generation
+    generations = [ended[choice] for choice in range(request.num_generations)]
+    await client.whole(form.whole(generations, logprobs))
+    return generations
+
+
+async def send_stream(
+    events: AsyncIterator[TokenEvent],
+    request: ParsedRequest,
+    form: ResponseFormat,
+    client: Client,
+) -> list[Generation]:
+    """Sends all generations piece by piece as they come, and returns them."""
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sampling]
+    ended: dict[int, Generation] = {}
+    started: set[int] = set()
+    async for event in events:
+        choice = event.index
+        if event.generation is not None:
+            event.generation.raise_for_error()
+        if choice not in started:
+            started.add(choice)
+            if (opening := form.opening(choice)) is not None:
+                await client.event(opening)
+        if event.logprobs is not None and event.token_id is not None:
+            logprobs[choice].append((event.token_id, event.logprobs))
+        if event.text or logprobs[choice]:
+            await client.event(form.piece(choice, event.text, logprobs[choice]))
+            logprobs[choice] = []
+        if event.generation is not None:
+            ended[choice] = event.generation
+            await client.event(form.end(choice, event.generation))
+    generations = [ended[choice] for choice in range(request.num_generations)]
+    if request.include_usage:
+        await client.event(form.usage(generations))
+    await client.end_of_events()
+    return generations
 
 
 class Undelivered(Exception):
@@ -18,48 +73,55 @@ class Undelivered(Exception):
 
 
 class Client:
-    """The receiving end of one answer."""
+    """The receiver of one answer.
+
+    Args:
+        send: of ASGI.
+        send_s: seconds that the client may leave a message unread; then `Undelivered` is raised.
+    """
 
     def __init__(self, send: Send, send_s: float) -> None:
         self._send = send
         self._send_s = send_s
-        self.begun = False
-        """Whether a status has been sent: an error can be told in the body only."""
+        self._started = False  # a status has been sent: an error can only go into the body
 
-    async def whole(self, value: Mapping[str, Any], *, status: int = 200) -> None:
-        """One JSON object, and nothing else."""
+    async def whole(self, value: Mapping[str, Any]) -> None:
+        """Sends one JSON object, and nothing else."""
         body = encode(value)
-        await self._begin(status, "application/json", [(b"content-length", b"%d" % len(body))])
+        headers = [
+            (b"content-type", b"application/json; charset=utf-8"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        await self._start(200, headers)
         await self._body(body, more=False)
 
     async def event(self, value: Mapping[str, Any]) -> None:
-        """One server-sent event."""
-        if not self.begun:
-            await self._begin(200, "text/event-stream", [(b"cache-control", b"no-cache")])
+        """Sends one server-sent event."""
+        if not self._started:
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+            ]
+            await self._start(200, headers)
         await self._body(b"data: " + encode(value) + b"\n\n", more=True)
 
     async def end_of_events(self) -> None:
-        """The last one, as OpenAI's clients expect it."""
+        """Sends the last event, as OpenAI's clients expect it."""
         await self._body(b"data: [DONE]\n\n", more=False)
 
     async def error(self, error: BaseException) -> None:
-        """What went wrong, by status, or as an event where something has been sent already."""
-        told = as_api_error(error)
-        if self.begun:
-            await self._body(b"data: " + encode(told.body()) + b"\n\n", more=False)
+        """Sends an error: as the response, or as an event where a stream has started."""
+        reported = as_api_error(error)
+        if self._started:
+            await self._body(b"data: " + encode(reported.body()) + b"\n\n", more=False)
             return
-        answer = told.answer()
-        await self._begin(told.status, None, answer.raw_headers)
-        await self._body(bytes(answer.body), more=False)
+        response = reported.response()
+        await self._start(reported.status, response.raw_headers)
+        await self._body(bytes(response.body), more=False)
 
-    async def _begin(
-        self, status: int, kind: str | None, headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        self.begun = True
-        if kind is not None:
-            headers = [(b"content-type", f"{kind}; charset=utf-8".encode()), *headers]
-        start = {"type": "http.response.start", "status": status}
-        await self._out(start | {"headers": headers})
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        await self._out({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _body(self, body: bytes, *, more: bool) -> None:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})
@@ -75,12 +137,12 @@ class Client:
 
 
 class Delivery(Response):
-    """The response of a route: runs `deliver(client)` until it is done or the client is gone.
+    """The response of a route: runs `deliver(client)` until it ends or the client is gone.
 
     Args:
-        deliver: sends the answer, and cleans up when it is cancelled. Raises what went wrong.
-        undelivered: is told why the answer did not reach the client.
-        send_s: seconds that the client may read nothing.
+        deliver: sends the answer, and cleans up when it is cancelled. Raises errors of the request.
+        undelivered: receives the reason if the answer does not reach the client.
+        send_s: as for `Client`.
     """
 
     def __init__(
@@ -98,7 +160,7 @@ class Delivery(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = Client(send, self._send_s)
         work = asyncio.ensure_future(self._deliver(client))
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -117,7 +179,7 @@ class Delivery(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Returns once the client has closed the connection; its body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

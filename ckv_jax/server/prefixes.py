@@ -1,4 +1,4 @@
-"""`/v1/prefixes`: documents put, listed, pinned, given a time to live, deleted."""
+"""`/v1/prefixes`: prefixes are stored, listed, pinned, given a time to live, and deleted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ckv_jax.errors import DeadlineExceeded
-from ckv_jax.server.errors import ApiError, invalid
-from ckv_jax.server.json_answer import JsonAnswer
+from ckv_jax.server.http import ApiError, JsonResponse, invalid
 from ckv_jax.server.schema import Message, Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
@@ -25,15 +24,15 @@ from ckv_jax.storage.prefix import Prefix
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
-class Wishes(Strict):
-    """What is wanted of a prefix; a field that is not there leaves things as they are."""
+class RetentionChange(Strict):
+    """How long a prefix is to be kept; fields that are not given stay as they are."""
 
     pinned: bool | None = None
     retain_s: Seconds | None = None
     priority: Priority | None = None
 
-    def over(self, before: Wish) -> Wish:
-        """These, in place of what was wanted before. `retain_s: null` means for ever."""
+    def applied_to(self, before: Wish) -> Wish:
+        """`before` with these changes. `retain_s: null` means for ever."""
         given = self.model_fields_set & {"pinned", "retain_s", "priority"}
         changes = {name: getattr(self, name) for name in given}
         for name in ("pinned", "priority"):
@@ -42,8 +41,8 @@ class Wishes(Strict):
         return replace(before, **changes)
 
 
-class NewPrefix(Wishes):
-    """`POST /v1/prefixes`: a text, token ids, or the messages that a chat begins with."""
+class NewPrefix(RetentionChange):
+    """`POST /v1/prefixes`: a text, token ids, or the first messages of a chat."""
 
     text: Annotated[str, Field(min_length=1)] | None = None
     tokens: Tokens | None = None
@@ -58,32 +57,32 @@ class NewPrefix(Wishes):
 
 
 def add_prefix_routes(app: FastAPI, service: Service) -> None:
-    """Adds them to `app`. Each tenant sees its own alone."""
+    """Adds the routes to `app`. Each tenant sees its own prefixes alone."""
     router = APIRouter(prefix="/v1/prefixes")
     engine = service.engine
 
-    def put(body: NewPrefix, tenant: Tenant) -> dict[str, Any]:
+    def store(body: NewPrefix, tenant: Tenant) -> dict[str, Any]:
         if body.messages is not None:
-            text: str | list[int] = service.asking.chat_text(body.messages)
+            text: str | list[int] = service.parser.chat_text(body.messages)
         else:
             text = body.tokens or body.text or ""
         prefix = engine.ingest(
-            service.asking.encode(text),
+            service.parser.encode(text),
             salt=tenant.salt,
-            progress=partial(in_time, time.monotonic() + service.config.request_s),
+            progress=partial(check_time, time.monotonic() + service.config.request_s),
         )
-        wish = body.over(wish_of(prefix))
+        wish = body.applied_to(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish)
 
-    def in_time(until: float, done: int, tokens: int) -> None:
-        """Called after each block. What has been computed of a text that is late is given up."""
+    def check_time(until: float, done: int, tokens: int) -> None:
+        """Ends an ingest that is late; called after each block."""
         if done < tokens and time.monotonic() > until:
             raise DeadlineExceeded(f"got {done} of {tokens} tokens computed in time")
 
-    def change(prefix_id: str, body: Wishes, tenant: Tenant) -> dict[str, Any]:
+    def change(prefix_id: str, body: RetentionChange, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        wish = body.over(wish_of(prefix))
+        wish = body.applied_to(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish)
 
@@ -99,7 +98,7 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
         try:
             freed = engine.store.delete(prefix)
         finally:
-            if not freed:  # it stays, and so does what was wanted of it
+            if not freed:  # it stays, with its retention
                 engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         if not freed:
             message = "this prefix is being read, or what continues it is pinned; it stays"
@@ -116,44 +115,44 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
 
     @router.post("")
     async def post(body: NewPrefix, http: Request) -> Response:
-        """Stores a text; returns once it is there, 503 if that takes longer than an answer may.
-        What is stored already costs nothing."""
+        """Stores a prefix and returns once it is stored; 503 if that takes longer than an answer
+        may. One that is stored already costs nothing."""
         tenant = service.tenant(http)
-        with service.gate.enter(tenant, 1):
-            return JsonAnswer(await run_in_threadpool(put, body, tenant), status=201)
+        with service.admission.admit(tenant, 1):
+            return JsonResponse(await run_in_threadpool(store, body, tenant), status=201)
 
     @router.get("")
     async def get(http: Request) -> Response:
-        """Every stored prefix that no other continues."""
+        """Lists the stored prefixes that no other continues."""
         data = await run_in_threadpool(listed, service.tenant(http))
-        return JsonAnswer({"object": "list", "data": data})
+        return JsonResponse({"object": "list", "data": data})
 
     @router.get("/{prefix_id}")
     async def one(prefix_id: str, http: Request) -> Response:
-        """One of them, by its id or how that begins."""
+        """One prefix, by its id or the start of it."""
 
         def look(tenant: Tenant) -> Mapping[str, Any]:
             prefix = find(prefix_id, tenant)
             return describe(prefix, wish_of(prefix))
 
-        return JsonAnswer(await run_in_threadpool(look, service.tenant(http)))
+        return JsonResponse(await run_in_threadpool(look, service.tenant(http)))
 
     @router.patch("/{prefix_id}")
-    async def patch(prefix_id: str, body: Wishes, http: Request) -> Response:
-        """Pins it, lets it go again, gives it a time to live or a priority."""
+    async def patch(prefix_id: str, body: RetentionChange, http: Request) -> Response:
+        """Pins or unpins a prefix, sets its time to live or its priority."""
         tenant = service.tenant(http)
-        return JsonAnswer(await run_in_threadpool(change, prefix_id, body, tenant))
+        return JsonResponse(await run_in_threadpool(change, prefix_id, body, tenant))
 
     @router.delete("/{prefix_id}")
     async def remove(prefix_id: str, http: Request) -> Response:
-        """Removes it from the store, with the turns that continue it, and what only it needs."""
-        return JsonAnswer(await run_in_threadpool(delete, prefix_id, service.tenant(http)))
+        """Removes a prefix, the turns that continue it, and the segments that only it needs."""
+        return JsonResponse(await run_in_threadpool(delete, prefix_id, service.tenant(http)))
 
     app.include_router(router)
 
 
 def describe(prefix: Prefix, wish: Wish) -> dict[str, Any]:
-    """One prefix as JSON."""
+    """A prefix as JSON."""
     return {
         "id": prefix.id,
         "object": "prefix",

@@ -1,13 +1,13 @@
-"""The server on Ray Serve: replicas of the application behind a door that knows who is warm.
+"""The server on Ray Serve: replicas of the application behind an ingress that routes by prefix.
 
     serve run ckv_jax.server.ray_app:build checkpoint=… store=… name=…
 
-Values given so are texts: numbers (`replicas`) and fields (`engine`) need a config file, see
+Values given so are strings: numbers (`replicas`) and fields (`engine`) need a config file, see
 `deploy/kuberay.yaml`.
 
-All replicas share one store. The door reads each request whole and asks the replica that was asked
-about the same beginning before; where that one is full or gone, another, which finds in the store
-what the first has stored. A replica that dies before its answer has begun is replaced by another.
+All replicas share one store. The ingress reads each request whole and sends it to the replica that
+had the same prefix before. If that one is full or gone, another replica gets it, and finds in the
+store what the first has stored. A replica that dies before its answer has started is replaced.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ckv_jax.server.beginning import beginning
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.errors import ApiError, as_api_error
-from ckv_jax.server.json_answer import JsonAnswer, encode
-from ckv_jax.server.limits import read_body
+from ckv_jax.server.http import (
+    ApiError,
+    JsonResponse,
+    as_api_error,
+    encode,
+    prefix_key,
+    read_body,
+)
 
 _log = logging.getLogger("ckv_jax.server")
+_SCOPE = (
+    *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+    *("root_path", "headers", "client", "server"),
+)
 _TRIES = 4
-_GONE = (ActorDiedError, ActorUnavailableError)
-_OWN = frozenset(("/health", "/ready"))
-_NOT_PASSED_ON = frozenset(("content-length", "transfer-encoding", "connection"))
+_DIED = (ActorDiedError, ActorUnavailableError)
+_INGRESS_PATHS = frozenset(("/health", "/ready"))
+_DROPPED_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One deployment."""
+    """Settings of one deployment."""
 
     checkpoint: str
     """Folder of the model, on every node."""
@@ -58,7 +66,7 @@ class Settings:
     api_keys: str | None = None
     """The key file, on every node."""
     server: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ServerConfig` beside the model's name, such as `max_requests` (of one replica),
+    """Fields of `ServerConfig` other than `model`, such as `max_requests` (of one replica),
     `budget`, `store_tokens`, `warm_tokens`, `drain_s`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `EngineConfig`, such as `dtype`, `system`, `device_cache_bytes`; without a
@@ -68,20 +76,20 @@ class Settings:
 
     @property
     def config(self) -> ServerConfig:
-        """What each replica is told. Raises `TypeError` and `ValueError`."""
+        """The configuration of each replica. Raises `TypeError` and `ValueError`."""
         return ServerConfig(model=self.name, **self.server)
 
 
-class Warm(RequestRouter):  # type: ignore[misc]
-    """Ranks replicas by the request's key, so that equal beginnings go to the same one as long as
-    it lives and has room."""
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Ranks replicas by the request's key, so that equal prefixes go to the same one as long as it
+    is alive and has room."""
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica a rank, best first (rendezvous hashing)."""
+        """Replicas by rank, best first, one for each rank (rendezvous hashing)."""
         key = "" if pending_request is None else str(pending_request.kwargs.get("key", ""))
 
         def weight(replica: RunningReplica) -> bytes:
@@ -91,19 +99,19 @@ class Warm(RequestRouter):  # type: ignore[misc]
 
 
 class Replica:
-    """One engine, and the application over it, reached by messages of ASGI."""
+    """One engine, and the application over it, called by ASGI messages."""
 
     def __init__(self, settings: Settings) -> None:
         from pathlib import Path
 
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
-        from ckv_jax.server import log
         from ckv_jax.server.app import create_app
+        from ckv_jax.server.observability import log_to_stderr
         from ckv_jax.server.tenants import Tenants
         from ckv_jax.storage.config import StoreConfig
 
-        log.write_to_stderr()
+        log_to_stderr()
         tenants = Tenants.load(Path(settings.api_keys)) if settings.api_keys else Tenants()
         quotas = {t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None}
         self._engine = Engine.from_pretrained(
@@ -115,20 +123,20 @@ class Replica:
             store_config=StoreConfig(**{**settings.storage, "quotas": quotas}),
         )
         self._app = create_app(self._engine, settings.config, tenants)
-        self._app.state.service.warmed()
+        self._app.state.service.wait_warm()
 
     async def answer(
         self, *, key: str, scope: Mapping[str, Any], body: bytes
     ) -> AsyncIterator[dict[str, Any]]:
-        """The messages that the application sends for one request. `key` is for the router."""
+        """The ASGI messages of one response. `key` is for the router."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        asked = [{"type": "http.request", "body": body, "more_body": False}]
-        gone = asyncio.Event()
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+        disconnected = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
-            if asked:
-                return asked.pop()
-            await gone.wait()
+            if unread:
+                return unread.pop()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
@@ -146,35 +154,35 @@ class Replica:
                 yield message
             await work
         finally:
-            gone.set()
+            disconnected.set()
 
     def __del__(self) -> None:
         if "_app" in self.__dict__:
             service = self._app.state.service
-            service.behind.flush(service.config.drain_s)
+            service.write_behind.flush(service.config.drain_s)
             service.close()
             self._engine.close()
 
 
-class Door:
-    """Takes requests in, finds a replica for each, and another where that one dies."""
+class Ingress:
+    """Sends each request to a replica, and to another one if that dies."""
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
         self._replicas = replicas.options(stream=True)
         self._config = config
 
     async def __call__(self, request: Request) -> Response:
-        """One request. Whether it lives and is ready the door says itself: it is reached only
-        where replicas are there."""
-        if request.url.path in _OWN:
-            return JsonAnswer({"status": "ok"})
+        """Answers one request; `/health` and `/ready` by itself, since Serve starts an ingress
+        after its replicas."""
+        if request.url.path in _INGRESS_PATHS:
+            return JsonResponse({"status": "ok"})
         try:
             return await self._answer(request)
         except BackPressureError:
             busy = "the server is busy"
-            return ApiError(429, busy, code="rate_limit_exceeded", retry_s=1).answer()
+            return ApiError(429, busy, code="rate_limit_exceeded", retry_s=1).response()
         except Exception as error:
-            return as_api_error(error).answer()
+            return as_api_error(error).response()
 
     async def _answer(self, request: Request) -> Response:
         body = await read_body(
@@ -184,16 +192,9 @@ class Door:
             seconds=self._config.body_s,
         )
         if body is None:
-            return Response(status_code=499)  # nobody is there to read it
-        scope = {
-            name: request.scope[name]
-            for name in (
-                "type", "http_version", "method", "scheme", "path", "raw_path", "query_string",
-                "root_path", "headers", "client", "server",
-            )
-            if name in request.scope
-        }  # fmt: skip
-        key = beginning(body)
+            return Response(status_code=499)  # the client has disconnected
+        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        key = prefix_key(body)
         for left in reversed(range(_TRIES)):
             messages = self._replicas.answer.remote(key=key, scope=scope, body=body)
             try:
@@ -205,41 +206,41 @@ class Door:
                     return StreamingResponse(events, start["status"], headers)
                 whole = b"".join([message["body"] async for message in messages])
                 return Response(whole, start["status"], headers)
-            except _GONE as error:
+            except _DIED as error:
                 if not left:
                     raise lost() from error
-                _log.warning("a replica is gone: another is asked (%s)", type(error).__name__)
+                _log.warning("a replica died: trying another (%s)", type(error).__name__)
                 await asyncio.sleep(0.2)
         raise AssertionError("unreachable")
 
 
 def _headers(start: Mapping[str, Any]) -> dict[str, str]:
     pairs = [(name.decode(), value.decode()) for name, value in start["headers"]]
-    return {name: value for name, value in pairs if name not in _NOT_PASSED_ON}
+    return {name: value for name, value in pairs if name not in _DROPPED_HEADERS}
 
 
 async def _events(
     first: Mapping[str, Any], messages: AsyncIterator[Mapping[str, Any]]
 ) -> AsyncIterator[bytes]:
-    """The body of a stream. One that breaks off says so as an event: it cannot begin again."""
+    """The body of a stream. An error on the way becomes its last event: it cannot start again."""
     yield first["body"]
     try:
         async for message in messages:
             yield message["body"]
     except Exception as error:
-        told = lost() if isinstance(error, _GONE) else as_api_error(error)
-        yield b"data: " + encode(told.body()) + b"\n\n"
+        reported = lost() if isinstance(error, _DIED) else as_api_error(error)
+        yield b"data: " + encode(reported.body()) + b"\n\n"
 
 
 def lost() -> ApiError:
-    """A replica died, and no other can go on where it was."""
-    return ApiError(503, "the replica was lost over this answer", code="lost", retry_s=5)
+    """Error 503: a replica died, and no other can continue its answer."""
+    return ApiError(503, "the replica was lost during this answer", code="lost", retry_s=5)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """The application for `serve run` and Serve's config files; `args` are `Settings`.
 
-    Raises `TypeError` for a setting that there is none of, `ValueError` for what means nothing.
+    Raises `TypeError` for an unknown setting, `ValueError` for a wrong value.
     """
     settings = Settings(**args)
     config = settings.config
@@ -250,14 +251,14 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=config.max_requests,
         max_queued_requests=settings.replicas * config.max_requests,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
-        request_router_config=RequestRouterConfig(request_router_class=Warm),
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         graceful_shutdown_timeout_s=config.drain_s,
     ).bind(settings)
-    door = serve.deployment(
-        Door,
-        name="door",
+    ingress = serve.deployment(
+        Ingress,
+        name="ingress",
         max_ongoing_requests=10 * settings.replicas * config.max_requests,
         ray_actor_options={"num_cpus": 0.1},
     )
-    application: serve.Application = door.bind(replicas, config)
+    application: serve.Application = ingress.bind(replicas, config)
     return application

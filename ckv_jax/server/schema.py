@@ -1,14 +1,27 @@
-"""What clients send, field by field. Unknown fields are refused, and so are wishes not granted."""
+"""Request bodies: their fields, and how they become requests of the engine.
+
+Unknown fields are refused, and so are values that this server does not support.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
+import time
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ckv_jax.config import check_budget
-from ckv_jax.model.sampling import MOST_LOGPROBS
+from ckv_jax.engine import Engine
+from ckv_jax.model.sampling import MOST_LOGPROBS, SamplingParams
+from ckv_jax.request import Request
+from ckv_jax.server.config import SPARSE, ServerConfig
+from ckv_jax.server.http import ApiError, client_errors, invalid
+from ckv_jax.server.tenants import Tenant
+from ckv_jax.storage.prefix import Prefix
 
 _MOST_STOPS = 16
 _MOST_PROMPTS = 256
@@ -20,22 +33,22 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Strict(BaseModel):
-    """No field that is not here, no value of another type."""
+    """A body without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class CkvOptions(Strict):
-    """What only this server has, under one name in the body."""
+    """Options that OpenAI's API does not have, under the name `ckv`."""
 
     budget: float | Annotated[str, Field(max_length=100)] | None = None
-    """What of the stored prefix takes part in the answer: a share of it, 1: exact; or
-    "mass:SHARE" or "mass:SHARE:LEAST-MOST", see `Request.budget`."""
+    """Share of the stored prefix that takes part in attention, 1: exact; or "mass:SHARE" or
+    "mass:SHARE:LEAST-MOST", see `Request.budget`."""
     mass: Share | None = None
-    """Share of the question's attention that has to be covered; a share as `budget` beside it is
-    the most of the prefix that may be read for that."""
+    """Share of the question's attention that has to be covered; `budget`, a share then, is the most
+    of the prefix that may be read for that."""
     retain_s: Seconds | None = None
-    """Seconds after its last use for which what is stored of this prompt is wanted."""
+    """Seconds after its last use for which the stored part of this prompt is kept."""
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -49,8 +62,8 @@ class CkvOptions(Strict):
         return self
 
     @property
-    def asked(self) -> float | str | None:
-        """Both as one, as `Request.budget`; None: nothing was said."""
+    def as_budget(self) -> float | str | None:
+        """Both fields as one `Request.budget`; None if neither is given."""
         if self.mass is None:
             return self.budget
         mass = f"mass:{_plain(self.mass)}"
@@ -63,7 +76,7 @@ def _plain(share: float) -> str:
 
 
 class StreamOptions(Strict):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -85,21 +98,21 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """Its content in one piece."""
+        """The content as one string."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
 
 
 class TextFormat(Strict):
-    """The one format of answers."""
+    """The one supported value of `response_format`."""
 
     type: Literal["text"]
 
 
-class Sampled(Strict):
-    """What both ways of asking have in common. Fields that would change an answer in a way that is
-    not built here may stand at the value that changes nothing."""
+class GenerationRequest(Strict):
+    """Fields that chats and completions share. A field that is not supported may have the value
+    that changes nothing."""
 
     model: str
     stream: bool | None = False
@@ -124,16 +137,16 @@ class Sampled(Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
+        """The strings that end a generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def told_usage(self) -> bool:
-        """Whether a stream ends with what it used."""
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(Sampled):
+class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -149,22 +162,22 @@ class ChatRequest(Sampled):
     service_tier: str | None = None
 
     @property
-    def texts(self) -> int:
-        """Texts asked for."""
+    def num_generations(self) -> int:
+        """Generations requested."""
         return self.n or 1
 
     @property
     def new_tokens(self) -> int | None:
-        """Tokens of the answer at most, by either name."""
+        """The most tokens of a generation, by either name."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def told_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """As `SamplingParams.logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     prompt: (
@@ -180,25 +193,186 @@ class CompletionRequest(Sampled):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """All prompts, each a string or token ids."""
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]
         return list(prompt)
 
     @property
-    def texts(self) -> int:
-        """Texts asked for."""
+    def num_generations(self) -> int:
+        """Generations requested."""
         return (self.n or 1) * len(self.prompts)
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of the answer at most: 16 where nothing is said, as OpenAI has it."""
+        """The most tokens of a generation; 16 by default, as in OpenAI's API."""
         return self.max_tokens or 16
 
     @property
-    def told_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """As `SamplingParams.logprobs`."""
         return self.logprobs
+
+
+# -- parsing ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt as token ids."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    prefix: Prefix
+    """The stored part of it on arrival, without its last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """One API request in the engine's terms."""
+
+    tenant: Tenant
+    model: str
+    """The name that the client asked for."""
+    prompts: list[Prompt]
+    choices: int
+    """Generations for each prompt."""
+    sampling: list[SamplingParams]
+    """One for each generation, prompt by prompt."""
+    budget: float | str
+    """As `Request.budget`."""
+    retain_s: float | None
+    include_usage: bool
+    request_s: float
+    arrived: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    @property
+    def num_generations(self) -> int:
+        """Generations of all prompts."""
+        return len(self.sampling)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    def engine_requests(self) -> list[Request]:
+        """One request for each generation."""
+        return [
+            Request(
+                prefix=prompt.prefix,
+                suffix=prompt.tokens[prompt.prefix.num_tokens :].tolist(),
+                budget=self.budget,
+                deadline_s=self.request_s,
+                salt=self.tenant.salt,
+            )
+            for prompt in self.prompts
+            for _ in range(self.choices)
+        ]
+
+
+class RequestParser:
+    """Parses bodies for one engine. Thread-safe; tokenizing a long prompt takes its time."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    @property
+    def models(self) -> list[str]:
+        """The names that this server answers to."""
+        return [self._config.model, f"{self._config.model}{SPARSE}"]
+
+    def check_model(self, name: str) -> None:
+        """Raises `ApiError` 404 for a name that is none of `models`."""
+        if name not in self.models:
+            message = f"there is no model {name[:200]!r} here, but {', '.join(self.models)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    def check(self, body: ChatRequest | CompletionRequest) -> None:
+        """Raises `ApiError` for another model, and for more generations than `max_choices`."""
+        self.check_model(body.model)
+        most = self._config.max_choices
+        if body.num_generations > most:
+            raise invalid(
+                f"got {body.num_generations} generations, expected at most {most}", param="n"
+            )
+
+    def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
+        """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
+        limit = self._engine.model_config.max_position_embeddings
+        if isinstance(body, ChatRequest):
+            prompts = [self.encode(self.chat_text(body.messages))]
+            usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
+            new_tokens = body.new_tokens or usual
+        else:
+            prompts = [self.encode(prompt) for prompt in body.prompts]
+            new_tokens = body.new_tokens
+        for tokens in prompts:
+            if len(tokens) + new_tokens > limit:
+                raise invalid(
+                    f"got a prompt of {len(tokens)} tokens and room for {new_tokens} new ones; "
+                    f"this model's context has room for {limit} together",
+                    param="messages" if isinstance(body, ChatRequest) else "prompt",
+                    code="context_length_exceeded",
+                )
+        choices = body.n or 1
+        seed = secrets.randbits(32) if body.seed is None else body.seed
+        given = {
+            name: value
+            for name in ("temperature", "top_p", "top_k")
+            if (value := getattr(body, name)) is not None
+        }
+        with client_errors():
+            sampling = dataclasses.replace(
+                self._engine.default_sampling,
+                max_tokens=new_tokens,
+                stop=body.stops,
+                logprobs=body.num_logprobs,
+                **given,
+            )
+        sparse = body.model.endswith(SPARSE)
+        budget = self._config.sparse_budget if sparse else self._config.budget
+        return ParsedRequest(
+            tenant=tenant,
+            model=body.model,
+            prompts=[
+                Prompt(tokens=tokens, prefix=self._stored(tokens[:-1], tenant))
+                for tokens in prompts
+            ],
+            choices=choices,
+            sampling=[
+                dataclasses.replace(sampling, seed=(seed + choice) % 2**32)
+                for _ in prompts
+                for choice in range(choices)
+            ],
+            budget=budget if (requested := body.ckv.as_budget) is None else requested,
+            retain_s=body.ckv.retain_s,
+            include_usage=body.include_usage,
+            request_s=self._config.request_s,
+        )
+
+    def chat_text(self, messages: list[Message]) -> str:
+        """Messages in the model's own chat template, up to the start of its answer."""
+        roles = {"developer": "system"}  # as chat templates name it
+        with client_errors():
+            return self._engine.chat(
+                [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
+            )
+
+    def encode(self, text: str | list[int]) -> np.ndarray:
+        """int32 [T]: the tokens of a prompt or a prefix. Raises `ApiError`."""
+        with client_errors():
+            tokens = self._engine.encode(text, begins=True)
+        if not len(tokens):
+            raise invalid("got an empty text, expected at least one token")
+        return tokens
+
+    def _stored(self, tokens: np.ndarray, tenant: Tenant) -> Prefix:
+        """The longest prefix of `tokens` int32 [T] that this tenant has stored."""
+        engine = self._engine
+        return engine.store.longest_prefix(
+            tokens, fingerprint=engine.fingerprint, layout=engine.layout, salt=tenant.salt
+        )

@@ -1,37 +1,47 @@
-"""What the routes of one application share: the way of every question through the server."""
+"""One engine, served: requests through admission and parsing to their answers; start and end."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import numpy as np
 from fastapi import Request
+from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from ckv_jax import request as engine_request
 from ckv_jax.engine import Engine
-from ckv_jax.server import log, warm
-from ckv_jax.server.answering import Answering
-from ckv_jax.server.asked import Asking
-from ckv_jax.server.behind import Behind
+from ckv_jax.errors import CkvError
+from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.request import TokenEvent
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.delivery import Client, Delivery
-from ckv_jax.server.gate import Gate
-from ckv_jax.server.latest import Latest
+from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
+from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
 from ckv_jax.server.metrics import Metrics
-from ckv_jax.server.schema import ChatRequest, CompletionRequest
-from ckv_jax.server.shapes import ChatShape, CompletionShape, Shape
-from ckv_jax.server.spans import Spans
-from ckv_jax.server.tenants import Tenant, Tenants
-from ckv_jax.server.watch import Watch
+from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
+from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.tenants import Admission, Tenant, Tenants
+from ckv_jax.server.write_behind import WriteBehind
+from ckv_jax.storage.index.wishes import Wish
+
+_WARM_BATCH = 2
+_WARM_SUFFIX = 64
+_WARM_ANSWER = 64
+_WARM_RETAIN_S = 3600.0  # the made-up prefix of a process that dies meanwhile expires after it
 
 
 class Service:
-    """One engine, served. Used in one event loop; `close` it before the engine.
+    """What the routes of one application share. Used in one event loop.
 
-    Raises `ValueError` for an engine that cannot generate text.
+    `close` it before the engine. Raises `ValueError` for an engine that cannot generate text, or
+    whose context has no room for `config.warm_tokens`.
     """
 
     def __init__(
@@ -48,98 +58,150 @@ class Service:
                 f"got system {engine.system.name!r}, which gives first tokens only; expected ckv "
                 "or contiguous-kv"
             )
-        warm.check(engine, config.warm_tokens)
+        limit = engine.model_config.max_position_embeddings
+        most = limit - _WARM_SUFFIX - _WARM_ANSWER
+        if config.warm_tokens and config.warm_tokens > most:
+            raise ValueError(
+                f"got warm_tokens={config.warm_tokens}, expected at most {most}: this model's "
+                f"context has room for {limit} tokens"
+            )
         self.engine = engine
         self.config = config
-        self.tenants = tenants
         self.started = int(time.time())
-        self.gate = Gate(config.max_requests)
-        self.asking = Asking(engine, config)
-        self.behind = Behind(engine, config)
-        self.metrics = Metrics(engine, self.gate, self.behind)
-        self.latest = Latest()
-        self._spans = Spans(tracing)
-        self._end_at: float | None = None
-        self._answering = Answering(engine, self.behind)
+        self.admission = Admission(config.max_requests)
+        self.parser = RequestParser(engine, config)
+        self.write_behind = WriteBehind(engine, config)
+        self.metrics = Metrics(engine, self.admission, self.write_behind)
+        self._tenants = tenants
+        self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
         self._tokenizer = engine.tokenizer
-        self._cold = threading.Thread(
-            target=warm.warm_up, args=(engine, config), name="ckv-warm-up", daemon=True
+        self._end_at: float | None = None
+        self._warm_up = threading.Thread(
+            target=warm_up, args=(engine, config), name="ckv-warm-up", daemon=True
         )
         if config.warm_tokens:
-            self._cold.start()
+            self._warm_up.start()
 
     @property
     def warming(self) -> bool:
-        """Whether what first requests need is still being compiled."""
-        return self._cold.is_alive()
+        """Whether the programs of first requests are being compiled."""
+        return self._warm_up.is_alive()
 
-    def warmed(self) -> None:
-        """Returns once nothing is being compiled ahead."""
+    def wait_warm(self) -> None:
+        """Returns once the warm-up is over."""
         if self.warming:
-            self._cold.join()
+            self._warm_up.join()
 
     def tenant(self, http: Request) -> Tenant:
-        """Whose request this is; the log says so, too. Raises `ApiError` 401."""
-        found = self.tenants.of(http.headers.get("authorization"))
-        record: log.Record = http.state.record
-        record.fields["tenant"] = found.name
-        return found
+        """The tenant of a request, also noted in its log line. Raises `ApiError` 401."""
+        tenant = self._tenants.of(http.headers.get("authorization"))
+        http.state.record.fields["tenant"] = tenant.name
+        return tenant
 
     async def answer(self, http: Request, body: ChatRequest | CompletionRequest) -> Response:
-        """The answer to either kind of question."""
+        """The response to a chat or a completion."""
         tenant = self.tenant(http)
-        self.asking.check(body)
-        record: log.Record = http.state.record
+        self.parser.check(body)
+        record: RequestRecord = http.state.record
 
         async def deliver(client: Client) -> None:
-            with self.gate.enter(tenant, body.texts):
-                if isinstance(body, ChatRequest):
-                    asked = await run_in_threadpool(self.asking.chat, body, tenant)
-                    shape: Shape = ChatShape(asked, self._tokenizer)
-                else:
-                    asked = await run_in_threadpool(self.asking.completion, body, tenant)
-                    shape = CompletionShape(asked, self._tokenizer)
-                way = self._answering.streamed if body.stream else self._answering.whole
-                watch = self._watch(http, record)
-                with watch.over(asked):
-                    await way(asked, shape, client, watch)
+            with self.admission.admit(tenant, body.num_generations):
+                request = await run_in_threadpool(self.parser.parse, body, tenant)
+                form: ResponseFormat = (
+                    ChatFormat(request, self._tokenizer)
+                    if isinstance(body, ChatRequest)
+                    else CompletionFormat(request, self._tokenizer)
+                )
+                send = send_stream if body.stream else send_whole
+                observer = RequestObserver(http, record, metrics=self.metrics, tracer=self._tracer)
+                with observer.reporting(request):
+                    async with self._events(request, observer) as events:
+                        generations = await send(events, request, form, client)
+                    self.write_behind.submit(request, generations)
 
-        return Delivery(deliver, undelivered=record.undelivered, send_s=self.config.send_s)
+        def undelivered(reason: str) -> None:
+            record.undelivered = reason
 
-    def _watch(self, http: Request, record: log.Record) -> Watch:
-        return Watch(http, record, metrics=self.metrics, spans=self._spans, latest=self.latest)
+        return Delivery(deliver, undelivered=undelivered, send_s=self.config.send_s)
 
-    def ended(self, record: log.Record) -> None:
-        """A request of any kind is over."""
-        self.metrics.replied(record.path, record.status, delivered=record.why is None)
+    @asynccontextmanager
+    async def _events(
+        self, request: ParsedRequest, observer: RequestObserver
+    ) -> AsyncIterator[AsyncIterator[TokenEvent]]:
+        """The engine's events of a request; leaving the context early cancels its generations."""
+        stream = self.engine.agenerate(
+            request.engine_requests(),
+            request.sampling,
+            keep_kv=self.write_behind.keep_kv(request),
+        )
+        async with stream:
+            yield observer.observe(request, stream)
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """Counts a request of any kind, which is over."""
+        delivered = record.undelivered is None
+        self.metrics.replied(record.path, record.status, delivered=delivered)
 
     async def drain(self) -> None:
-        """Refuses who comes, waits for those inside and for what is written behind them, as long
-        as `drain_s` says, `close` included."""
-        self.gate.close()
+        """Refuses new requests, and waits for those under way and for what is written after them.
+
+        Waits `drain_s` at most; `close` has what is left of that.
+        """
+        self.admission.closed = True
         self._end_at = time.monotonic() + self.config.drain_s
         try:
             async with asyncio.timeout(self._left_s):
-                await self.gate.empty()
-            written = await asyncio.to_thread(self.behind.flush, self._left_s)
+                await self.admission.idle()
+            written = await asyncio.to_thread(self.write_behind.flush, self._left_s)
         except TimeoutError:
             written = False
         if not written:
-            log.event("drain_over", left=self.gate.inside)
+            log_event("drain_over", left=self.admission.under_way)
 
     def give_up(self) -> None:
-        """Nothing is waited for any more: `drain` and `close` return as soon as they can."""
+        """Makes `drain` and `close` return as soon as they can."""
         self._end_at = time.monotonic()
-        self.behind.give_up()
+        self.write_behind.give_up()
 
     def close(self) -> None:
-        """Ends what writes behind answers: what it is writing is finished within what is left of
-        `drain_s`, what waits is given up."""
-        self.behind.close(self._left_s)
+        """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
+        those that wait are dropped."""
+        self.write_behind.close(self._left_s)
 
     @property
     def _left_s(self) -> float:
-        """Seconds that are left to stop in."""
+        """Seconds that are left of `drain_s`."""
         if self._end_at is None:
             return self.config.drain_s
         return max(0.0, self._end_at - time.monotonic())
+
+
+def warm_up(engine: Engine, config: ServerConfig) -> None:
+    """Compiles the programs that first requests need, before they arrive.
+
+    Answers made-up prompts of `config.warm_tokens` tokens, new and stored, up to two at once, at
+    the server's budget. They are stored for a tenant of their own, and removed afterwards. A
+    failure is logged, and the server serves all the same.
+    """
+    began, salt = time.monotonic(), f"warm-up {secrets.token_hex(16)}"
+    tokens = (np.arange(config.warm_tokens + 1) % engine.model_config.vocab_size).tolist()
+    request = engine_request.Request(prefix=tokens[:-1], suffix=tokens[-1:], budget=1.0, salt=salt)
+    try:
+        sampling = SamplingParams(max_tokens=2, temperature=1.0)
+        stream = engine.generate(request, sampling, keep_kv=True)
+        prefix = engine.append(stream.results()[0])
+        try:
+            engine.store.set_wish(prefix.id, Wish(retain_s=_WARM_RETAIN_S), salt=salt)
+            engine.warmup(
+                prefix,
+                max_batch=_WARM_BATCH,
+                max_suffix=_WARM_SUFFIX,
+                budgets=[config.budget],
+                max_tokens=_WARM_ANSWER,
+            )
+        finally:
+            engine.store.delete(prefix)
+    except (CkvError, OSError, ValueError) as error:
+        log_event("not_warmed", why=type(error).__name__)
+    else:
+        log_event("warmed", seconds=round(time.monotonic() - began, 1))

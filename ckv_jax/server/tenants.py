@@ -1,40 +1,46 @@
-"""Tenants: which API key is whose, and what its owner may use."""
+"""Tenants: their API keys, and how many requests each may have under way."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 import tomllib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ckv_jax.server.errors import ApiError
+from ckv_jax.server.http import ApiError, draining
 from ckv_jax.storage import tenant as marks
 
 _FIELDS = {"keys", "salt", "max_requests", "max_bytes"}
 _FEWEST_CHARACTERS = 8
+_FIRST_GUESS_S = 1.0
+_LATEST_WEIGHT = 0.2  # of the latest request, in the mean duration that Retry-After gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Someone whose prefixes exist for nobody else."""
+    """One owner of prefixes, which no other tenant can see."""
 
     name: str
     """For logs and counters."""
     salt: str = field(default="", repr=False)
-    """What tells its prefixes from others': no client ever names it."""
+    """Separates its prefixes from those of others; no client ever names it."""
     max_requests: int | None = None
-    """Texts under way at once; None: as many as the server takes."""
+    """Generations under way at once; None: as many as the server admits."""
     max_bytes: int | None = None
     """Bytes of the store; None: as many as the store has."""
 
 
-EVERYBODY = Tenant(name="default")
+DEFAULT_TENANT = Tenant(name="default")
 
 
 class Tenants:
-    """All tenants of one server; without any, everybody is one, whatever key they send."""
+    """All tenants of one server. Without keys, every request belongs to `DEFAULT_TENANT`."""
 
     def __init__(self, keys: dict[str, Tenant] | None = None) -> None:
         """`keys`: tenants by API key."""
@@ -43,10 +49,10 @@ class Tenants:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads a TOML file with one table a tenant: `keys`, and perhaps `salt` (the table's name
-        without it), `max_requests`, `max_bytes`.
+        """Reads a TOML file with one table per tenant: `keys`, and optionally `salt` (without it
+        the table's name), `max_requests`, `max_bytes`.
 
-        Raises `ValueError`, which repeats no key, for a file that says anything else.
+        Raises `ValueError`, which repeats no key, for any other content.
         """
         try:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -68,9 +74,9 @@ class Tenants:
         return cls(keys)
 
     def of(self, authorization: str | None) -> Tenant:
-        """Whose request this is, by its `Authorization` header. Raises `ApiError` 401."""
+        """The tenant of a request, by its `Authorization` header. Raises `ApiError` 401."""
         if self._open:
-            return EVERYBODY
+            return DEFAULT_TENANT
         scheme, _, key = (authorization or "").partition(" ")
         tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if tenant is None:
@@ -78,12 +84,60 @@ class Tenants:
         return tenant
 
     def all(self) -> Iterable[Tenant]:
-        """Everyone there is."""
-        return [EVERYBODY] if self._open else list(dict.fromkeys(self._by_digest.values()))
+        """Every tenant once."""
+        return [DEFAULT_TENANT] if self._open else list(dict.fromkeys(self._by_digest.values()))
+
+
+class Admission:
+    """Counts the generations under way, and refuses those above a limit. Used in one event loop."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max = max_requests
+        self._by_tenant: Counter[str] = Counter()
+        self._usual_s = _FIRST_GUESS_S
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.closed = False
+        """Whether every request is refused: the server is shutting down."""
+
+    @property
+    def under_way(self) -> int:
+        """Generations under way, of all tenants."""
+        return self._by_tenant.total()
+
+    @contextmanager
+    def admit(self, tenant: Tenant, generations: int) -> Iterator[None]:
+        """Counts `generations` as under way within the context.
+
+        Raises `ApiError`: 503 once the server is shutting down, 429 where a limit is reached.
+        """
+        if self.closed:
+            raise draining()
+        full = self.under_way + generations > self._max
+        most = tenant.max_requests
+        if full or (most is not None and self._by_tenant[tenant.name] + generations > most):
+            message = "the server is busy" if full else "this key has too many requests under way"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
+        began = time.monotonic()
+        self._by_tenant[tenant.name] += generations
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._by_tenant[tenant.name] -= generations
+            if not self._by_tenant[tenant.name]:
+                del self._by_tenant[tenant.name]
+            if not self._by_tenant:
+                self._idle.set()
+            self._usual_s += _LATEST_WEIGHT * (time.monotonic() - began - self._usual_s)
+
+    async def idle(self) -> None:
+        """Returns once no generation is under way."""
+        await self._idle.wait()
 
 
 def _digest(key: str) -> bytes:
-    """What keys are looked up by: how long that takes tells nothing of them."""
+    """Keys are looked up by digest, so that the time of a lookup reveals nothing about them."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -93,8 +147,8 @@ def _tenant(name: str, table: Any) -> tuple[Tenant, list[str]]:
     if unknown := sorted(table.keys() - _FIELDS):
         raise ValueError(f"got {', '.join(unknown)}, expected {', '.join(sorted(_FIELDS))}")
     keys = table.get("keys")
-    texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-    if not keys or not texts or any(len(key.strip()) < _FEWEST_CHARACTERS for key in keys):
+    strings = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if not keys or not strings or any(len(key.strip()) < _FEWEST_CHARACTERS for key in keys):
         raise ValueError(f"keys: expected texts of at least {_FEWEST_CHARACTERS} characters")
     for bound in ("max_requests", "max_bytes"):
         value = table.get(bound)

@@ -71,7 +71,12 @@ class Decoding:
     def begin(self, sequence: Sequence, trace: Trace) -> None:
         """A sequence's first token is about to be chosen."""
         assert sequence.sampling is not None
-        text = Text(self._tokenizer, sequence.sampling, self._layers.config.eos_token_ids)
+        text = Text(
+            self._tokenizer,
+            sequence.sampling,
+            self._layers.config.eos_token_ids,
+            after=sequence.last_tokens,
+        )
         sequence.begin_text(text, trace)
 
     def going(

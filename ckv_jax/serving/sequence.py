@@ -11,6 +11,7 @@ from contextlib import suppress
 import numpy as np
 
 from ckv_jax.errors import Cancelled, CkvError, DeadlineExceeded
+from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.request import (
     Completion,
@@ -128,6 +129,12 @@ class Sequence:
         """int32 [T + S]: prefix, or parts, and suffix."""
         before = self.parts or (self.prefix,)
         return np.concatenate([*(part.tokens for part in before), self.suffix])
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The last tokens of the prompt, on which the first word's spacing depends."""
+        last: list[int] = self.tokens[-LAST_TOKENS:].tolist()
+        return last
 
     @property
     def queued_ms(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.model.stream import TextStream
@@ -13,9 +13,15 @@ class Text:
     """The text of one generation as it comes; empty without a tokenizer."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, end_ids: Collection[int]
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        end_ids: Collection[int],
+        *,
+        after: Sequence[int] = (),
     ) -> None:
-        self._stream = TextStream(tokenizer, stop=params.stop) if tokenizer else None
+        """`after`: the last tokens of the prompt."""
+        self._stream = TextStream(tokenizer, stop=params.stop, after=after) if tokenizer else None
         self._end_ids = {*end_ids, *params.stop_token_ids}
 
     @property

@@ -254,7 +254,9 @@ class Worker:
             self._finish(sequence, int(first.token_ids[row]), logits[row].copy(), shares[row])
 
     def _finish(self, sequence: Sequence, token: int, logits: np.ndarray, trace: Trace) -> None:
-        text = self._tokenizer.decode([token]) if self._tokenizer is not None else ""
+        text = ""
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode_next(token, after=sequence.last_tokens)
         sequence.answer(token, text, logits, trace)
 
     # -- tokens -----------------------------------------------------------------------------------

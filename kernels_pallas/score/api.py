@@ -50,7 +50,7 @@ def score(
     chunk_tokens: int,
     target: Target,
     heads: Literal["all", "each"] = "all",
-    squares: bool = False,
+    peaks: bool = False,
     implementation: Implementation = "auto",
 ) -> Float32[Array, "*2 B J M"]:
     """Attention mass of each chunk: softmax(q.k / sqrt(D)) over the prefix, summed over the
@@ -68,8 +68,9 @@ def score(
       num_tokens: int32 scalar, how many tokens belong to the prefix.
       q_lengths: query i of sequence b counts if i < q_lengths[b].
       heads: pooled, or each KV head with its G query heads.
-      squares: also gives the sum of each query's *squared* mass per chunk, which a chunk that one
-        query of one head looks up leads. The result is [2, B, J, M] then: masses, squares.
+      peaks: each query's mass is weighed by 1 / (1 + d), d queries before its row's last, and the
+        result is [2, B, J, M]: the sums of these masses, and the sums of their squares, in which a
+        chunk that one query of one head looks up comes first.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together.
@@ -77,7 +78,7 @@ def score(
     """
     q, probe = of_head(q, probe)
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
-    args = (q, probe, num_tokens, q_lengths, chunk_tokens, squares)
+    args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
     kernels = IMPLEMENTATIONS
     if isinstance(probe, Landmarks):
         kernels = LANDMARKS

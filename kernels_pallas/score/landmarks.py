@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Landmarks, MeanKeys
 from ckv_jax.kernels_pallas.score.reference import over_queries
+from ckv_jax.kernels_pallas.score.rows import weights_of
 
 __all__ = ["landmark_sums", "score"]
 
@@ -25,7 +26,7 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
-    squares: bool = False,
+    peaks: bool = False,
     *,
     widen: bool = False,
 ) -> Array:
@@ -44,11 +45,11 @@ def score(
         rows = rows.astype(jnp.float32)
     weights, _ = landmark_sums(rows, probe, num_tokens, chunk_tokens)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    counted = jnp.repeat(valid.reshape(-1), heads // kv_heads)[None, :, None]
-    share = jnp.where(counted & (total > 0), 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), heads // kv_heads)
+    share = jnp.where(total > 0, weight[None, :, None] / jnp.where(total > 0, total, 1.0), 0.0)
     by_sequence = (weights * share).reshape(kv_heads, batch, -1, chunks)
-    out = over_queries(by_sequence, squares, axis=2).swapaxes(1, 2)
-    return out if squares else out[0]
+    out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
+    return out if peaks else out[0]
 
 
 def landmark_sums(

@@ -34,7 +34,7 @@ _LOWEST = -1e30  # start of the running maximum: finite, so that differences sta
 
 
 @functools.partial(
-    jax.jit, static_argnames=("chunk_tokens", "squares", "target", "blocks", "interpret")
+    jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "blocks", "interpret")
 )
 def score(
     q: Array,
@@ -42,7 +42,7 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
-    squares: bool = False,
+    peaks: bool = False,
     *,
     target: Target,
     blocks: GpuScore | None = None,
@@ -51,13 +51,13 @@ def score(
     """See `api.score`.
 
     Raises:
-      NotImplementedError: squares, queries other than bfloat16 or float16, keys of another dtype
+      NotImplementedError: peaks, queries other than bfloat16 or float16, keys of another dtype
         than the queries, D not a multiple of 64 up to 256, or sub-vectors that are not an even
         number up to 16 of 8 dims each (product quantisation).
     """
     require_wgmma(target)
-    if squares:
-        raise NotImplementedError("got squares, expected masses alone: rows are summed by key")
+    if peaks:
+        raise NotImplementedError("got peaks, expected masses: this kernel sums rows key by key")
     blocks = blocks or gpu_blocks(target).score
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape

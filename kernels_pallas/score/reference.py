@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
+from ckv_jax.kernels_pallas.score.rows import weights_of
 
 __all__ = ["block_sums", "over_queries", "score"]
 
@@ -32,7 +33,7 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
-    squares: bool = False,
+    peaks: bool = False,
     *,
     widen: bool = False,
     block_bytes: int = _BLOCK_BYTES,
@@ -70,22 +71,22 @@ def score(
     sums = sums * jnp.exp(tops - top[None])[..., None]  # [blocks, K, rows, chunks of a block]
     total = jnp.sum(sums, axis=(0, 3))
     share = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)  # [K, rows]
-    valid = jnp.arange(queries, dtype=jnp.int32)[None, :] < q_lengths[:, None]  # [B, S]
-    valid = jnp.repeat(valid.reshape(-1), group)[None, :]  # [1, rows]
-    weighted = jnp.where(valid[None, :, :, None], sums * share[None, :, :, None], 0.0)
+    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), group)[None, :]
+    share = jnp.where(weight > 0, share * weight, 0.0)  # [K, rows]
+    weighted = jnp.where(share[None, :, :, None] > 0, sums * share[None, :, :, None], 0.0)
     blocks_, width = sums.shape[0], sums.shape[3]
     weighted = weighted.reshape(blocks_, kv_heads, batch, queries * group, width)
-    out = over_queries(weighted, squares, axis=3)  # [1 or 2, blocks, K, B, width]
+    out = over_queries(weighted, peaks, axis=3)  # [1 or 2, blocks, K, B, width]
     out = out.transpose(0, 3, 2, 1, 4)
     out = out.reshape(-1, batch, kv_heads, blocks_ * width)[..., :chunks]
-    return out if squares else out[0]
+    return out if peaks else out[0]
 
 
-def over_queries(share: Array, squares: bool, axis: int) -> Array:
-    """Sums of the queries' shares over an axis, in front of the others; with `squares` [2, ...],
-    those of their squares behind them, else [1, ...]."""
+def over_queries(share: Array, peaks: bool, axis: int) -> Array:
+    """Sums of the queries' shares over an axis, [1, ...]; with `peaks` [2, ...], the sums of their
+    squares behind them."""
     sums = [jnp.sum(share, axis=axis)]
-    if squares:
+    if peaks:
         sums.append(jnp.sum(jnp.square(share), axis=axis))
     return jnp.stack(sums)
 

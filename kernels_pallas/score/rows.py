@@ -15,7 +15,7 @@ from ckv_jax.kernels_pallas.score.probe import (
     TurnedKeys,
 )
 
-__all__ = ["chunk_sums", "fold_queries", "of_chunks", "of_head", "pad_tokens"]
+__all__ = ["chunk_sums", "fold_queries", "of_chunks", "of_head", "pad_tokens", "weights_of"]
 
 
 def of_head(q: Array, probe: Probe) -> tuple[Array, TokenProbe | Landmarks | TurnedKeys]:
@@ -25,6 +25,16 @@ def of_head(q: Array, probe: Probe) -> tuple[Array, TokenProbe | Landmarks | Tur
         return q, probe
     group = q.shape[2] // probe.of
     return lax.dynamic_slice_in_dim(q, probe.head * group, group, axis=2), probe.probe
+
+
+def weights_of(q_lengths: Array, queries: int, peaks: bool) -> Array:
+    """What each query counts, float32 [B, S]: 0 past its row's length, else 1, or with `peaks`
+    1 / (1 + d) for the query d places before the last."""
+    before_end = q_lengths[:, None] - jnp.arange(queries, dtype=jnp.int32)[None, :]  # 1 + d
+    valid = before_end > 0
+    if not peaks:
+        return valid.astype(jnp.float32)
+    return jnp.where(valid, 1.0 / jnp.maximum(before_end, 1).astype(jnp.float32), 0.0)
 
 
 def fold_queries(q: Array, kv_heads: int, q_lengths: Array, multiple: int) -> tuple[Array, Array]:

@@ -24,7 +24,7 @@ from ckv_jax.kernels_pallas.attend.pieces import held_rows
 from ckv_jax.kernels_pallas.blocks import TpuScore, tpu_blocks
 from ckv_jax.kernels_pallas.cost import score_cost
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys, TokenProbe
-from ckv_jax.kernels_pallas.score.rows import fold_queries
+from ckv_jax.kernels_pallas.score.rows import fold_queries, weights_of
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["score"]
@@ -34,7 +34,7 @@ _LOWEST = -1e30  # of what must not be seen: finite, so that differences stay nu
 
 
 @functools.partial(
-    jax.jit, static_argnames=("chunk_tokens", "squares", "target", "blocks", "interpret")
+    jax.jit, static_argnames=("chunk_tokens", "peaks", "target", "blocks", "interpret")
 )
 def score(
     q: Array,
@@ -42,7 +42,7 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
-    squares: bool = False,
+    peaks: bool = False,
     *,
     target: Target,
     blocks: TpuScore | None = None,
@@ -55,7 +55,7 @@ def score(
         that do not divide `blocks.keys`.
     """
     blocks = blocks or tpu_blocks(target).score
-    dim, parts = q.shape[3], 1 + squares
+    dim, parts = q.shape[3], 1 + peaks
     tokens, kv_heads, _ = probe.shape
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"got q {q.dtype}, expected bfloat16 or float32")
@@ -68,11 +68,13 @@ def score(
         )
     if q.size == 0:
         empty = (q.shape[0], kv_heads, tokens // chunk_tokens)
-        return jnp.zeros((2, *empty) if squares else empty, jnp.float32)
+        return jnp.zeros((2, *empty) if peaks else empty, jnp.float32)
     group_rows = q.shape[1] * (q.shape[2] // kv_heads)
     cores = -(-target.cores // (q.shape[0] * kv_heads))
     held, tile = held_rows(group_rows, blocks.held, blocks.rows, cores)
-    rows, valid = fold_queries(q, kv_heads, q_lengths, held)
+    rows, _ = fold_queries(q, kv_heads, q_lengths, held)
+    weight = jnp.repeat(weights_of(q_lengths, q.shape[1], peaks), q.shape[2] // kv_heads, axis=1)
+    weight = jnp.pad(weight, ((0, 0), (0, rows.shape[2] - weight.shape[1])))  # [B, rows]
     batch, _, num_rows, _ = rows.shape
     tiles, steps, chunks = held // tile, pl.cdiv(tokens, keys), keys // chunk_tokens
     operands, specs, logits = _head_major(probe, keys, q.dtype)
@@ -117,18 +119,18 @@ def score(
     )(
         num_tokens.reshape(1),
         rows,
-        valid.astype(jnp.float32).reshape(batch, num_rows // tile, 1, tile),
+        weight.reshape(batch, num_rows // tile, 1, tile),
         *operands,
     )
     by_step = jnp.sum(sums, axis=2).transpose(3, 0, 1, 2, 4)  # [parts, B, K, steps, chunks of one]
     out = by_step.reshape(parts, batch, kv_heads, -1)[..., : tokens // chunk_tokens]
-    return out if squares else out[0]
+    return out if peaks else out[0]
 
 
 def _kernel(
     limit_ref: Any,
     rows_ref: Any,
-    valid_ref: Any,
+    weight_ref: Any,
     *refs: Any,
     logits: Any,
     of_probe: int,
@@ -168,7 +170,7 @@ def _kernel(
 
     @pl.when(step == num_steps - 1)
     def _finish() -> None:
-        share = valid_ref[0, t] / jnp.where(total > 0, total, 1.0)  # [1, rows]
+        share = weight_ref[0, t] / jnp.where(total > 0, total, 1.0)  # [1, rows]
         ones = jnp.ones((8, tile), jnp.float32)
 
         def weigh(s: Array, carry: None) -> None:

@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, TurnedKeys
 from ckv_jax.kernels_pallas.score.reference import over_queries
+from ckv_jax.kernels_pallas.score.rows import weights_of
 
 __all__ = ["score", "turn"]
 
@@ -50,7 +51,7 @@ def score(
     num_tokens: Array,
     q_lengths: Array,
     chunk_tokens: int,
-    squares: bool = False,
+    peaks: bool = False,
 ) -> Array:
     """See `api.score`; float32 [*2, B, K, M]. Queries are turned, too, and rounded to int8."""
     batch, queries, heads, dim = q.shape
@@ -80,11 +81,11 @@ def score(
         share = shares.swapaxes(0, 1).reshape(kv_heads, blocks * _ROWS, -1)[:, : rows.shape[1]]
     else:
         share = _shares(codes, unit, probe, num_tokens, chunk_tokens, dim)
-    counted = jnp.repeat(valid.reshape(-1), group)[None, :, None]
-    share = jnp.where(counted, share, 0.0)
+    weight = jnp.repeat(weights_of(q_lengths, queries, peaks).reshape(-1), group)[None, :, None]
+    share = jnp.where(weight > 0, share * weight, 0.0)
     by_sequence = share.reshape(kv_heads, batch, -1, share.shape[-1])
-    out = over_queries(by_sequence, squares, axis=2).swapaxes(1, 2)
-    return out if squares else out[0]
+    out = over_queries(by_sequence, peaks, axis=2).swapaxes(1, 2)
+    return out if peaks else out[0]
 
 
 def _shares(

@@ -15,7 +15,7 @@ from bench.heads import HEADED
 from ckv_jax.systems import SYSTEMS, system_named
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OPTION = re.compile(r'"(--systems?)"|[^.\w](parser)\(__doc__')
+OPTION = re.compile(r'add_argument\(\s*"(--systems?)"|[^.\w]parser\(__doc__')
 BENCHES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): found.group(1) or "--systems"
     for path in sorted((ROOT / "bench").rglob("*.py"))

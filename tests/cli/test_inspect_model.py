@@ -9,6 +9,7 @@ import pytest
 from command_line import Here
 
 from ckv_jax.model.convert import convert
+from tests.model.gguf_files import write_gguf
 from tests.model.hf_checkpoints import LLAMA3, write_checkpoint
 from tests.model.small import write_tokenizer
 
@@ -57,13 +58,13 @@ def test_a_model_too_large_for_a_device_is_told(llama: Path, tmp_path: Path, her
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     code, out, err = here("inspect", tmp_path)
     assert code == 0 and "too small" in out and "none" in out
-    assert "not built here: repetition_penalty 1.05" in err
+    assert "not supported: repetition_penalty 1.05" in err
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "nor is it a checkpoint: it has no config.json"),
+        (None, "has no config.json"),
         ({"model_type": "mixtral"}, "'mixtral', which is a mixture of experts"),
         ({"model_type": "llama"}, "the config lacks 'num_attention_heads'"),
         ({"num_hidden_layers": 3, "rope_parameters": LLAMA3}, "do not fit its config"),
@@ -88,3 +89,25 @@ def test_a_checkpoint_has_no_prefixes(llama: Path, here: Here) -> None:
     code, _, err = here("inspect", llama / "hf", "3f9a")
     assert code == 1 and "is a checkpoint" in err
     assert here("inspect", llama / "hf", "--dtype", "int3")[0] == 1
+
+
+def test_a_gguf_file_by_every_command(tmp_path: Path, here: Here) -> None:
+    write_checkpoint(tmp_path, "qwen2", vocab_size=300, hidden_size=64, intermediate_size=96)
+    write_tokenizer(tmp_path)
+    path, store = write_gguf(tmp_path, tmp_path / "model.gguf", kind="Q8_0"), tmp_path / "kv"
+    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 4)
+    code, out, _ = here("inspect", path, "--json")
+    found = json.loads(out)
+    assert (code, found["format"], found["stored_dtype"]) == (0, "gguf", "Q8_0, F32")
+    code, out, err = here("ingest", path, tmp_path / "text.txt", "--store", store, "--json")
+    assert code == 0, err
+    prefix = json.loads(out)["prefix"]
+    code, out, err = here(
+        "ask", path, "the dog", "--store", store, "--prefix", prefix, "--max-tokens", 2, "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["model"] == "model.gguf"
+    code, _, err = here("convert", path, tmp_path / "hf", "--to", "hf")
+    assert code == 0, err
+    code, _, err = here("inspect", tmp_path / "lost.gguf")
+    assert code != 0 and "there is no file" in err

@@ -19,6 +19,7 @@ from ckv_jax.model.detokenizer import Detokenizer
 from ckv_jax.model.stream import TextStream
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from tests.model.small import write_tokenizer
+from tests.model.spm_checkpoint import spm_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,32 @@ def test_pieces_with_spaces_inside_stream_as_they_decode(tmp_path: Path) -> None
         assert "".join([*map(stream.push, map(int, ids)), stream.finish()]) == text
         assert mistral.decode(ids) == text
         assert mistral.encode(text, begins=True).tolist() == [300, *ids]
+
+
+@pytest.mark.parametrize("prompt", ["The capital of France", "é", "the 🙂", "The capital of "])
+def test_the_first_word_of_a_generation_keeps_its_space(prompt: str) -> None:
+    """A SentencePiece decoder takes one space off a text, which a generation does not begin."""
+    spm = Tokenizer(spm_tokenizer())
+    before = spm.encode(prompt, begins=True).tolist()
+    following = [one for one in spm.encode("is the quick 🙂 brown").tolist() if one != 1]
+    whole, known = spm.decode([*before, *following]), spm.decode(before)
+    stream = TextStream(spm, after=before)
+    pieces = [*map(stream.push, following), stream.finish()]
+    assert known + "".join(pieces) == whole
+    assert stream.text.startswith(" is")
+    assert spm.decode_next(following[0], after=before) == " is"
+    stop = TextStream(spm, stop=[" the"], after=before)
+    assert "".join(map(stop.push, following)) == " is"
+    at_once = TextStream(spm, stop=[" is"], after=before)
+    assert ("".join(map(at_once.push, following)), at_once.stopped_by) == ("", " is")
+
+
+def test_a_generation_after_half_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🙂b").tolist()
+    stream = TextStream(tokenizer, after=ids[:3])
+    assert "".join([*map(stream.push, ids[3:]), stream.finish()]).endswith("b")
+    assert tokenizer.decode_next(ids[-1], after=ids[:-1]) == "b"
+    assert tokenizer.decode_next(ids[0], after=[]) == "a"
 
 
 def test_without_a_chat_template(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
 from ckv_jax.errors import CheckpointError
@@ -17,8 +18,9 @@ from ckv_jax.model.checkpoint import is_orbax, stored_dtype, weight_files
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.convert import convert
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.inspection import inspect_model
 from ckv_jax.model.safetensors_file import SafetensorsFile, write_safetensors
-from ckv_jax.model.tokenizer import tokenizer_files
+from ckv_jax.model.tokenizer import load_tokenizer, tokenizer_files
 from ckv_jax.model.weights import (
     load_pretrained,
     random_model,
@@ -216,11 +218,95 @@ def test_broken_files_are_refused(content: bytes, message: str, tmp_path: Path) 
 def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no folder"):
         weight_files(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
         weight_files(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointError, match="convert"):
-        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["config.json", "pytorch_model.bin"], r"PyTorch pickles \(pytorch_model.bin\)"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is a LoRA adapter"),
+        (["params.json", "consolidated.00.pth"], r"own format \(consolidated.00.pth\)"),
+        (["model-q4.gguf"], "is a folder of GGUF files: give the file, such as model-q4.gguf"),
+        (["README.md"], "has no config.json"),
+    ],
+)
+def test_what_a_folder_is_instead_of_a_checkpoint(
+    files: list[str], says: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text(json.dumps(CONFIG.to_hf()))
+    with pytest.raises(CheckpointError, match=says):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_git_lfs_pointer_is_refused_as_one(name: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(CheckpointError, match=f"{name} is a git-lfs pointer"):
+        load_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(pointer)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a git-lfs pointer"):
+        load_tokenizer(tmp_path)
+
+
+def rewritten(folder: Path, **more: np.ndarray) -> None:
+    """The weights of `folder` with further tensors."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(str(folder / "model.safetensors"))
+    save_file(tensors | more, str(folder / "model.safetensors"), {"format": "pt"})
+
+
+def test_a_tied_checkpoint_that_holds_a_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same as the embedding: ignored. Another one: used, and reported."""
+    tied = ModelConfig.from_hf(CONFIG.to_hf() | {"tie_word_embeddings": True})
+    save_pretrained(random_model(tied, dtype="float32"), tmp_path)
+    table = SafetensorsFile(tmp_path / "model.safetensors").read("model.embed_tokens.weight")
+    before = load_pretrained(tmp_path, dtype="float32")
+    rewritten(tmp_path, **{"lm_head.weight": table})
+    assert equal(load_pretrained(tmp_path, dtype="float32"), before)
+    assert inspect_model(tmp_path).config.tie_word_embeddings
+    assert not caplog.records
+    rewritten(tmp_path, **{"lm_head.weight": 2 * table})
+    model = load_pretrained(tmp_path, dtype="float32")
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.head[...], 2 * table)
+    assert "hold another head (lm_head.weight), which is used" in caplog.text
+    rewritten(tmp_path, **{"lm_head.weight": table[:-1]})
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' has shape \(95, 32\)"):
+        load_pretrained(tmp_path, dtype="float32")
+
+
+def test_buffers_that_the_config_determines_are_ignored(tmp_path: Path) -> None:
+    model = small_model(seed=4)
+    save_pretrained(model, tmp_path / "one")
+    buffers = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for i in range(3)
+    }
+    from safetensors.torch import load_file, save_file  # numpy has no bfloat16
+
+    tensors = load_file(str(tmp_path / "one" / "model.safetensors"))
+    tensors |= {name: torch.from_numpy(values) for name, values in buffers.items()}
+    save_file(tensors, str(tmp_path / "one" / "model.safetensors"), {"format": "pt"})
+    assert equal(load_pretrained(tmp_path / "one"), model)
+    assert stored_dtype(tmp_path / "one") == "bfloat16"
+    save_pretrained(model, tmp_path / "many", max_shard_bytes=10_000)
+    index = tmp_path / "many" / "model.safetensors.index.json"
+    places = json.loads(index.read_text())
+    last = sorted(set(places["weight_map"].values()))[-1]
+    tensors = load_file(str(tmp_path / "many" / last))
+    tensors |= {name: torch.from_numpy(values) for name, values in buffers.items()}
+    save_file(tensors, str(tmp_path / "many" / last), {"format": "pt"})
+    places["weight_map"] |= dict.fromkeys(buffers, last)
+    index.write_text(json.dumps(places))
+    assert equal(load_pretrained(tmp_path / "many"), model)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/storage/test_fate.py", "tests/storage/test_mending.py",
         "tests/storage/test_unknown.py", "tests/storage/test_hidden_names.py",
         "tests/storage/test_room.py", "tests/storage/test_pins.py",
-        "tests/cli/test_looking_after.py",
+        "tests/cli/test_store_tools.py",
     ),
     "storage/index": (
         "tests/storage/test_eviction.py", "tests/storage/test_database.py",

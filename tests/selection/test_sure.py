@@ -39,7 +39,9 @@ def test_what_is_sure_comes_before_all_others_where_it_may_be_chosen() -> None:
     found = choose(scores, 2, jnp.asarray([2, 2], jnp.int32), sure=sure)
     np.testing.assert_array_equal(found.ids, [[0, 1], [0, 2]])
     np.testing.assert_array_equal(found.attention, [[1, 9], [4, 1]])  # their own scores
-    np.testing.assert_allclose(found.mass, [10 / 13, 5 / 10])
+    np.testing.assert_allclose(found.mass, [9 / 12, 4 / 9])  # of what is not always selected
+    always = choose(scores[1:], 2, jnp.asarray([2]), sure=jnp.ones((1, 4), bool))
+    assert np.asarray(always.mass).tolist() == [1.0]
 
 
 def test_what_is_sure_is_chosen_though_a_share_is_held_without_it() -> None:

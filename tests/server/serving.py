@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from ckv_jax.server.run import bind, url_of
+from ckv_jax.server.app import bind, url_of
 
 KEYS = {"alice": "alice-key-1", "bob": "bob-key-1"}
 MODEL = "tiny"

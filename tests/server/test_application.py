@@ -19,11 +19,11 @@ from server.applications import TEXT, WAY, cached, chat, serving
 from server.serving import metric, post, wait_for
 
 from ckv_jax import Engine
-from ckv_jax.server import warm
+from ckv_jax.server import service
 from ckv_jax.server.app import create_app
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery
-from ckv_jax.server.pace import Pace
+from ckv_jax.server.write_behind import WriteCost
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_an_answer_that_is_not_read_ends() -> None:
 # -- prefixes --------------------------------------------------------------------------------------
 
 
-def test_turns_are_stored_behind_their_answers(fresh: Engine) -> None:
+def test_turns_are_stored_after_their_answers(fresh: Engine) -> None:
     with serving(fresh) as url:
         messages = [{"role": "user", "content": TEXT}]
         first = post(url, "chat/completions", WAY | {"messages": messages})
@@ -155,7 +155,7 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
         assert web.get(f"/prefixes/{prefix['id']}").status_code == 404
         assert web.get("/prefixes").json()["data"] == []
         assert cached(web.post("/completions", json=WAY | {"prompt": onward})) == 0
-        wait_for(lambda: web.get("/prefixes").json()["data"])  # behind the answer
+        wait_for(lambda: web.get("/prefixes").json()["data"])  # after the answer
         for turn in web.get("/prefixes").json()["data"]:
             web.patch(f"/prefixes/{turn['id']}", json={"retain_s": 0})
         wait_for(lambda: not web.get("/prefixes").json()["data"])  # its time is over
@@ -223,16 +223,16 @@ def test_the_store_may_vanish(fresh: Engine, tmp_path: Path) -> None:
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
-def test_what_is_slow_to_write_is_not_written() -> None:
-    pace = Pace()
-    assert pace.pays()
-    pace.computed(1000, 1.0)
-    pace.written(1000, 5.0)
-    assert pace.slow_disk
-    assert [pace.pays() for _ in range(16)].count(True) == 1  # to measure again
+def test_turns_are_not_written_to_a_slow_disk() -> None:
+    cost = WriteCost()
+    assert cost.worth_writing()
+    cost.computed(1000, 1.0)
+    cost.written(1000, 5.0)
+    assert cost.slow_disk
+    assert [cost.worth_writing() for _ in range(16)].count(True) == 1  # to measure again
     for _ in range(20):
-        pace.written(1000, 0.1)
-    assert not pace.slow_disk and pace.pays()
+        cost.written(1000, 0.1)
+    assert not cost.slow_disk and cost.worth_writing()
 
 
 # -- seen ------------------------------------------------------------------------------------------
@@ -303,9 +303,9 @@ def test_spans_nest_and_sum_to_the_time_to_first_token(engine: Engine) -> None:
         assert stages
 
 
-def test_who_is_ready_has_compiled(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for bound, least in (("_BATCH", 1), ("_QUESTION", 16), ("_ANSWER", 16)):
-        monkeypatch.setattr(warm, bound, least)  # fewer programs, no other way
+def test_a_ready_server_has_compiled(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound, least in (("_WARM_BATCH", 1), ("_WARM_SUFFIX", 16), ("_WARM_ANSWER", 16)):
+        monkeypatch.setattr(service, bound, least)  # fewer programs, no other way
     with serving(fresh, warm_tokens=256) as url:
         early = httpx.get(f"{url}/ready")
         assert early.status_code == 503

@@ -53,11 +53,11 @@ def test_what_waits_is_given_up_and_what_is_written_ends(
     service = busy(fresh, slow, drain_s=60)
     closing = threading.Thread(target=service.close)
     closing.start()
-    wait_for(lambda: not service.behind.flush(0))
+    wait_for(lambda: not service.write_behind.flush(0))
     slow.going_on.set()
     closing.join(60)
     assert not closing.is_alive()
-    assert service.behind.stored_turns == 1
+    assert service.write_behind.stored_turns == 1
 
 
 def test_a_write_that_takes_too_long_is_not_waited_for_twice(
@@ -66,7 +66,7 @@ def test_a_write_that_takes_too_long_is_not_waited_for_twice(
     service = busy(fresh, slow, drain_s=0.3)
     asyncio.run(service.drain())
     service.close()  # there is nothing left of the time
-    assert service.behind.stored_turns == 0
+    assert service.write_behind.stored_turns == 0
 
 
 def test_a_second_signal_ends_the_wait(fresh: Engine, slow: SimpleNamespace) -> None:
@@ -81,7 +81,7 @@ def test_a_second_signal_ends_the_wait(fresh: Engine, slow: SimpleNamespace) -> 
 
     asyncio.run(stop())
     service.close()
-    assert service.behind.stored_turns == 0
+    assert service.write_behind.stored_turns == 0
 
 
 def test_all_is_written_where_there_is_time(fresh: Engine, slow: SimpleNamespace) -> None:
@@ -89,4 +89,4 @@ def test_all_is_written_where_there_is_time(fresh: Engine, slow: SimpleNamespace
     slow.going_on.set()
     asyncio.run(service.drain())
     service.close()
-    assert service.behind.stored_turns == 3
+    assert service.write_behind.stored_turns == 3

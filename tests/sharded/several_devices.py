@@ -23,6 +23,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from answers import answers, texts
+from nudge import nudge_products
 
 from ckv_jax import Engine, Request
 from ckv_jax.identity import model_fingerprint
@@ -31,6 +32,8 @@ from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.storage import ChunkStore
+
+nudge_products()
 
 SIZES = {"ckv": (1, 2, 4), "contiguous-kv": (1, 2), "as-lru": (1, 2), "as-h2o-lru": (1, 2)}
 

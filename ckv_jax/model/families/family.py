@@ -55,6 +55,10 @@ class Family:
     """Which of the config's `attention_bias` and `mlp_bias` the family knows."""
     slides: Callable[[Mapping[str, Any]], bool] = no_windows
     """Whether a config of the family, `defaults` filled in, has a layer with a sliding window."""
+    gguf: str | None = None
+    """llama.cpp's name of the architecture; None: no GGUF file names this family."""
+    gguf_pairs: bool = False
+    """Whether llama.cpp rotates neighbouring dimensions, for which it reorders queries and keys."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """What a saved `config.json` has to say so that HF computes the same."""
 

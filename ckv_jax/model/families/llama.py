@@ -11,6 +11,8 @@ LLAMA = Family(
     title="Llama",
     architecture="LlamaForCausalLM",
     names=NAMES,
+    gguf="llama",
+    gguf_pairs=True,
     defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
     bias_switches=("attention_bias", "mlp_bias"),
 )

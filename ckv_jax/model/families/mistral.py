@@ -1,4 +1,7 @@
-"""Mistral: Llama's shape; its first models have a sliding window in every layer."""
+"""Mistral: Llama's shape; its first models have a sliding window in every layer.
+
+Its GGUF files name Llama's architecture, which computes the same.
+"""
 
 from __future__ import annotations
 

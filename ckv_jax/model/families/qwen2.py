@@ -25,6 +25,7 @@ QWEN2 = Family(
     title="Qwen2.5",
     architecture="Qwen2ForCausalLM",
     names=NAMES,
+    gguf="qwen2",
     always_biased=True,
     slides=has_window_layers,
     written={"use_sliding_window": False},

@@ -12,6 +12,7 @@ QWEN3 = Family(
     title="Qwen3",
     architecture="Qwen3ForCausalLM",
     names={**NAMES, "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"},
+    gguf="qwen3",
     defaults={"head_dim": 128},
     bias_switches=("attention_bias",),
     slides=has_window_layers,

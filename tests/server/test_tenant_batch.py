@@ -1,4 +1,4 @@
-"""Two tenants in one batch: what either is told, and what is put right, is about its own alone."""
+"""Two tenants in one batch: what is reported to either, and repaired, concerns its own alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from server.serving import MODEL
 
 from ckv_jax import Engine
 from ckv_jax.request import Generation
-from ckv_jax.server.asked import Asked, Asking
-from ckv_jax.server.behind import Behind
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.schema import CompletionRequest
-from ckv_jax.server.shapes import cost
+from ckv_jax.server.formats import cost
+from ckv_jax.server.schema import CompletionRequest, ParsedRequest, RequestParser
 from ckv_jax.server.tenants import Tenant
+from ckv_jax.server.write_behind import WriteBehind
 from ckv_jax.storage.store import ChunkStore
 
 CONFIG = ServerConfig(model=MODEL, turn_tokens=10_000)
@@ -32,38 +31,38 @@ def cold(fresh: Engine) -> Iterator[Engine]:
         yield engine
 
 
-def ask(engine: Engine, names: tuple[str, ...]) -> tuple[list[Asked], list[Generation]]:
+def ask(engine: Engine, names: tuple[str, ...]) -> tuple[list[ParsedRequest], list[Generation]]:
     """One question of each tenant about its text, all in one batch."""
-    asking = Asking(engine, CONFIG)
+    parser = RequestParser(engine, CONFIG)
     asked = [
-        asking.completion(
+        parser.parse(
             CompletionRequest(prompt=f"{name}: {TEXT} so", **WAY), Tenant(name=name, salt=name)
         )
         for name in names
     ]
-    requests = [request for one in asked for request in one.requests()]
+    requests = [request for one in asked for request in one.engine_requests()]
     ways = [way for one in asked for way in one.sampling]
     texts = engine.generate(requests, ways).results()
     assert len({text.trace.start_ns for text in texts}) == 1
     return asked, texts
 
 
-def told(asked: list[Asked], texts: list[Generation]) -> list[dict]:
+def costs(asked: list[ParsedRequest], texts: list[Generation]) -> list[dict]:
     return [cost(one, 0, text) for one, text in zip(asked, texts, strict=True)]
 
 
-def test_nobody_is_told_what_others_read(cold: Engine) -> None:
-    (alone,) = told(*ask(cold, ("alice",)))
+def test_reads_of_others_are_not_reported(cold: Engine) -> None:
+    (alone,) = costs(*ask(cold, ("alice",)))
     assert alone["ssd_bytes"] > 0
     asked, texts = ask(cold, NAMES)  # hers is in the caches by now
-    alice, bob = told(asked, texts)
+    alice, bob = costs(asked, texts)
     whole = texts[0].trace.bytes["ssd"]
     assert bob["ssd_bytes"] > 0
     assert alice["ssd_bytes"] + bob["ssd_bytes"] == whole
     assert alice["ssd_bytes"] < alone["ssd_bytes"]
 
 
-def test_nobody_is_told_of_damage_to_others_or_mends_it(cold: Engine, tmp_path: Path) -> None:
+def test_damage_to_others_is_neither_reported_nor_repaired(cold: Engine, tmp_path: Path) -> None:
     (prefix,) = cold.store.prefixes(salt="alice")
     hers = {span.segment_id for span in prefix.spans}
     for pack in (tmp_path / "kv").glob("segments/*/*/packs/c.*"):
@@ -72,19 +71,19 @@ def test_nobody_is_told_of_damage_to_others_or_mends_it(cold: Engine, tmp_path: 
             content[len(content) // 2] ^= 0xFF
             pack.write_bytes(content)
     asked, texts = ask(cold, NAMES)
-    alice, bob = told(asked, texts)
+    alice, bob = costs(asked, texts)
     assert alice["chunks_recomputed"] > 0
     assert bob["chunks_recomputed"] == 0
-    behind = Behind(cold, CONFIG)
+    write_behind = WriteBehind(cold, CONFIG)
     try:
-        behind.ended(asked[1], [texts[1]])
-        assert behind.flush(60)
+        write_behind.submit(asked[1], [texts[1]])
+        assert write_behind.flush(60)
         assert damaged(cold)
-        behind.ended(asked[0], [texts[0]])
-        assert behind.flush(60)
+        write_behind.submit(asked[0], [texts[0]])
+        assert write_behind.flush(60)
         assert not damaged(cold)
     finally:
-        behind.close(60)
+        write_behind.close(60)
 
 
 def damaged(engine: Engine) -> bool:

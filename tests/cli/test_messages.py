@@ -172,7 +172,7 @@ def test_an_interrupted_ingest(
 def test_an_interrupted_batch_and_anything_else(
     store: Path, model: Path, here: Here, page: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckv_jax.cli.serving import Answerer
+    from ckv_jax.cli.jobs import Answerer
     from ckv_jax.storage.tools import verify
 
     def interrupted(*args: object, **named: object) -> NoReturn:
@@ -200,8 +200,8 @@ def test_a_batch_that_compiles(store: Path, model: Path, here: Here, page: set[s
 
 def test_an_import_that_is_interrupted_ends_at_once() -> None:
     code = (
-        "import signal; from ckv_jax.cli.interrupt import leaving_at_once\n"
-        "with leaving_at_once(lambda: print('left', flush=True)):\n"
+        "import signal; from ckv_jax.cli import exit_on_interrupt\n"
+        "with exit_on_interrupt(lambda: print('left', flush=True)):\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('went on')\n"
     )

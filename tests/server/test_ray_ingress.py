@@ -1,4 +1,4 @@
-"""What the door of the replicas makes of faults: which are tried again, and which are told."""
+"""The ingress of the replicas: which faults are tried again, and which are reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with warnings.catch_warnings(action="ignore"):  # Ray's own
     from ray.exceptions import ActorDiedError, RayTaskError
     from ray.serve.exceptions import BackPressureError
 
-    from ckv_jax.server.ray_app import Door
+    from ckv_jax.server.ray_app import Ingress
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,7 +54,7 @@ def test_only_replicas_that_are_gone_are_replaced(
     error: Exception, status: int, asked: int
 ) -> None:
     replicas = Replicas(error)
-    door = Door(replicas, ServerConfig(model="a"))  # type: ignore[arg-type]
+    ingress = Ingress(replicas, ServerConfig(model="a"))  # type: ignore[arg-type]
 
     async def ask() -> Response:
         async def receive() -> dict:
@@ -64,7 +64,7 @@ def test_only_replicas_that_are_gone_are_replaced(
             "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
             "query_string": b"", "server": ("test", 80), "scheme": "http",
         }  # fmt: skip
-        return await door(Request(scope, receive))
+        return await ingress(Request(scope, receive))
 
     answer = asyncio.run(ask())
     assert (answer.status_code, replicas.asked) == (status, asked)

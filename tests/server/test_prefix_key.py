@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from ckv_jax.server.beginning import beginning
+from ckv_jax.server.http import prefix_key
 
 
 def key(**body: object) -> str:
-    return beginning(json.dumps(body).encode())
+    return prefix_key(json.dumps(body).encode())
 
 
 def chat(*texts: object) -> list[dict]:
@@ -18,7 +18,7 @@ def chat(*texts: object) -> list[dict]:
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
-def test_chats_that_begin_alike_go_together() -> None:
+def test_chats_with_one_prefix_go_together() -> None:
     manual = "The manual."
     first = key(messages=chat(manual, "What is it for?"))
     assert first == key(messages=chat(manual, "Who may use it?", "All.", "Why?"), stream=True)
@@ -40,5 +40,5 @@ def test_plain_prompts_and_what_is_stored_for_them_go_together() -> None:
     "body",
     [b"", b"{", b"[]", b"7", b'"text"', b'{"messages": [7]}', b'{"prompt": {}}', b"[" * 9999],
 )
-def test_what_makes_no_sense_has_a_key(body: bytes) -> None:
-    assert len(beginning(body)) == 64
+def test_a_wrong_body_has_a_key(body: bytes) -> None:
+    assert len(prefix_key(body)) == 64

@@ -1,0 +1,149 @@
+"""Questions over long real texts whose answer under full attention is the reference.
+
+Every task is made of a text's own tokens, of facts in plain words, or of labelled sentences; all
+are deterministic in the text and the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench import few_shot
+from ckv_jax.model.tokenizer import Tokenizer
+
+SEED = 42
+RECALL_TOKENS = 24
+"""Tokens of a passage that a recall question repeats."""
+CONTINUATION_TOKENS = 32
+"""Tokens of the text after the prefix in one continuation question."""
+_NAMES = "Anna Bruno Clara David Elena Felix Greta Hugo Irene Jonas Karla Louis".split()
+_COLOURS = "red blue green white black yellow purple orange silver golden brown grey".split()
+_THINGS = "lamp chair river clock window bottle garden mirror ladder candle basket hammer".split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One suffix over a task's prefix."""
+
+    suffix: np.ndarray
+    """int32 [S]."""
+    truth: int | None = None
+    """The token that comes next in the text, or that a right answer begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Questions over one prefix."""
+
+    kind: str
+    """"continuation", "recall", "needle" or the name of a few-shot template."""
+    text: str
+    """Name of the text."""
+    prefix: np.ndarray
+    """int32 [T]."""
+    questions: tuple[Question, ...]
+    labels: np.ndarray | None = None
+    """int64 [labels]: first tokens among which a few-shot answer is; None: any token."""
+
+
+def continuations(name: str, tokens: np.ndarray, length: int, count: int) -> Task:
+    """The text goes on: pieces of what follows its first `length` tokens, each right behind them.
+
+    `truth` is the token after a piece. Raises `ValueError` for a text that is too short.
+    """
+    size = CONTINUATION_TOKENS
+    found = min(count, (len(tokens) - length - 1) // size)
+    if found < 1:
+        raise ValueError(
+            f"got {len(tokens)} tokens in {name}, expected at least {length + size + 1}"
+        )
+    starts = [length + size * i for i in range(found)]
+    return Task(
+        kind="continuation",
+        text=name,
+        prefix=tokens[:length],
+        questions=tuple(
+            Question(suffix=tokens[at : at + size], truth=int(tokens[at + size])) for at in starts
+        ),
+    )
+
+
+def recalls(name: str, tokens: np.ndarray, length: int, count: int, gap: np.ndarray) -> Task:
+    """Passages of the prefix begun again, after the tokens `gap`; `truth` is how they go on."""
+    if len(tokens) < length:
+        raise ValueError(f"got {len(tokens)} tokens in {name}, expected at least {length}")
+    size = RECALL_TOKENS
+    starts = np.random.default_rng(SEED).integers(64, length - 160 - size, count)
+    return Task(
+        kind="recall",
+        text=name,
+        prefix=tokens[:length],
+        questions=tuple(
+            Question(
+                suffix=np.concatenate([gap, tokens[at : at + size]]), truth=int(tokens[at + size])
+            )
+            for at in starts.tolist()
+        ),
+    )
+
+
+def needles(name: str, tokens: np.ndarray, length: int, tokenizer: Tokenizer) -> Task:
+    """Facts about twelve people, spread over the text; a question for each person's thing."""
+    rng = np.random.default_rng(SEED)
+    colours, things = rng.permutation(_COLOURS), rng.permutation(_THINGS)
+    facts = [
+        tokenizer.encode(f"\n\n{who} owns the {colour} {thing}.\n\n")
+        for who, colour, thing in zip(_NAMES, colours, things, strict=True)
+    ]
+    room = length - sum(map(len, facts))
+    if len(tokens) < room:
+        raise ValueError(f"got {len(tokens)} tokens in {name}, expected at least {room}")
+    pieces = np.array_split(tokens[:room], len(facts) + 1)
+    prefix = [pieces[0]]
+    for fact, piece in zip(facts, pieces[1:], strict=True):
+        prefix += [fact, piece]
+    asked = []
+    for who, colour, thing in zip(_NAMES, colours, things, strict=True):
+        before = f"\n\n{who} owns the {colour}"
+        suffix, whole = tokenizer.encode(before), tokenizer.encode(f"{before} {thing}")
+        asked.append(Question(suffix=suffix, truth=int(whole[len(suffix)])))
+    return Task(kind="needle", text=name, prefix=np.concatenate(prefix), questions=tuple(asked))
+
+
+def labelled(path: Path, tokenizer: Tokenizer, length: int, count: int) -> Iterator[Task]:
+    """Few-shot classification: a file's examples as prefixes of about `length` tokens.
+
+    Raises `ValueError` for a file of one class, or of labels that begin with one token.
+    """
+    few = few_shot.read_task(path, tokenizer, few_shot.Size(shots=8, prefixes=1, questions=1))
+    each = max(1, len(few.prefixes[0]) // 8)
+    size = few_shot.Size(shots=max(8, length // each), prefixes=2, questions=count, seed=SEED)
+    task = few_shot.read_task(path, tokenizer, size)
+    for which, prefix in enumerate(task.prefixes):
+        asked = [
+            Question(suffix=suffix, truth=int(task.first_tokens[label]))
+            for place, suffix, label in task.asked
+            if place == which
+        ]
+        if asked:
+            yield Task(
+                kind=task.name,
+                text=f"{path.stem} {which + 1}",
+                prefix=prefix,
+                questions=tuple(asked),
+                labels=task.first_tokens,
+            )
+
+
+def read_texts(paths: Sequence[Path]) -> dict[str, str]:
+    """Texts by name: files, or without any parts of the manual that Python ships."""
+    if paths:
+        return {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in paths}
+    from pydoc_data.topics import topics
+
+    names = {"python-types": ("types", "with", "try"), "python-names": ("specialnames",)}
+    return {name: "\n\n".join(topics[part] for part in parts) for name, parts in names.items()}

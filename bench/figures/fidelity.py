@@ -1,0 +1,71 @@
+"""What each system's answers lose on a real model, against the bytes that it reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from bench.figures.style import COLORS, FAINT, MARKS, machine_line, percent, systems_of
+
+CAPTION = (
+    "Each dot is one system at one budget: bytes that a cold request reads, and the divergence of "
+    "its next token from full attention's (KL, means over texts; both axes logarithmic). Lower and "
+    "further left is better. Small numbers are the share of questions with full attention's token."
+)
+
+
+def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, ...]]]]:
+    """Task -> system -> (MiB, KL, agreement, budget), by bytes; means weighted by questions."""
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if "kl" in row:
+            groups[row["task"], row["system"], row["budget"]].append(row)
+    found: dict[str, dict[str, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for (task, system, budget), some in sorted(groups.items()):
+        asked = sum(row["questions"] for row in some)
+
+        def mean(key: str, some: list[dict[str, Any]] = some, asked: int = asked) -> float:
+            return float(sum(row[key] * row["questions"] for row in some) / asked)
+
+        found[task][system].append((mean("bytes") / 2**20, mean("kl"), mean("agree"), budget))
+    return found
+
+
+def draw(figure: Any, result: dict[str, Any]) -> None:
+    """One panel a task."""
+    found = points(result["rows"])
+    axes = figure.subplots(1, len(found), squeeze=False)[0]
+    for axis, (task, systems) in zip(axes, found.items(), strict=True):
+        for name, dots in systems.items():
+            dots.sort()
+            mib, kl = [dot[0] for dot in dots], [max(dot[1], 1e-4) for dot in dots]
+            axis.plot(mib, kl, color=COLORS.get(name, FAINT), marker=MARKS.get(name, "o"),
+                      label=name)  # fmt: skip
+            for x, y, (_, _, agree, _) in zip(mib, kl, dots, strict=True):
+                axis.annotate(
+                    f"{100 * agree:.0f}", (x, y), xytext=(4, 4), textcoords="offset points",
+                    fontsize=7, color=COLORS.get(name, FAINT),
+                )  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="MiB read by a request", title=task)
+    axes[0].set_ylabel("KL of the next token, nats")
+    names = systems_of([row for row in result["rows"] if "kl" in row])
+    handles = [
+        axes[0].plot([], [], color=COLORS.get(n, FAINT), marker=MARKS.get(n, "o"))[0] for n in names
+    ]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+
+
+def conclude(result: dict[str, Any]) -> str:
+    """Divergence of `ckv` and of the next best at the smallest budget of continuations."""
+    systems = points(result["rows"])["continuation"]
+    least = min(dot[3] for dot in systems["ckv"])
+    said = [
+        f"{name} {kl:.3f} nats reading {mib:.1f} MiB"
+        for name, dots in systems.items()
+        for mib, kl, _, budget in dots
+        if budget == least
+    ]
+    return (
+        f"Continuations at {percent(least)}, on {machine_line(result.get('machine'))}: "
+        f"{', '.join(said)}."
+    )

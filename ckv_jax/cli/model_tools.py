@@ -1,0 +1,208 @@
+"""`ckv convert`, `ckv heads profile`, and what `ckv inspect` shows of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ckv_jax.cli.options import (
+    Checkpoint,
+    Dtype,
+    Json,
+    SampleTexts,
+    SampleTokens,
+    System,
+    check_writable,
+    read_text,
+)
+from ckv_jax.cli.output import Terminal, byte_size, json_line
+
+if TYPE_CHECKING:
+    from ckv_jax.config import Heads
+    from ckv_jax.head_profile import Profile
+    from ckv_jax.model.inspection import ModelInfo
+
+__all__ = ["convert", "inspect_checkpoint", "is_checkpoint", "profile"]
+
+
+def is_checkpoint(place: str) -> bool:
+    """Whether this is a model: a GGUF file, or a folder with a `config.json` (no store has one)."""
+    from ckv_jax.model.gguf_model import is_gguf
+
+    return (Path(place) / "config.json").is_file() or is_gguf(place)
+
+
+def inspect_checkpoint(terminal: Terminal, folder: Path, *, dtype: str) -> None:
+    """Prints the family and sizes of a checkpoint, and its memory in an element type."""
+    from ckv_jax.config import EngineConfig
+    from ckv_jax.model.generation import generation_defaults
+    from ckv_jax.model.inspection import inspect_model
+
+    EngineConfig(dtype=dtype)  # refuses unknown ones
+    found = inspect_model(folder)
+    ignored = dict(generation_defaults(folder).ignored)
+    if terminal.as_json:
+        terminal.json(found.to_json(dtype) | {"generation_ignored": ignored})
+    else:
+        _show_checkpoint(terminal, folder, found, dtype, ignored)
+
+
+def _show_checkpoint(
+    terminal: Terminal, folder: Path, found: ModelInfo, dtype: str, ignored: Mapping[str, Any]
+) -> None:
+    c = found.config
+    kv, context = found.kv_bytes(dtype), c.max_position_embeddings
+    head = "tied to the embedding" if c.tie_word_embeddings else "of its own"
+    facts = {
+        "family": f"{c.family.title} ({c.model_type})",
+        "parameters": f"{found.parameters:,}, {found.stored_dtype} in {found.format} format",
+        "layers": f"{c.num_layers}, hidden size {c.hidden_size:,}, MLP {c.intermediate_size:,}",
+        "heads": f"{c.num_heads} of queries and {c.num_kv_heads} of KV, size {c.head_dim}",
+        "vocabulary": f"{c.vocab_size:,}, head {head}",
+        "context": f"{context:,} tokens, {_rope(found)}",
+        "weights": f"{byte_size(found.weight_bytes(dtype))} in {dtype}",
+        "KV": f"{byte_size(kv)} per token in {dtype}, {byte_size(kv * context)} per whole context",
+        "disk": f"1 TB holds the KV of {10**12 // kv:,} tokens",
+    }
+    terminal.say(str(folder))
+    for name, fact in facts.items():
+        terminal.say(f"  {name:<11} {fact}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("one device of", no_wrap=True)
+    table.add_column("room beside the weights", justify="right")
+    table.add_column("tokens of KV in it", justify="right")
+    for fit in found.fits(dtype):
+        room = byte_size(fit.room) if fit.room > 0 else f"{byte_size(-fit.room)} too small"
+        table.add_row(fit.memory, room, f"{fit.tokens:,}" if fit.tokens else "none")
+    terminal.out.print(table)
+    terminal.say("A tenth of each is left for computing. KV on disk needs no room here.")
+    if ignored:
+        listed = ", ".join(f"{name} {value}" for name, value in ignored.items())
+        terminal.warn(f"generation_config.json asks for what is not supported: {listed}")
+
+
+def _rope(found: ModelInfo) -> str:
+    scaling = found.config.rope_scaling
+    if scaling is None:
+        return f"RoPE base {found.config.rope_theta:,.0f}"
+    trained = scaling.original_max_position_embeddings
+    return f"RoPE stretched from {trained:,} by {scaling.factor:g} ({scaling.rope_type})"
+
+
+def convert(
+    checkpoint: Checkpoint,
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="The folder to write; it must be new.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FORMAT", help="orbax (loads faster) or hf (Hugging Face)."),
+    ] = "orbax",
+    json: Json = False,
+) -> None:
+    """Write a checkpoint in another format, weights bit for bit, tokenizer included.
+
+    Quantised weights of a GGUF file are written in float32.
+
+    Every command takes the new folder in place of the old one. A store identifies a model by the
+    content of its files, so that texts have to be ingested again for a converted one.
+    """
+    terminal = Terminal(as_json=json)
+    with terminal.status("converting"):
+        from ckv_jax.model.convert import convert as convert_folder
+
+        convert_folder(checkpoint, target, to=to)  # type: ignore[arg-type]  # it checks `to`
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    if json:
+        terminal.json({"checkpoint": str(target), "format": to, "bytes": size})
+    else:
+        terminal.say(f"{target}: {byte_size(size)} in {to} format")
+
+
+def profile(
+    checkpoint: Checkpoint,
+    text: SampleTexts = None,
+    tokens: SampleTokens = 4096,
+    layers: Annotated[
+        int,
+        typer.Option(
+            "--layers",
+            metavar="N",
+            min=1,
+            help="Layers of each period that score, each by its best head.",
+        ),
+    ] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.json", help="Write the heads here, for --heads."),
+    ] = None,
+    system: System = "ckv",
+    dtype: Dtype = "bfloat16",
+    json: Json = False,
+) -> None:
+    """Find the retrieval heads of a model, for --heads: they alone score chunks then.
+
+    Repeats excerpts of the texts at their end, and measures which heads attend to their first
+    occurrence.
+    """
+    terminal = Terminal(as_json=json)
+    check_writable(out)
+    texts = [read_text(source) for source in text or ()]
+    with terminal.loading():
+        from ckv_jax import compilation_cache
+        from ckv_jax.config import EngineConfig
+        from ckv_jax.data.handbook import handbook
+        from ckv_jax.head_profile import measured
+        from ckv_jax.model.tokenizer import load_tokenizer
+        from ckv_jax.model.weights import load_pretrained
+        from ckv_jax.sample_texts import pieces_of
+        from ckv_jax.systems import preset
+
+        EngineConfig(dtype=dtype)  # refuses unknown ones
+        compilation_cache.enable()
+        period = preset(system).period
+        preset(system, heads=((0, 0),))  # refuses a system without a digest
+        tokenizer = load_tokenizer(checkpoint)
+        encoded = [tokenizer.encode(one, begins=True) for one in texts or [handbook()]]
+        pieces = pieces_of(encoded, tokens)
+        model = load_pretrained(checkpoint, dtype=dtype)
+    with terminal.progress() as bar:
+        found = measured(model, period, pieces, bar("layers"))
+    heads = found.best(period, layers)
+    body = {
+        "heads": [list(pair) for pair in heads],
+        "found": [float(found.found[pair]) for pair in heads],
+        "held": [float(found.held[pair]) for pair in heads],
+        "chance": found.chance,
+        "model": checkpoint.resolve().name,
+        "system": system,
+    }
+    if out is not None:
+        out.write_text(json_line(body), encoding="utf-8")
+    if json:
+        terminal.json(body)
+        return
+    _show_heads(terminal, heads, found)
+    if out is not None:
+        terminal.say(f"wrote {out}; use it with --heads {out}", wrap=False)
+
+
+def _show_heads(terminal: Terminal, heads: Heads, found: Profile) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("layer", "KV head", "finds", "the layer's others", "in few chunks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer, head in heads:
+        others = [share for at, share in enumerate(found.found[layer]) if at != head]
+        span = f"{min(others):.1%} to {max(others):.1%}" if others else "none"
+        own, held = found.found[layer, head], found.held[layer, head]
+        table.add_row(str(layer), str(head), f"{own:.1%}", span, f"{held:.1%}")
+    terminal.out.print(table)
+    terminal.say(
+        f"{len(heads)} of {found.found.size} heads. “Finds” is the attention to where an excerpt "
+        f"stood first, {found.chance:.1%} by chance; “in few chunks” what a twentieth of them hold."
+    )

@@ -1,0 +1,158 @@
+"""How a command opens its store and finds a prefix in it, without loading JAX."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckv_jax.cli.options import parse_size
+from ckv_jax.cli.output import number_of
+from ckv_jax.storage.errors import PrefixNotFound
+from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.place.url import folder_of
+
+if TYPE_CHECKING:
+    from ckv_jax.engine import Engine
+    from ckv_jax.storage.config import StoreConfig
+    from ckv_jax.storage.prefix import Prefix
+    from ckv_jax.storage.store import ChunkStore
+
+__all__ = [
+    "codec_name",
+    "find_prefix",
+    "is_store",
+    "kv_bytes",
+    "open_store",
+    "recomputed_message",
+    "store_config",
+]
+
+
+def is_store(url: str) -> bool:
+    """Whether there is something at a store's URL; only a local folder is looked at."""
+    folder = folder_of(url)
+    return folder is None or (folder.is_dir() and any(folder.iterdir()))
+
+
+def open_store(
+    url: str, config: StoreConfig | None = None, *, readonly: bool = False
+) -> ChunkStore:
+    """Opens an existing store; `ValueError` if there is none."""
+    from ckv_jax.storage.store import ChunkStore
+
+    if not is_store(url):
+        raise ValueError(f"there is no store at {url}; `ckv ingest` makes one")
+    return ChunkStore.open(url, config=config, readonly=readonly)
+
+
+def store_config(
+    *,
+    max_bytes: str | None,
+    eviction: str,
+    direct_io: bool | None,
+    io_concurrency: int,
+    tenant_bytes: str | None = None,
+) -> StoreConfig:
+    """The store's settings from options of a command; `ValueError` for wrong ones."""
+    from ckv_jax.storage.config import StoreConfig
+
+    return StoreConfig(
+        max_bytes=None if max_bytes is None else parse_size(max_bytes),
+        tenant_bytes=None if tenant_bytes is None else parse_size(tenant_bytes),
+        eviction=eviction,
+        direct_io=direct_io,
+        io_concurrency=io_concurrency,
+    )
+
+
+def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
+    """The stored prefix with this name, or whose id starts with it; None: the only one stored.
+
+    A whole id comes before a name. Raises `PrefixNotFound` with similar ids or, if there are none,
+    with what is stored; `ValueError` for a name that several prefixes have.
+    """
+    from ckv_jax.storage.segment.manifest import is_id
+
+    if name is not None and is_id(name):
+        with contextlib.suppress(PrefixNotFound):
+            return store.prefix(name, salt=salt)  # without reading all names
+    known = store.wishes()
+    if name is None:
+        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
+        if not stored:
+            raise ValueError("the store holds no prefix; `ckv ingest` makes one")
+        if len(stored) > 1:
+            raise ValueError(
+                f"{len(stored)} prefixes are stored; say which with --prefix: "
+                f"{_listed(stored, known)}"
+            )
+        (name,) = stored
+    mine = [
+        id_
+        for id_, wish in known.items()
+        if name and wish.name == name and _belongs_to(store, id_, salt)
+    ]
+    if len(mine) > 1:
+        raise ValueError(
+            f"{len(mine)} prefixes are called {name!r}; say which by its id: "
+            f"{_listed(mine, known, called=False)}"
+        )
+    try:
+        return store.prefix(mine[0] if mine else name, salt=salt)
+    except PrefixNotFound as error:
+        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
+        if error.several or error.close or not stored:
+            raise
+        raise PrefixNotFound(name, stored=_listed(stored, known)) from error
+
+
+def _belongs_to(store: ChunkStore, prefix_id: str, salt: str) -> bool:
+    try:
+        store.prefix(prefix_id, salt=salt)
+    except PrefixNotFound:
+        return False
+    return True
+
+
+def _listed(
+    ids: Sequence[str], known: Mapping[str, Wish], most: int = 5, *, called: bool = True
+) -> str:
+    """The first ids, each with its name (if `called`), its first words or its source."""
+    lines = []
+    for id_ in ids[:most]:
+        wish = known.get(id_, Wish())
+        begins = f"“{wish.begins}”" if wish.begins else wish.source
+        about = (called and wish.name) or begins
+        lines.append(f"{id_[:12]}{f' ({about})' if about else ''}")
+    return ", ".join(lines) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+
+
+def codec_name(prefix: Prefix) -> str:
+    """The value of `SystemConfig.codec` that reads a prefix. Raises `ValueError` for an unknown
+    codec."""
+    from ckv_jax.storage.codec import codec_of
+
+    codec_of(prefix.layout)
+    return prefix.layout.codec.partition(":")[0]
+
+
+def kv_bytes(prefix: Prefix) -> int:
+    """Bytes of all packs of a prefix."""
+    return prefix.num_chunks * prefix.layout.groups * prefix.layout.pack_bytes
+
+
+def recomputed_message(chunks: int, engine: Engine, store: str) -> str:
+    """The warning for an answer some of whose chunks had to be computed again."""
+    late = engine.stats().read_errors and not engine.stats().quarantined
+    limit = engine.config.read_deadline_s
+    are, were = ("is", "was") if chunks == 1 else ("are", "were")
+    why, then = (
+        (f"{were} not read within {limit:g} s", "look at the disk")
+        if late
+        else (f"{are} damaged on disk", f"run: ckv verify {store}")
+    )
+    return (
+        f"{number_of(chunks, 'chunk')} {why} and {were} computed again: "
+        f"the answer is right and came late; {then}"
+    )

@@ -1,0 +1,220 @@
+"""Write-behind: the KV of a finished request is stored after its answer, for the next request."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ckv_jax.budget import Budget
+from ckv_jax.engine import Engine
+from ckv_jax.errors import CkvError
+from ckv_jax.request import Generation
+from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.prefix import Prefix
+
+_log = logging.getLogger("ckv_jax.server")
+_MEASURED_TOKENS = 128  # fewer say nothing about the speed of computing or writing
+_LATEST_WEIGHT = 0.3  # of the latest figure in a mean
+_RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
+
+
+class WriteBehind:
+    """Stores finished turns in a thread of its own; no answer waits for it. Thread-safe.
+
+    A turn is stored with the KV that it was made with: nothing is computed for it. It is not
+    stored, and counted in `skipped`, when it is short, approximate, not the first generation of its
+    prompt, when too much waits to be written ("busy"), or when writing takes longer than computing
+    ("slow_disk").
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.cost = WriteCost()
+        self.skipped: Counter[str] = Counter()
+        self.stored_tokens = 0
+        self.stored_turns = 0
+        self.failed = 0
+        self._engine = engine
+        self._config = config
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._closed = False
+        self._idle = threading.Condition(self._lock)
+        self._prune_at = time.monotonic() + config.prune_s
+        self._thread = threading.Thread(target=self._run, name="ckv-write-behind", daemon=True)
+        self._thread.start()
+
+    def keep_kv(self, request: ParsedRequest) -> list[bool]:
+        """For each generation, whether its KV has to be kept until it ends."""
+        keep = [False] * request.num_generations
+        for i, prompt in enumerate(request.prompts):
+            first = i * request.choices
+            reason = self._skip_reason(prompt, request.sampling[first].max_tokens, request.budget)
+            if reason is None:
+                keep[first] = True
+            else:
+                self.skipped[reason] += 1
+        return keep
+
+    def _skip_reason(self, prompt: Prompt, new_tokens: int, budget: float | str) -> str | None:
+        """Why a turn is not stored; None: it is."""
+        stored = prompt.prefix.num_tokens
+        most = len(prompt.tokens) + new_tokens - stored
+        if len(prompt.tokens) < self._config.store_tokens or most < self._config.turn_tokens:
+            return "short"
+        if stored and not Budget.of(budget).exact:
+            return "approximate"
+        if self._waiting_bytes >= self._config.write_behind_bytes:
+            return "busy"
+        return "slow_disk" if self._config.guard_disk and not self.cost.worth_writing() else None
+
+    def submit(self, request: ParsedRequest, generations: Sequence[Generation]) -> None:
+        """Queues what one finished request leaves to be written; returns at once."""
+        for generation in generations:
+            answer = generation.completion()
+            computed = len(answer.suffix)
+            self.cost.computed(computed, generation.trace.ttft_ms / 1e3)
+            if generation.trace.of(answer.prefix.id, "recomputed_chunks"):
+                prefix = answer.prefix
+                self._put(partial(self._engine.ingest, prefix.tokens, salt=prefix.salt))  # repairs
+            if answer.kv is None:
+                continue
+            if computed + len(answer.token_ids) < self._config.turn_tokens:
+                self.skipped["short"] += 1
+                continue
+            with self._lock:
+                self._waiting_bytes += answer.kv.nbytes
+            self._put(partial(self._store, generation, answer.kv.nbytes, request.retain_s))
+        if request.retain_s is not None:
+            for prompt in request.prompts:
+                if prompt.prefix.num_tokens:
+                    self._put(partial(self._retain, prompt.prefix, request.retain_s))
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until everything is written; False if that takes longer, or is given up."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._pending or self._closed, seconds)
+            return not self._pending
+
+    def give_up(self) -> None:
+        """Drops what waits to be written; returns at once."""
+        with self._idle:
+            self._closed = True
+            self._idle.notify_all()
+        self._queue.put(None)
+
+    def close(self, seconds: float) -> None:
+        """Drops what waits, and gives the thread so long to finish the write under way."""
+        self.give_up()
+        self._thread.join(seconds)
+
+    def _put(self, work: Callable[[], object]) -> None:
+        with self._lock:
+            self._pending += 1
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None and not self._closed:
+            try:
+                work()
+            except (CkvError, OSError, ValueError) as error:
+                self.failed += 1
+                _log.warning("not stored", extra={"fields": {"why": type(error).__name__}})
+            except Exception:  # a bug in storing one turn must not end the thread for all others
+                self.failed += 1
+                _log.exception("unforeseen, while storing a turn")
+            finally:
+                with self._idle:
+                    self._pending -= 1
+                    self._idle.notify_all()
+
+    def _next(self) -> Callable[[], object] | None:
+        """The next work: what is queued, or, when it is time, removing expired prefixes."""
+        while True:
+            left = self._prune_at - time.monotonic()
+            if left <= 0:
+                self._prune_at = time.monotonic() + self._config.prune_s
+                with self._lock:
+                    self._pending += 1
+                return self._engine.store.evict_expired
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=left)
+
+    def _store(self, generation: Generation, num_bytes: int, retain_s: float | None) -> None:
+        try:
+            began = time.perf_counter()
+            prefix = self._engine.append(generation)
+            new = prefix.num_tokens - generation.completion().prefix.num_tokens
+            self.cost.written(new, time.perf_counter() - began)
+            self.stored_turns += 1
+            self.stored_tokens += new
+            if retain_s is not None:
+                self._retain(prefix, retain_s, new=True)
+        finally:
+            with self._lock:
+                self._waiting_bytes -= num_bytes
+
+    def _retain(self, prefix: Prefix, retain_s: float, *, new: bool = False) -> None:
+        """Sets the time to live of a new prefix, and extends that of one that has one: no request
+        shortens what was set before."""
+        store = self._engine.store
+        known = store.wishes().get(prefix.id)
+        if known is None:
+            wish = Wish(retain_s=retain_s) if new else None
+        else:
+            longer = known.retain_s is not None and known.retain_s < retain_s
+            wish = replace(known, retain_s=retain_s) if longer else None
+        if wish is not None:
+            store.set_wish(prefix.id, wish, salt=prefix.salt)
+
+
+class WriteCost:
+    """Mean seconds per token of writing KV and of computing it.
+
+    Threads may race for an update, which loses one figure of a mean.
+    """
+
+    def __init__(self) -> None:
+        self.compute_s: float | None = None
+        """Seconds per token of prefill."""
+        self.write_s: float | None = None
+        """Seconds per token written to the store."""
+        self._skipped = 0
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Records a prefill."""
+        if tokens >= _MEASURED_TOKENS:
+            self.compute_s = _mean(self.compute_s, seconds / tokens)
+
+    def written(self, tokens: int, seconds: float) -> None:
+        """Records a write."""
+        if tokens >= _MEASURED_TOKENS:
+            self.write_s = _mean(self.write_s, seconds / tokens)
+
+    @property
+    def slow_disk(self) -> bool:
+        """Whether computing KV is known to be faster than writing it."""
+        if self.compute_s is None or self.write_s is None:
+            return False
+        return self.write_s > self.compute_s
+
+    def worth_writing(self) -> bool:
+        """Whether to write the next turn; on a slow disk one of several is, to measure again."""
+        if not self.slow_disk:
+            return True
+        self._skipped += 1
+        return self._skipped % _RETRY_EVERY == 0
+
+
+def _mean(before: float | None, latest: float) -> float:
+    return latest if before is None else before + _LATEST_WEIGHT * (latest - before)

@@ -1,0 +1,97 @@
+"""Fidelity to full attention: exact at budget 1, the figures of hand-made answers, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.fidelity import compared, log_softmax, main, summary_rows
+from bench.fidelity_tasks import Question, Task, continuations, needles, read_texts, recalls
+from ckv_jax.data.random_checkpoint import random_checkpoint
+from ckv_jax.model.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "ckv_jax" / "data" / "handbook.txt"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fidelity") / "model"
+    return random_checkpoint(folder, num_layers=4, hidden_size=64, num_heads=2, num_kv_heads=1)
+
+
+def asked(*truths: int, labels: list[int] | None = None) -> Task:
+    return Task(
+        kind="recall",
+        text="made by hand",
+        prefix=np.zeros(1, np.int32),
+        questions=tuple(Question(suffix=np.zeros(1, np.int32), truth=t) for t in truths),
+        labels=None if labels is None else np.array(labels),
+    )
+
+
+def test_figures_of_answers_made_by_hand() -> None:
+    full = log_softmax(np.log(np.array([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], np.float32)))
+    got = log_softmax(np.log(np.array([[0.25, 0.5, 0.25], [0.6, 0.3, 0.1]], np.float32)))
+    row = compared(asked(0, 0), full, got)
+    first = 0.5 * np.log(2) + 0.3 * np.log(0.6) + 0.2 * np.log(0.8)
+    assert row["kl"] == pytest.approx(first / 2, rel=1e-5)
+    assert (row["agree"], row["right"], row["right_full"], row["kept"]) == (0.5, 1, 2, 1)
+    assert row["perplexity_ratio"] == pytest.approx(2**0.5, rel=1e-5)
+    few = compared(asked(1, 2, labels=[1, 2]), full, got)  # token 0 is no label
+    assert (few["agree"], few["right"]) == (1.0, 1)
+
+
+def test_tasks_are_made_of_the_text_itself(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    tokens = np.asarray(tokenizer.encode(TEXT.read_text()), np.int32)
+    goes_on = continuations("t", tokens, 400, 3)
+    for i, question in enumerate(goes_on.questions):
+        at = 400 + 32 * i
+        assert question.suffix.tolist() == tokens[at : at + 32].tolist()
+        assert question.truth == tokens[at + 32]
+    again = recalls("t", tokens, 400, 5, np.array([7], np.int32))
+    for question in again.questions:
+        passage = [*question.suffix[1:].tolist(), question.truth]
+        places = range(400 - len(passage) + 1)
+        assert any(tokens[p : p + len(passage)].tolist() == passage for p in places)
+    facts = needles("t", tokens, 1200, tokenizer)
+    assert len(facts.prefix) == 1200 and len(facts.questions) == 12
+    with pytest.raises(ValueError, match="expected at least 433"):
+        continuations("short", tokens[:410], 400, 3)
+    assert set(read_texts([])) == {"python-types", "python-names"}
+
+
+def test_budget_one_is_full_attention_and_bad_input_leaves_the_rest(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, one_class = tmp_path / "short.txt", tmp_path / "trec.jsonl"
+    short.write_text("Too short a text.")
+    lines = [{"text": f"room {i}", "label": "only"} for i in range(20)]
+    one_class.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "fidelity.json"
+    main(
+        [
+            "--model", str(checkpoint), "--texts", str(TEXT), str(short), "--dataset",
+            str(one_class), "--systems", "ckv", "as-h2o-lfu", "--budgets", "1.0", "0.1",
+            "--tokens", "300", "--questions", "4", "--tasks", "continuation", "recall", "greedy",
+            "--greedy", "1", "--json", str(out),
+        ]
+    )  # fmt: skip
+    rows = json.loads(out.read_text())["rows"]
+    skipped = {(row["task"], row["text"]) for row in rows if "why_skipped" in row}
+    assert skipped == {("continuation", "short"), ("recall", "short"), ("trec", "trec.jsonl")}
+    measured = [row for row in rows if "kl" in row]
+    assert len(measured) == 2 * 2 * 2
+    for row in measured:
+        if row["budget"] == 1.0:
+            assert row["kl"] < 1e-6 and row["agree"] == 1.0 and row["kept"] == row["right_full"]
+        else:
+            assert row["kl"] > 0 and row["bytes"] > 0 and row["reads"] > 0
+    greedy = {row["budget"]: row["same_tokens"] for row in rows if row["task"] == "greedy"}
+    assert greedy[1.0] == 128 and greedy[0.1] <= 128
+    assert len(summary_rows(rows)) == 8
+    assert "is left out: got" in capsys.readouterr().out

@@ -1,0 +1,18 @@
+"""The real model that tests and benchmarks share, from the user's cache or fetched into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckv_jax.data.smollm2 import fetch
+from ckv_jax.errors import CheckpointError
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file; skips the test, with the reason, without one."""
+    try:
+        return fetch()
+    except CheckpointError as error:
+        pytest.skip(f"the real model is not here: {error}")

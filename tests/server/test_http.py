@@ -1,0 +1,28 @@
+"""Errors of requests are reported to clients; all others are logged and not disclosed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ckv_jax.server.http import ApiError, as_api_error, client_errors
+
+SECRET = "slot 7 of the pool is held twice"
+
+
+def test_a_value_error_below_the_server_is_not_disclosed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR, "ckv_jax.server"):
+        reported = as_api_error(ValueError(SECRET))
+    assert (reported.status, reported.code) == (500, "internal_error")
+    assert SECRET not in str(reported)
+    assert SECRET in caplog.text
+
+
+def test_a_value_error_of_a_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ApiError, match="expected a text") as raised, client_errors():
+        raise ValueError("got 7, expected a text")
+    assert raised.value.status == 400
+    assert not caplog.records
