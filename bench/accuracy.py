@@ -41,7 +41,6 @@ from bench.common import (
     system_name,
 )
 from bench.figures import save
-from bench.heads import HEADED, headed_system
 from bench.kept import Kept, checkpoint_fingerprint
 from bench.tasks.suffixes import lengthened
 from ckv_jax.config import EngineConfig, SystemConfig
@@ -187,22 +186,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--suffix-tokens", type=positive, help="sentences before each question")
     parser.add_argument(
-        "--systems", nargs="+", type=partial(system_name, others=HEADED), default=list(PRUNING),
-        metavar="SYSTEM", help=f"{', '.join([*SYSTEMS, *HEADED])}, or package.module:NAME",
+        "--systems", nargs="+", type=system_name, default=list(PRUNING), metavar="SYSTEM",
+        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
     )  # fmt: skip
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     args = parser.parse_args()
     if args.dataset and args.plot:
         parser.error("--plot is of ledgers, not of a --dataset")
-    headed = [name for name in args.systems if name in HEADED]
-    if headed and (args.model or args.dataset or args.period_share):
-        parser.error(f"{headed[0]} is profiled on ledgers for the reference checkpoint, as it is")
     folder = args.model or reference_folder()
     try:
-        systems = {
-            name: headed_system(name, folder) if name in HEADED else system_named(name)
-            for name in args.systems
-        }
+        systems = {name: system_named(name) for name in args.systems}
         if args.period_share:
             layers = ModelConfig.from_hf(folder).num_layers
             systems = {n: of_depth(s, args.period_share, layers) for n, s in systems.items()}

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -134,13 +134,11 @@ def setting_of(args: argparse.Namespace) -> Setting:
         raise SystemExit(str(error)) from error
 
 
-def system_name(text: str, *, others: Collection[str] = (), generates: bool = False) -> str:
-    """A system from the command line: a name, `package.module:NAME`, or one of `others`.
+def system_name(text: str, *, generates: bool = False) -> str:
+    """A system from the command line: a name, or `package.module:NAME`.
 
     `generates`: it is to serve more than first tokens of what is stored.
     """
-    if text in others:
-        return text
     try:
         system = system_named(text)
     except ValueError as error:

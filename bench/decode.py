@@ -58,7 +58,6 @@ from bench.common import (
 from bench.decode_bench import Bench, Setting
 from bench.disk import Disk
 from bench.figures import save
-from bench.heads import HEADED
 from bench.kept import Kept, disk_of
 
 QUICK = Setting(
@@ -85,7 +84,7 @@ def main() -> None:
     )
     p.add_argument("--model", choices=SHAPES)
     p.add_argument(
-        "--systems", nargs="+", type=partial(system_name, others=HEADED, generates=True),
+        "--systems", nargs="+", type=partial(system_name, generates=True),
         metavar="SYSTEM", help=f"{', '.join(FULL.systems)}, or package.module:NAME",
     )  # fmt: skip
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))

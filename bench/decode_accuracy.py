@@ -34,7 +34,6 @@ from bench.common import (
     table,
 )
 from bench.figures import save
-from bench.heads import HEADED, headed_system
 from bench.kept import Kept, checkpoint_fingerprint
 from bench.tasks.suffixes import Told, lengthened, retold, told
 from ckv_jax.config import EngineConfig, SystemConfig
@@ -174,9 +173,8 @@ def main() -> None:
     parser.add_argument("--json", type=result_file, help="write the rows here")
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
     parser.add_argument(
-        "--systems", nargs="+", type=partial(system_name, others=HEADED, generates=True),
-        default=list(NAMES), metavar="SYSTEM",
-        help=f"{', '.join([*SYSTEMS, *HEADED])} that generate, or package.module:NAME",
+        "--systems", nargs="+", type=partial(system_name, generates=True), default=list(NAMES),
+        metavar="SYSTEM", help=f"{', '.join(SYSTEMS)} that generate, or package.module:NAME",
     )  # fmt: skip
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
@@ -192,10 +190,7 @@ def main() -> None:
         tokens=args.tokens,
     )
     folder = reference_folder()
-    systems = {
-        name: headed_system(name, folder) if name in HEADED else system_named(name)
-        for name in args.systems
-    }
+    systems = {name: system_named(name) for name in args.systems}
     about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
     about["model"] = checkpoint_fingerprint(folder)
     kept = Kept(args.json, about)

@@ -19,7 +19,6 @@ from flax import nnx
 from bench.common import SHAPES, Json
 from bench.decode_row import QUESTION, forget_peak, measured, memory, tokens_within, warmed
 from bench.disk import Disk
-from bench.heads import HEADED, headed
 from bench.kept import Kept
 from bench.lab import forget_scores
 from bench.long_kv import stored, walking_tokens
@@ -103,9 +102,9 @@ class Bench:
         self.model = config
         self.left_out: list[Json] = []
         """What did not fit, and why."""
-        self._weights = structured_model(config, seed=setting.seed)
-        self._weight_bytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state(self._weights)))
-        self.layers = Layers(self._weights)
+        weights = structured_model(config, seed=setting.seed)
+        self._weight_bytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state(weights)))
+        self.layers = Layers(weights)
         self.fingerprint = Fingerprint(
             {"weights": f"structured, seed {setting.seed}", "config": setting.model}
             | {"dtype": "bfloat16", "tokenizer": "", "rope": ""}
@@ -126,10 +125,7 @@ class Bench:
         """What is measured, systems of one layout together."""
         found: dict[str, list[SystemConfig]] = {}
         for name in self.setting.systems:
-            if name in HEADED:
-                system = headed(name, self._weights, self.prefixes[:1])
-            else:
-                system = system_named(name)
+            system = system_named(name)
             found.setdefault(layout_of(system, self.model, "bfloat16").hex, []).append(system)
         return list(found.values())
 

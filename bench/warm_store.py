@@ -69,9 +69,7 @@ def _store(lab: Lab, index: int, layouts: Sequence[Layout]) -> None:
 
 def _bare(layout: Layout) -> Layout:
     """The same packs with nothing beside them."""
-    return dataclasses.replace(
-        layout, probe="none", probe_width=1, digest="none", digest_layers=(), digest_heads=()
-    )
+    return dataclasses.replace(layout, probe="none", probe_width=1, digest="none", digest_layers=())
 
 
 def link_packs(lab: Lab, first: Prefix, other: Prefix) -> None:

@@ -41,15 +41,8 @@ def check_budget(budget: float | str) -> float | str:
     return budget
 
 
-Heads = tuple[tuple[int, int], ...]
-"""(layer, KV head) pairs: at most one a layer, layers ascending."""
-
-
-def scoring_layers(period: range, score_layers: int, heads: Heads = ()) -> list[int]:
-    """The layers of one period that select for it: those of `heads`, or without any at most so
-    many, the first among them."""
-    if heads:
-        return [layer for layer, _ in heads if layer in period]
+def scoring_layers(period: range, score_layers: int) -> list[int]:
+    """The layers of one period that select for it: at most so many, the first among them."""
     count = min(score_layers, len(period))
     return [period[i * len(period) // count] for i in range(count)]
 
@@ -98,10 +91,6 @@ class SystemConfig:
     §4.3); where query heads share a key head, so many need fewer keys."""
     digest: DigestName = "none"
     """How that digest holds keys: quantised, or as one landmark per chunk (`LANDMARKS`)."""
-    heads: Heads = ()
-    """(layer, KV head) that score, of different layers, in place of all heads of `score_layers`:
-    those that find things, as `ckv heads profile` tells them of a model. The digest has no others,
-    so that it is smaller and sooner scored (CompressKV). (): all heads score."""
     prefetch: Prefetch = "inter"
     """Packs are read before they are needed: never, within a period, or across periods too."""
     speculate: Speculate = "previous"
@@ -163,7 +152,6 @@ class SystemConfig:
                 f"got pack_layers={self.pack_layers}, subperiod={self.subperiod}, "
                 f"period={self.period}, expected each to divide the next"
             )
-        self._check_heads()
         self._check_apart()
         each = self.heads_apart and self.period == 1
         self.zones.check(digest=self.digest, each=each)
@@ -190,20 +178,6 @@ class SystemConfig:
         if self.overfetch < 1:
             raise ValueError(f"got overfetch={self.overfetch}, expected at least 1")
 
-    def _check_heads(self) -> None:
-        heads = self.heads
-        whole = type(heads) is tuple and all(
-            type(pair) is tuple and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
-            for pair in heads
-        )
-        if not whole or [layer for layer, _ in heads] != sorted({layer for layer, _ in heads}):
-            raise ValueError(
-                f"got heads={heads!r}, expected (layer, KV head) pairs, at most one a layer, "
-                "layers ascending"
-            )
-        if heads and self.probe != "digest":
-            raise ValueError(f"got heads={heads!r} without a resident digest")
-
     def _check_apart(self) -> None:
         _one_of("grouping", self.grouping, Literal["position", "alike"])
         if self.grouping == "alike":
@@ -216,10 +190,10 @@ class SystemConfig:
         if not self.heads_apart:
             return
         own = self.executor is not None
-        if own or self.probe != "digest" or self.heads or not self.kv_together:
+        if own or self.probe != "digest" or not self.kv_together:
             raise ValueError(
-                "got heads_apart=True, expected a system that chooses chunks, by the digest of all "
-                "heads, with keys and values together"
+                "got heads_apart=True, expected a system that chooses chunks, by a digest, with "
+                "keys and values together"
             )
         if self.coder is not None:
             raise ValueError(f"got heads_apart=True with codec={self.codec!r}, expected none")
@@ -265,16 +239,7 @@ class SystemConfig:
             for first in range(0, num_layers, self.period)
         ]
         counts = {select.score_layers for select in (self.choose, self.decode) if select}
-        scored = sorted(
-            {i for p in periods for n in counts for i in scoring_layers(p, n, self.heads)}
-        )
-        silent = [p for p in periods if not scoring_layers(p, 1, self.heads)]
-        strange = [(i, head) for i, head in self.heads if i >= num_layers or head >= num_kv_heads]
-        if silent or strange:
-            raise ValueError(
-                f"got heads={self.heads}, expected some of {num_layers} layers with {num_kv_heads} "
-                f"KV heads, in each period of {self.period} layers"
-            )
+        scored = sorted({i for p in periods for n in counts for i in scoring_layers(p, n)})
         plain = Layout(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
@@ -289,7 +254,6 @@ class SystemConfig:
             probe_width=width,
             digest=self.digest,
             digest_layers=() if self.digest == "none" else tuple(scored),
-            digest_heads=tuple(head for _, head in self.heads),
         )
         if self.coder is None:
             return plain

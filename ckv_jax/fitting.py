@@ -19,13 +19,10 @@ def layout_of(system: SystemConfig, model: ModelConfig, dtype: str) -> Layout:
 
 
 def check_split(system: SystemConfig, devices: int) -> None:
-    """`ValueError` for a model over several `devices` under a system in which some heads choose
-    for all."""
-    for wrong, why in (
-        (system.probe == "heads", "its first heads"), (bool(system.heads), f"heads={system.heads}")
-    ):  # fmt: skip
-        if devices > 1 and wrong:
-            raise ValueError(
-                f"got tensor_parallel={devices} with system {system.name!r}, expected 1:"
-                f" {why} decide what is read, and they are on one device"
-            )
+    """`ValueError` for a model over several `devices` under a system in which its first heads
+    choose for all."""
+    if devices > 1 and system.probe == "heads":
+        raise ValueError(
+            f"got tensor_parallel={devices} with system {system.name!r}, expected 1: its first "
+            "heads decide what is read, and they are on one device"
+        )

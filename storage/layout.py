@@ -62,7 +62,6 @@ class Layout:
         ("means+cosines"), or the least and greatest values of its keys ("bounds"); or "none".
       digest_layers: the layers that have one, ascending; empty: all of them, where there is a
         digest.
-      digest_heads: of each of those layers the one KV head whose keys the digest has; empty: all.
       reordered: tokens of a segment are stored in an order of the writer's choosing, kept as a
         mapping list (IMPRESS §4.2). Such a segment is only ever used whole.
       layer_orders: a reordered segment has an order, and a mapping list, for each layer (IMPRESS
@@ -87,7 +86,6 @@ class Layout:
     probe_width: int = PROBE_HEADS
     digest: str = "none"
     digest_layers: tuple[int, ...] = ()
-    digest_heads: tuple[int, ...] = ()
     reordered: bool = False
     layer_orders: bool = False
     codec: str = PLAIN
@@ -137,13 +135,6 @@ class Layout:
             )
         if layers and self.digest == "none":
             raise ValueError(f"digest_layers: got {layers!r}, expected none without a digest")
-        heads, known = self.digest_heads, range(self.num_kv_heads)
-        whole = type(heads) is tuple and all(type(h) is int and h in known for h in heads)
-        if not whole or len(heads) not in (0, len(layers)):
-            raise ValueError(
-                f"digest_heads: got {heads!r}, expected a tuple with one of {self.num_kv_heads} "
-                f"KV heads for each of {len(layers)} layers, or none"
-            )
 
     def _check_codec(self) -> None:
         name, size = self.codec, self.codec_bytes
@@ -312,19 +303,9 @@ class Layout:
     # -- digest: one record of bytes per layer of `digest_layers`: params | scale | codes ----------
 
     @property
-    def digest_width(self) -> int:
-        """KV heads of one layer that the digest has."""
-        return 1 if self.digest_heads else self.num_kv_heads
-
-    def digest_part(self, row: int) -> slice:
-        """Which KV heads the digest has of its layer number `row`."""
-        first = self.digest_heads[row] if self.digest_heads else 0
-        return slice(first, first + self.digest_width)
-
-    @property
     def digest_params(self) -> int:
         """float32 values at the head of a layer's record: mean key, or the pq codebooks."""
-        values = self.digest_width * self.head_dim
+        values = self.num_kv_heads * self.head_dim
         return {"int8": values, "int4": values, "pq": values * PQ_CODES}.get(self.digest, 0)
 
     @property
@@ -344,9 +325,9 @@ class Layout:
 
     def digest_record(self, tokens: int) -> tuple[int, int, int]:
         """Bytes of (params, scale, codes) in one layer's record."""
-        scale = 4 * self.digest_width * tokens if self.digest in ("int8", "int4") else 0
+        scale = 4 * self.num_kv_heads * tokens if self.digest in ("int8", "int4") else 0
         entries = -(-tokens // self.digest_unit)
-        return 4 * self.digest_params, scale, self.digest_codes * self.digest_width * entries
+        return 4 * self.digest_params, scale, self.digest_codes * self.num_kv_heads * entries
 
     # -- identity and size -----------------------------------------------------------------------
 
@@ -358,9 +339,8 @@ class Layout:
     def from_dict(cls, value: Any) -> Layout:
         """Inverse of `to_dict`; raises ValueError for anything else."""
         fields = fields_of(value, {f.name for f in dataclasses.fields(cls)})
-        for name in ("digest_layers", "digest_heads"):  # JSON has no tuples
-            if isinstance(fields.get(name), list):
-                fields[name] = tuple(fields[name])
+        if isinstance(fields.get("digest_layers"), list):  # JSON has no tuples
+            fields["digest_layers"] = tuple(fields["digest_layers"])
         try:
             return cls(**fields)
         except TypeError as error:  # a list or an object where a number or a name belongs

@@ -22,7 +22,10 @@ LONG_CODEC_VERSION = 6
 ORDERS_VERSION = 7
 """Of layouts whose segments have an order of their tokens for each layer: likewise."""
 HEADS_VERSION = 8
-"""Of layouts whose digest has one head of each of its layers: likewise."""
+"""Of layouts whose digest has one head of each of its layers, which are read no more; those that
+came after it have `HEADS` nevertheless, so that the ids of what is stored stay."""
+HEADS = "digest_heads"
+"""The field that named those heads: empty in all that is written and read."""
 APART_VERSION = 9
 """Of layouts whose packs hold one KV head each: likewise."""
 ALIKE_VERSION = 10
@@ -43,7 +46,7 @@ _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
     (BESIDE_VERSION, (), lambda layout: layout["digest"] == "means+cosines"),
     (ALIKE_VERSION, ("grouping",), lambda layout: layout["grouping"] != "position"),
     (APART_VERSION, ("heads_apart",), lambda layout: layout["heads_apart"]),
-    (HEADS_VERSION, ("digest_heads",), lambda layout: bool(layout["digest_heads"])),
+    (HEADS_VERSION, (HEADS,), lambda _: False),
     (ORDERS_VERSION, ("layer_orders",), lambda layout: layout["layer_orders"]),
     (LONG_CODEC_VERSION, (), lambda layout: len(layout["codec"].partition(":")[0]) > _SHORT_CODEC),
     (PROBE_VERSION, ("probe_width",), lambda layout: layout["probe_width"] != PROBE_HEADS),
@@ -55,7 +58,7 @@ _STEPS: tuple[tuple[int, tuple[str, ...], _Needs], ...] = (
 
 def versioned(layout: Mapping[str, Any]) -> dict[str, Any]:
     """All fields of a layout, as the oldest version that has what it needs writes them."""
-    values = dict(layout)
+    values: dict[str, Any] = {**layout, HEADS: []}
     for version, since, needs in _STEPS:
         if needs(layout):
             return {"version": version, **values}
@@ -72,7 +75,9 @@ def fields_of(value: Any, names: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("version") not in VERSIONS:
         raise ValueError(f"layout: got {str(value)[:80]}, expected version {VERSION}")
     later = [name for version, since, _ in _STEPS if value["version"] < version for name in since]
-    names = names - set(later)
+    names = {*names, HEADS} - set(later)
     if set(value) - {"version"} != names:
         raise ValueError(f"layout: got fields {sorted(value)[:20]}, expected {sorted(names)}")
-    return {name: value[name] for name in names}
+    if value.get(HEADS, []) != []:
+        raise ValueError(f"layout: got {HEADS}={str(value[HEADS])[:80]}, expected none")
+    return {name: value[name] for name in names - {HEADS}}

@@ -43,11 +43,8 @@ TIGHT = 1e-4
 MIB = 2**20
 
 CHUNKED = dataclasses.replace(
-    SYSTEMS["ckv"],
-    chunk_tokens=16,
-    period=4,
-    subperiod=4,
-    pack_layers=4,
+    SYSTEMS["ckv-16"],
+    name="ckv",
     keep_ends=False,
     choose=Select(score_layers=3, queries=4, coarse=Coarse(fewest=4)),
     decode=Select(score_layers=3, queries=4, coarse=Coarse(survivors=4, least=64)),
@@ -69,6 +66,11 @@ def compiled_layers(model: ModelConfig, dtype: str, seed: int) -> tuple[Layers, 
     return Layers(weights), random_fingerprint(weights)
 
 
+def preset_of(name: str) -> SystemConfig:
+    """A system by its name; `CHUNKED` for "ckv"."""
+    return CHUNKED if name == "ckv" else system_named(name)
+
+
 def small_engine(
     folder: Path,
     *,
@@ -84,9 +86,7 @@ def small_engine(
 
     `nothing_compiled`: for tests that count programs, which must all be compiled by themselves.
     """
-    preset = system_named(system) if isinstance(system, str) else system
-    if preset == SYSTEMS["ckv"]:
-        preset = CHUNKED
+    preset = preset_of(system) if isinstance(system, str) else system
     values: dict[str, object] = {
         "dtype": "float32",
         "device_cache_bytes": MIB,

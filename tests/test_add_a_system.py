@@ -51,7 +51,7 @@ def test_the_engine_runs_it(tmp_path: Path) -> None:
 def test_benchmarks_take_it() -> None:
     args = parser("", quick=Setting(), full=Setting()).parse_args(["--systems", PLACE, "ckv"])
     assert setting_of(args).systems == (PLACE, "ckv")  # bench.ttft and others
-    assert system_name(PLACE, others=("ckv-heads",)) == PLACE  # bench.accuracy
+    assert system_name(PLACE) == PLACE  # bench.accuracy
     assert system_name(PLACE, generates=True) == PLACE  # bench.decode
 
 

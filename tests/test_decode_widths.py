@@ -13,7 +13,6 @@ from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.cache.widths import TIMES, Widths, load_widths, save_widths
-from ckv_jax.serving.profiling import Profile
 from ckv_jax.storage.prefix import Prefix
 
 BUDGET = 0.2
@@ -114,12 +113,3 @@ def test_what_cannot_be_profiled_is_refused(engine: Engine, prefix: Prefix) -> N
         engine.profile_windows(asked(prefix), SamplingParams(max_tokens=4))
     with pytest.raises(ValueError, match="widths='wide', expected one of even, profiled"):
         replace(engine.system, widths="wide")
-
-
-def test_what_all_heads_choose_says_nothing_of_what_some_do(engine: Engine) -> None:
-    known = Widths.even(3.0, groups=PERIODS, rows=1)
-    save_widths(known, engine.fingerprint, "ckv")
-    few = replace(engine.system, heads=((1, 0), (5, 1)))
-    plan, fingerprint = engine._worker.plan, engine.fingerprint
-    assert Profile(plan, engine.system, fingerprint).widths == known
-    assert Profile(plan, few, fingerprint).widths != known

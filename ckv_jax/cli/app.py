@@ -50,25 +50,22 @@ app = typer.Typer(
         "no network and no GPU."
     ),
 )
-_heads = typer.Typer(no_args_is_help=True, help="Heads of a model that score chunks.")
-for _commands, _command in (
-    (app, demo.demo),
-    (app, ingest.ingest),
-    (app, ask.ask),
-    (app, batch.batch),
-    (app, serve.serve),
-    (app, model_tools.convert),
-    (app, store_tools.inspect),
-    (app, store_tools.verify),
-    (app, store_tools.prune),
-    (app, store_tools.pin),
-    (_heads, model_tools.profile),
+for _command in (
+    demo.demo,
+    ingest.ingest,
+    ask.ask,
+    batch.batch,
+    serve.serve,
+    model_tools.convert,
+    store_tools.inspect,
+    store_tools.verify,
+    store_tools.prune,
+    store_tools.pin,
 ):
     # Rich would keep the line ends of a docstring in addition to its own.
     _paragraphs = (_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
-    _commands.command(_command.__name__, help=_help)(_command)
-app.add_typer(_heads, name="heads")
+    app.command(_command.__name__, help=_help)(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -132,8 +132,7 @@ def ask(
         from ckv_jax.budget import Budget
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
-        from ckv_jax.heads import heads_for
-        from ckv_jax.systems import preset, system_named
+        from ckv_jax.systems import preset
 
         compilation_cache.enable()
         share = EngineConfig().budget if budget is None else parse_budget(budget)
@@ -145,11 +144,7 @@ def ask(
             raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
         several, size = max_tokens > 1, sum(map(kv_bytes, stored))
         config = EngineConfig(
-            system=preset(
-                system,
-                codec=codec_name(stored[0]),
-                heads=heads_for(system_named(system), stored[0].layout),
-            ),
+            system=preset(system, codec=codec_name(stored[0])),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

@@ -17,7 +17,6 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
-    HeadsFile,
     IoConcurrency,
     Json,
     MaxBytes,
@@ -27,7 +26,6 @@ from ckv_jax.cli.options import (
     TensorParallel,
     check_writable,
     parse_budget,
-    read_heads_file,
 )
 from ckv_jax.cli.output import Terminal, number_of
 from ckv_jax.cli.stores import (
@@ -70,7 +68,6 @@ def batch(
         typer.Option("--batch", metavar="N", min=1, max=32, help="Questions answered at once."),
     ] = 8,
     codec: Codec = "none",
-    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
@@ -112,7 +109,7 @@ def batch(
                 largest = max(map(kv_bytes, opened.prefixes()), default=0)
         default = EngineConfig()
         config = EngineConfig(
-            system=preset(system, codec=codec, heads=read_heads_file(heads)),
+            system=preset(system, codec=codec),
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,

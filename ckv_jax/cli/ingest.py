@@ -16,7 +16,6 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
-    HeadsFile,
     IoConcurrency,
     Json,
     MaxBytes,
@@ -26,7 +25,6 @@ from ckv_jax.cli.options import (
     TenantBytes,
     TensorParallel,
     parse_seconds,
-    read_heads_file,
     read_text,
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
@@ -49,7 +47,6 @@ def ingest(
     store: Store,
     system: System = "ckv",
     codec: Codec = "none",
-    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     salt: Salt = "",
@@ -125,7 +122,7 @@ def ingest(
 
         compilation_cache.enable()
         config = EngineConfig(
-            system=preset(system, codec=codec, heads=read_heads_file(heads)),
+            system=preset(system, codec=codec),
             dtype=dtype,
             salt=salt,
             tensor_parallel=tensor_parallel,

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ckv_jax.config import check_budget
-
-if TYPE_CHECKING:
-    from ckv_jax.config import Heads
 
 __all__ = [
     "Budget",
@@ -21,13 +18,10 @@ __all__ = [
     "DirectIo",
     "Dtype",
     "Eviction",
-    "HeadsFile",
     "IoConcurrency",
     "Json",
     "MaxBytes",
     "Salt",
-    "SampleTexts",
-    "SampleTokens",
     "Store",
     "System",
     "TenantBytes",
@@ -36,7 +30,6 @@ __all__ = [
     "parse_budget",
     "parse_seconds",
     "parse_size",
-    "read_heads_file",
     "read_text",
 ]
 
@@ -119,14 +112,6 @@ Codec = Annotated[
         "or two fifths of the bytes.",
     ),
 ]
-HeadsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--heads",
-        metavar="FILE.json",
-        help="The heads that score chunks, as `ckv heads profile` finds them. Without it: all.",
-    ),
-]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -134,19 +119,6 @@ Dtype = Annotated[
         metavar="NAME",
         help="Element type of weights, keys and values: bfloat16, float16 or float32.",
     ),
-]
-SampleTexts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        metavar="FILE",
-        help="A text like those to be stored, UTF-8; may be given several times. Without "
-        "it: the handbook of `ckv demo`.",
-    ),
-]
-SampleTokens = Annotated[
-    int,
-    typer.Option("--tokens", metavar="N", min=64, help="How many tokens of all texts to look at."),
 ]
 Budget = Annotated[
     str | None,
@@ -202,13 +174,6 @@ def parse_size(text: str) -> int:
     if found is None or found[2].lower() not in _UNITS:
         raise ValueError(f"got {text!r}, expected a size such as 1000, 50GB or 10GiB")
     return int(float(found[1]) * _UNITS[found[2].lower()])
-
-
-def read_heads_file(path: Path | None) -> Heads:
-    """The heads in the file of --heads; none without one."""
-    from ckv_jax.heads import read_heads
-
-    return () if path is None else read_heads(path)
 
 
 def read_text(source: str) -> str:

@@ -14,7 +14,6 @@ from ckv_jax.cli.options import (
     DirectIo,
     Dtype,
     Eviction,
-    HeadsFile,
     IoConcurrency,
     MaxBytes,
     Store,
@@ -22,7 +21,6 @@ from ckv_jax.cli.options import (
     TensorParallel,
     parse_budget,
     parse_size,
-    read_heads_file,
 )
 from ckv_jax.cli.output import Terminal
 from ckv_jax.cli.stores import store_config
@@ -67,7 +65,6 @@ def serve(
     ] = "0.25",
     system: System = "ckv",
     codec: Codec = "none",
-    heads: HeadsFile = None,
     dtype: Dtype = "bfloat16",
     tensor_parallel: TensorParallel = 1,
     max_tokens: Annotated[
@@ -180,7 +177,7 @@ def serve(
                 checkpoint,
                 store=store,
                 config=EngineConfig(
-                    system=preset(system, codec=codec, heads=read_heads_file(heads)),
+                    system=preset(system, codec=codec),
                     dtype=dtype,
                     tensor_parallel=tensor_parallel,
                     budget=config.budget,

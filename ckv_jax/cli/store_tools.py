@@ -260,8 +260,7 @@ def _describe(segment: SegmentInfo, *, leaf: bool) -> str:
     layout = segment.layout
     kind = f"{layout['dtype']}, {layout['chunk_tokens']}-token chunks, probe {layout['probe']}"
     if layout["digest"] != "none":
-        heads = len(layout.get("digest_heads", ()))
-        kind += f", digest {layout['digest']}" + (f" of {heads} heads" if heads else "")
+        kind += f", digest {layout['digest']}"
     if layout.get("grouping") == "alike":
         kind += ", chunks of alike tokens"
     if "codec" in layout:

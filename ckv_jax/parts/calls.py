@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from ckv_jax.kernels_pallas.attend.reference import attend_upto
-from ckv_jax.kernels_pallas.score.probe import Landmarks, OneHead, Probe
+from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe
 from ckv_jax.kernels_pallas.score.together import score_together
 from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
@@ -155,8 +155,7 @@ def _choose_of(
 
 
 def _chunks(probe: Probe, chunk_tokens: int) -> int:
-    inner = probe.probe if isinstance(probe, OneHead) else probe
-    return probe.shape[0] // (1 if isinstance(inner, Landmarks) else chunk_tokens)
+    return probe.shape[0] // (1 if isinstance(probe, Landmarks) else chunk_tokens)
 
 
 def _bring_of(dtype: jnp.dtype, dim: int) -> Callable[..., LayerKv]:

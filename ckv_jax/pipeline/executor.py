@@ -208,11 +208,11 @@ class Executor(ReprefillExecutor):
     def _choose(
         self, member: Member, queries: _Queries, period: int, *, guess: bool = False
     ) -> Selection:
-        """What `period` selects by these queries, or a guess at that (`Plan.guessing_layers`)."""
+        """What `period` selects by these queries, or a guess at that by its first layer alone."""
         resident, limits = member.resident, member.limits
         layers = self._plan.scoring_layers(period)
         if guess:
-            layers = self._plan.guessing_layers(period)
+            layers = [self._plan.first_layer(period)]
             limits = guessed_chunks(limits, self._system.overfetch)
         return self._layers.select(
             layers, *queries, member.probes.get(layers, period),
@@ -274,7 +274,7 @@ class Executor(ReprefillExecutor):
         def lookahead(pays: bool) -> Array | None:
             # A shape that is new is tried whether it pays or not: what adapts to measured times
             # must not compile in the middle of later traffic.
-            layers = self._plan.guessing_layers(period + 1)
+            layers = [self._plan.first_layer(period + 1)]
             limits = guessed_chunks(member.limits, self._system.overfetch)
             known = self._layers.selects_without_compiling(
                 layers, queries.hidden.shape, member.probes.get(layers, period + 1),

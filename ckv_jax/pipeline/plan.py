@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from ckv_jax.config import Heads, SystemConfig, scoring_layers
+from ckv_jax.config import SystemConfig, scoring_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,6 @@ class Plan:
     """Choices that a period makes: one, or one for each KV head. Choice `period * parts + head`."""
     score_layers: int
     """How many layers of a period a question asks, at most."""
-    heads: Heads = ()
-    """`SystemConfig.heads`."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig, *, kv_heads: int = 0) -> Plan:
@@ -65,7 +63,6 @@ class Plan:
             periods=-(-num_layers // system.period),
             parts=parts,
             score_layers=system.choose.score_layers,
-            heads=system.heads,
         )
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
@@ -73,7 +70,7 @@ class Plan:
         return tuple(step for step in self.steps if step.period == period)
 
     def first_layer(self, period: int) -> int:
-        """The layer whose queries select for this period."""
+        """The layer whose queries select for this period, or guess what it will select."""
         return self.period_steps(period)[0].layers[0]
 
     def scoring_layers(self, period: int, most: int | None = None) -> list[int]:
@@ -81,13 +78,7 @@ class Plan:
         most (None: as many as a question asks)."""
         steps = self.period_steps(period)
         layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
-        return scoring_layers(layers, self.score_layers if most is None else most, self.heads)
-
-    def guessing_layers(self, period: int) -> list[int]:
-        """The layers that guess what this period will choose, before its own hidden state is there:
-        the first that scores, or where each has a head alone all of them."""
-        layers = self.scoring_layers(period)
-        return layers if self.heads else layers[:1]
+        return scoring_layers(layers, self.score_layers if most is None else most)
 
     @property
     def choices(self) -> int:

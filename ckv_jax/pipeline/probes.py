@@ -178,7 +178,7 @@ class Probes:
             made = self._made_again if layout.digest == "means+cosines" else self._recomputed
             probes = made()
             rows = dict(zip(layout.digest_layers, probes, strict=True))
-            return self._residents.digest_of(rows, layout)
+            return self._residents.digest_of(rows)
         self._residents.keep_digest(self._resident, data)
         size = sum(array.nbytes for array in data.arrays.values())
         self._trace.count_bytes("ssd", size, prefix=self._resident.prefix.id)
@@ -191,9 +191,8 @@ class Probes:
         layout = self._resident.prefix.layout
         tokens = self._resident.probe_chunks * layout.chunk_tokens
         found: list[TokenProbe | Landmarks] = []
-        for row, layer in enumerate(layout.digest_layers):
-            keys = self._recovered.keys(layer)[:, layout.digest_part(row)]
-            padded = pad_rows(np.ascontiguousarray(keys), tokens)
+        for layer in layout.digest_layers:
+            padded = pad_rows(np.ascontiguousarray(self._recovered.keys(layer)), tokens)
             found.append(Keys(self._shardings.put(padded, PROBE)))
         return found
 
@@ -201,8 +200,8 @@ class Probes:
         """A digest that does more than choose, made again of all keys."""
         prefix, layout = self._resident.prefix, self._resident.prefix.layout
         codes = []
-        for row, layer in enumerate(layout.digest_layers):
-            kept = np.ascontiguousarray(self._recovered.keys(layer)[:, layout.digest_part(row)])
+        for layer in layout.digest_layers:
+            kept = np.ascontiguousarray(self._recovered.keys(layer))
             exact = as_float32(kept.view(layout.disk_dtype), layout)
             codes.append(landmarks.encode(exact, layout))
         arrays = landmarks.decode(np.stack(codes), layout, prefix.num_tokens)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, OneHead, Probe
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Probe
 from ckv_jax.kernels_pallas.score.turned import turn
 
 _KEPT = 5, 8
@@ -37,12 +37,9 @@ class Digest:
         found = []
         for layer in layers:
             probe = self.probes[layer]
-            inner = probe.probe if isinstance(probe, OneHead) else probe
-            if self.turns and isinstance(inner, Int4Keys):
+            if self.turns and isinstance(probe, Int4Keys):
                 if layer not in self._turned:
-                    turned = turn(inner, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
-                    alone = isinstance(probe, OneHead)
-                    self._turned[layer] = replace(probe, probe=turned) if alone else turned
+                    self._turned[layer] = turn(probe, dims=_KEPT[0] * probe.shape[2] // _KEPT[1])
                     self.nbytes += _bytes_of(self._turned[layer])
                 probe = self._turned[layer]
             found.append(probe)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from itertools import count
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ckv_jax.buckets import pad_rows
@@ -19,7 +18,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     Int8Keys,
     Landmarks,
     MeanKeys,
-    OneHead,
     PqKeys,
     Probe,
     TokenProbe,
@@ -30,7 +28,6 @@ from ckv_jax.reads.probe_source import ProbeView
 from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest.data import DigestData
-from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.layout_versions import LANDMARKS
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
@@ -108,7 +105,7 @@ class Residents:
         size = layout.chunk_tokens
         probes = device_digest(data, resident.probe_chunks, size, self._shardings)
         rows = dict(zip(layout.digest_layers, probes, strict=True))
-        resident.digest = self.digest_of(rows, layout)
+        resident.digest = self.digest_of(rows)
         self._keep_within(resident)
 
     def _keep_within(self, resident: Resident) -> None:
@@ -121,17 +118,9 @@ class Residents:
                 total -= other.digest_bytes
                 other.digest = None
 
-    def digest_of(self, probes: dict[int, TokenProbe | Landmarks], layout: Layout) -> Digest:
-        """A digest of these probes, layer by layer, of the heads that a layout's digest has; nobody
-        else knows of it."""
-        if not layout.digest_heads:
-            return Digest({**probes}, self._turns)
-        heads = dict(zip(layout.digest_layers, layout.digest_heads, strict=True))
-        alone: dict[int, Probe] = {
-            layer: OneHead(probe, jnp.asarray(heads[layer], jnp.int32), layout.num_kv_heads)
-            for layer, probe in probes.items()
-        }
-        return Digest(alone, self._turns)
+    def digest_of(self, probes: dict[int, TokenProbe | Landmarks]) -> Digest:
+        """A digest of these probes, layer by layer, that no resident keeps."""
+        return Digest({**probes}, self._turns)
 
     def rough(self, resident: Resident, digest: Digest, layers: Sequence[int]) -> list[Probe]:
         """What a coarse pass of decode scores of some layers; what is made for that counts as part

@@ -19,7 +19,6 @@ from ckv_jax.kernels_pallas.score.probe import (
     Int8Keys,
     Keys,
     MeanKeys,
-    OneHead,
     PqKeys,
     Probe,
     TurnedKeys,
@@ -48,9 +47,9 @@ class ChunkScore(Protocol):
 def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
     """The keys that a probe knows, decoded: for a score of one's own, inside a jitted call.
 
-    Keys of "int8" and "int4" come less their head's mean key, which no softmax over them sees. Of a
-    `OneHead` K is 1. `dtype`: the queries', which bit patterns of exact keys are of. Raises
-    `TypeError` for landmarks, which have one entry a chunk.
+    Keys of "int8" and "int4" come less their head's mean key, which no softmax over them sees.
+    `dtype`: the queries', which bit patterns of exact keys are of. Raises `TypeError` for
+    landmarks, which have one entry a chunk.
     """
     match probe:
         case Keys(keys):
@@ -69,8 +68,6 @@ def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
         case TurnedKeys(codes, scale, basis):
             turned = codes.astype(jnp.float32) * scale[..., None]
             return jnp.einsum("ktr,kdr->tkd", turned, basis, precision=lax.Precision.HIGHEST)
-        case OneHead(inner):
-            return float_keys(inner, dtype)
         case MeanKeys() | BoundKeys():
             raise TypeError(
                 f"got {type(probe).__name__}, which has one entry a chunk, expected a key for each "

@@ -12,7 +12,6 @@ import numpy as np
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
 from ckv_jax.errors import CkvError, ContextOverflow
-from ckv_jax.heads import heads_for
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.rotation import check_rotates
@@ -240,11 +239,11 @@ class Placement:
     def _stored_by(self, layout: Layout) -> str:
         """The systems that lay a prefix out so, whatever its codec; "" if none does."""
         plain = replace(layout, codec=PLAIN, codec_bytes=0)
-        found = " or ".join(
+        return " or ".join(
             system.name
             for system in loadable_systems()
             if plain
-            == replace(system, heads=heads_for(system, layout)).layout(
+            == system.layout(
                 num_layers=layout.num_layers,
                 num_heads=self._model.num_heads,
                 num_kv_heads=layout.num_kv_heads,
@@ -252,7 +251,6 @@ class Placement:
                 dtype=layout.dtype,
             )
         )
-        return f"{found} --heads" if found and layout.digest_heads else found
 
     def check_context(self, prefix: int, suffix: int, new_tokens: int = 0) -> None:
         """Raises `ContextOverflow` unless so many tokens fit the model's context together."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from ckv_jax.cache.profile import Recorded, widths_of
@@ -26,8 +24,7 @@ class Profile:
         self._system = system
         self._fingerprint = fingerprint
         self._texts: list[Recorded] | None = None
-        heads = hashlib.sha256(repr(system.heads).encode()).hexdigest()[:8] if system.heads else ""
-        self._name = plain_name(f"{system.name}-{heads}" if heads else system.name)
+        self._name = plain_name(system.name)
         if system.decode is not None and system.widths == "profiled":
             found = load_widths(fingerprint, self._name, groups=plan.periods, rows=plan.parts)
             self.widths = found or self.widths

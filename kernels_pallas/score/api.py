@@ -19,12 +19,10 @@ from ckv_jax.kernels_pallas.score.probe import (
     Keys,
     Landmarks,
     MeanKeys,
-    OneHead,
     PqKeys,
     Probe,
     TurnedKeys,
 )
-from ckv_jax.kernels_pallas.score.rows import of_head
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = [
@@ -34,7 +32,6 @@ __all__ = [
     "Int8Keys",
     "Keys",
     "MeanKeys",
-    "OneHead",
     "PqKeys",
     "Probe",
     "score",
@@ -57,9 +54,8 @@ def score(
     chunk's tokens, the query heads and all valid queries.
 
     Over all heads together (J = 1) the sum over chunks is H * q_lengths[b] when num_tokens > 0,
-    for each KV head by itself (J = K) it is G * q_lengths[b]; a probe of one head is scored by its
-    G query heads alone (J = 1). No `[H, S, T]` array is made. A probe of landmarks gives the
-    softmax over chunks of what `landmarks.score` says of each.
+    for each KV head by itself (J = K) it is G * q_lengths[b]. No `[H, S, T]` array is made. A probe
+    of landmarks gives the softmax over chunks of what `landmarks.score` says of each.
 
     Args:
       q: RoPE applied; a probe over the first K' KV heads goes with its K' * G query heads.
@@ -76,7 +72,6 @@ def score(
       ValueError: shapes or dtypes that do not fit together.
       NotImplementedError: the implementation asked for by name cannot take these shapes.
     """
-    q, probe = of_head(q, probe)
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
     args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
     kernels = IMPLEMENTATIONS

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 from jax import Array
 from jaxtyping import Float, Float32, Int8, Int32, UInt, UInt8
 
-__all__ = ["BoundKeys", "Int4Keys", "Int8Keys", "Keys", "Landmarks", "MeanKeys", "OneHead",
-           "PqKeys", "Probe", "TokenProbe", "TurnedKeys"]  # fmt: skip
+__all__ = ["BoundKeys", "Int4Keys", "Int8Keys", "Keys", "Landmarks", "MeanKeys", "PqKeys",
+           "Probe", "TokenProbe", "TurnedKeys"]  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -127,21 +127,4 @@ Landmarks = MeanKeys | BoundKeys
 """What has one entry for each chunk."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class OneHead:
-    """A probe of one KV head: of all queries those of its query heads count."""
-
-    probe: TokenProbe | Landmarks | TurnedKeys
-    """K = 1."""
-    head: Int32[Array, ""]
-    of: int = field(metadata={"static": True})
-    """KV heads that the queries are of."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(T, 1, D), or (M, 1, D)."""
-        return self.probe.shape
-
-
-Probe = TokenProbe | Landmarks | TurnedKeys | OneHead
+Probe = TokenProbe | Landmarks | TurnedKeys

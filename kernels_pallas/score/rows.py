@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ckv_jax.kernels_pallas.score.probe import (
     Landmarks,
-    OneHead,
     PqKeys,
     Probe,
     TokenProbe,
-    TurnedKeys,
 )
 
-__all__ = ["chunk_sums", "fold_queries", "of_chunks", "of_head", "pad_tokens", "weights_of"]
-
-
-def of_head(q: Array, probe: Probe) -> tuple[Array, TokenProbe | Landmarks | TurnedKeys]:
-    """Of queries [B, S, H, D] those that a probe is for, [B, S, G, D] where it has one KV head, and
-    what they score."""
-    if not isinstance(probe, OneHead):
-        return q, probe
-    group = q.shape[2] // probe.of
-    return lax.dynamic_slice_in_dim(q, probe.head * group, group, axis=2), probe.probe
+__all__ = ["chunk_sums", "fold_queries", "of_chunks", "pad_tokens", "weights_of"]
 
 
 def weights_of(q_lengths: Array, queries: int, peaks: bool) -> Array:
@@ -72,10 +61,6 @@ def pad_tokens(probe: TokenProbe, tokens: int) -> TokenProbe:
 
 def of_chunks(probe: Probe, ids: Array, chunk_tokens: int) -> Probe:
     """What a probe has of the chunks `ids` int32 [n], one after the other; for -1, of some."""
-    if isinstance(probe, OneHead):
-        inner = of_chunks(probe.probe, ids, chunk_tokens)
-        assert not isinstance(inner, OneHead)
-        return OneHead(inner, probe.head, probe.of)
     unit = 1 if isinstance(probe, Landmarks) else chunk_tokens
 
     def taken(array: Array) -> Array:

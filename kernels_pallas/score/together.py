@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Float32, Int32
 from ckv_jax.kernels_pallas.score.landmarks import landmark_sums
 from ckv_jax.kernels_pallas.score.probe import Landmarks, Probe, TurnedKeys
 from ckv_jax.kernels_pallas.score.reference import block_sums
-from ckv_jax.kernels_pallas.score.rows import of_head
 
 __all__ = ["score_together"]
 
@@ -33,14 +32,13 @@ def score_together(
 
     `queries[i]`: the same ones, with RoPE as at the place where `probes[i]` sees them. M is the
     sum of the probes' chunks, one text's after the other's; those past a text's end get 0. The sum
-    over all is H * q_length, of the heads that the probes are for.
+    over all is H * q_length.
     """
-    pairs = [of_head(q, probe) for q, probe in zip(queries, probes, strict=True)]
-    _, count, heads, dim = pairs[0][0].shape
+    _, count, heads, dim = queries[0].shape
     kv_heads = probes[0].shape[1]
     group = heads // kv_heads
     found, tops = [], []
-    for index, (q, probe) in enumerate(pairs):
+    for index, (q, probe) in enumerate(zip(queries, probes, strict=True)):
         rows = q.reshape(count, kv_heads, group, dim).swapaxes(0, 1)
         rows = rows.reshape(kv_heads, count * group, dim)
         if isinstance(probe, Landmarks):

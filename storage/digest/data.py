@@ -20,8 +20,7 @@ from ckv_jax.storage.layout_versions import LANDMARKS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestData:
-    """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`,
-    of which they have K heads: all, or one (`Layout.digest_heads`).
+    """A prefix's digest; the arrays are read-only, their R rows are the layout's `digest_layers`.
 
     Attributes:
       kind: "int8", "int4", "pq", or one of `LANDMARKS`.
@@ -69,7 +68,7 @@ def turn(
 
     Loses as much again as the first rounding did. `scale` is empty for "pq".
     """
-    heads, dim = layout.digest_width, layout.head_dim
+    heads, dim = layout.num_kv_heads, layout.head_dim
     if layout.digest == "pq":
         books = [p.reshape(heads, layout.digest_codes, PQ_CODES, PQ_DIM) for p in (old, new)]
         index = np.ix_(range(heads), range(layout.digest_codes))

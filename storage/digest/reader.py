@@ -64,7 +64,7 @@ def read_digest(
     """
     layout, tokens = prefix.layout, prefix.num_tokens
     rows = len(layout.digest_layers)
-    shape, unit = (rows, tokens, layout.digest_width), layout.digest_unit
+    shape, unit = (rows, tokens, layout.num_kv_heads), layout.digest_unit
     codes = np.empty((rows, -(-tokens // unit), shape[2], layout.digest_codes), np.uint8)
     scaled = layout.digest in ("int8", "int4")
     scale = np.empty(shape if scaled else (rows, 0, 0), np.float32)
@@ -98,7 +98,7 @@ def _arrays(
     if layout.digest in LANDMARKS:
         return landmarks.decode(codes, layout, tokens)
     if layout.digest == "pq":
-        books = (layout.digest_width, layout.digest_codes, PQ_CODES, PQ_DIM)
+        books = (layout.num_kv_heads, layout.digest_codes, PQ_CODES, PQ_DIM)
         return {"codes": codes, "codebooks": params.reshape(len(params), *books)}
     return {"codes": codes.view(np.int8) if layout.digest == "int8" else codes, "scale": scale}
 
@@ -112,7 +112,7 @@ def _read_run(
         return []
     sizes = layout.digest_record(len(segment.manifest.tokens))
     starts = (0, sizes[0], sizes[0] + sizes[1])
-    before = span.first_chunk * layout.chunk_tokens * layout.digest_width
+    before = span.first_chunk * layout.chunk_tokens * layout.num_kv_heads
     skips = (0, 4 * before, layout.digest_codes * before // layout.digest_unit)
     found = np.zeros((len(layout.digest_layers), 3), np.uint32)
     for row in range(len(found)):

@@ -57,7 +57,7 @@ class DigestWriter:
         if layout.digest in LANDMARKS:
             self._add_landmarks(first_token, packs, tokens)
             return
-        heads = layout.digest_width
+        heads = layout.num_kv_heads
         fresh = np.empty((len(layout.digest_layers), layout.digest_params), np.float32)
         for row, keys in self._keys(packs, tokens):
             if self._params is None:
@@ -72,15 +72,15 @@ class DigestWriter:
             self._put_params(fresh)
 
     def _keys(self, packs: np.ndarray, tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(row, keys float32 [tokens, K, D]) of a block, of the heads that the digest has."""
+        """(row, keys float32 [tokens, K, D]) of a block."""
         layout = self._layout
         for row, layer in enumerate(layout.digest_layers):
-            bits = block_keys(packs, layer, layout)[:tokens, layout.digest_part(row)]
+            bits = block_keys(packs, layer, layout)[:tokens]
             yield row, as_float32(bits, layout)
 
     def _add_landmarks(self, first_token: int, packs: np.ndarray, tokens: int) -> None:
         layout = self._layout
-        first = first_token // layout.chunk_tokens * layout.digest_width * layout.digest_codes
+        first = first_token // layout.chunk_tokens * layout.num_kv_heads * layout.digest_codes
         for row, keys in self._keys(packs, tokens):
             self._append(row, 2, first, landmarks.encode(keys, layout))
 
@@ -98,7 +98,7 @@ class DigestWriter:
         inherited = self._params
         row_of = {layer: row for row, layer in enumerate(layout.digest_layers)}
         fresh = np.empty((len(row_of), layout.digest_params), np.float32)
-        shape = (layout.digest_width, layout.head_dim // 8, 256, 8)
+        shape = (layout.num_kv_heads, layout.head_dim // 8, 256, 8)
         parts = layout.parts if layout.heads_apart else 1  # with K and V apart, keys alone
         for group in range(0, layout.groups, layout.parts):
             layers = layout.group_layers(group)
@@ -114,7 +114,7 @@ class DigestWriter:
                     continue
                 row = row_of[layer]
                 bits = data[:, i, 0].reshape(-1, *data.shape[4:])[: len(draft.tokens)]
-                keys = as_float32(bits[:, layout.digest_part(row)], layout)
+                keys = as_float32(bits, layout)
                 if inherited is None:
                     stride = max(1, len(keys) // pq.SAMPLES)
                     fresh[row] = pq.train(keys[::stride][: pq.SAMPLES]).reshape(-1)

@@ -173,7 +173,6 @@ def array_specs(layout: Layout, tokens: int) -> dict[str, ArraySpec]:
             attributes={
                 "kind": layout.digest,
                 "layers": list(layout.digest_layers),
-                **({"heads": list(layout.digest_heads)} if layout.digest_heads else {}),
                 "record": list(layout.digest_record(tokens)),
             },
         )

@@ -17,7 +17,7 @@ from ckv_jax.storage import chain, tenant
 from ckv_jax.storage.errors import SegmentDamaged, SegmentForeign
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import DIGESTS, Layout
-from ckv_jax.storage.layout_versions import VERSION, VERSIONS
+from ckv_jax.storage.layout_versions import HEADS, VERSION, VERSIONS
 from ckv_jax.storage.segment.arrays import ArraySpec, array_specs
 
 FILE = "manifest.json"
@@ -131,7 +131,8 @@ class Manifest:
         """The manifest in `data` and its checksum.
 
         Raises:
-          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind.
+          SegmentForeign: for a whole manifest of another version, or of a digest of unknown kind or
+            of single heads.
           SegmentDamaged: for anything but a manifest of `expected_id` exactly as it was written.
         """
         try:
@@ -205,6 +206,12 @@ def _decode(data: bytes, expected_id: str) -> tuple[Manifest, str]:
         raise SegmentForeign(
             f"segment {expected_id}: got digest={kind[:40]!r}, expected one of "
             f"{', '.join(DIGESTS)}: it is left alone; ingest its text again"
+        )
+    heads = described.get(HEADS) if isinstance(described, dict) else None
+    if isinstance(heads, list) and heads:
+        raise SegmentForeign(
+            f"segment {expected_id}: got a digest of single heads, expected one of all: it is left "
+            "alone; ingest its text again"
         )
     layout = Layout.from_dict(described)
     tokens = chain.as_tokens(_unpack(value["tokens"]))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from bench import accuracy
-from bench.heads import HEADED
 from ckv_jax.systems import SYSTEMS, system_named
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -22,7 +21,6 @@ BENCHES = {
     if path.name != "common.py" and (found := OPTION.search(path.read_text("utf-8")))
 }
 GENERATE = {"bench.decode", "bench.decode_accuracy"}
-WITH_HEADS = {"bench.accuracy", *GENERATE}
 
 
 class Parsed(Exception):
@@ -48,15 +46,14 @@ def test_all_benchmarks_with_systems_are_met() -> None:
 
 
 @pytest.mark.parametrize("bench", BENCHES)
-@pytest.mark.parametrize("name", [*SYSTEMS, *HEADED, "ckv_jax.baselines.quest:QUEST"])
+@pytest.mark.parametrize("name", [*SYSTEMS, "ckv_jax.baselines.quest:QUEST"])
 def test_every_system_is_taken_or_refused_in_one_line(
     bench: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     option = BENCHES[bench]
     given = [option, name, *(["--out", "there"] if bench == "bench.gpu_qualify" else [])]
-    own = name in HEADED
-    first_tokens = not own and (system_named(name).executor is not None or name == "recompute")
-    if (own and bench not in WITH_HEADS) or (first_tokens and bench in GENERATE):
+    first_tokens = system_named(name).executor is not None or name == "recompute"
+    if first_tokens and bench in GENERATE:
         with pytest.raises(SystemExit) as refused:
             parsed(bench, given, monkeypatch)
         assert refused.value.code == 2

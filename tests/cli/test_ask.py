@@ -24,7 +24,7 @@ def test_a_second_process_asks_the_store_of_the_first(
     assert answer["bytes"].keys() == {"ssd", "host", "device"}
     assert answer["prefix_tokens"] == prefix["tokens"]
     assert answer["bytes"]["ssd"] > 0
-    assert 0.2 < answer["chunks"]["selected"] / answer["chunks"]["total"] < 0.35
+    assert 0.2 < answer["chunks"]["selected"] / answer["chunks"]["total"] < 0.6  # its ends, too
     assert sum(answer["breakdown_ms"].values()) == pytest.approx(answer["ttft_ms"], abs=0.5)
     assert json.loads((home / "trace.json").read_text())["traceEvents"]
 

@@ -93,11 +93,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "if len(groups[-1]) == _MOST: ~0 @19 #0",
     ): "whole numbers so small are one object each",
     (
-        "ckv_jax/reads/residents.py",
-        "core/ReplaceTrueWithFalse",
-        "heads = dict(zip(layout.digest_layers, layout.digest_heads, strict=True)) ~0 @67 #0",
-    ): "a layout names a head for each layer of its digest",
-    (
         "storage/segment/segment.py",
         "core/ReplaceFalseWithTrue",
         "_NOTHING.flags.writeable = False ~0 @27 #0",

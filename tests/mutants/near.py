@@ -12,7 +12,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "storage/digest": (
         "tests/storage/test_digests.py",
         "tests/storage/test_digest_faults.py", "tests/storage/test_probe_spans.py",
-        "tests/storage/test_landmarks.py", "tests/storage/test_digest_heads.py",
+        "tests/storage/test_landmarks.py",
         "tests/storage/test_tools.py", "tests/storage/test_round_trip.py",
     ),
     "storage/place": ("tests/storage/place", *(

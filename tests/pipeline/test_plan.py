@@ -39,7 +39,7 @@ def test_paper_periods_of_qwen_7b() -> None:
 
 
 def test_scoring_layers_are_spread_over_the_period() -> None:
-    ours = SYSTEMS["ckv"]
+    ours = SYSTEMS["ckv-16"]
 
     def chosen(count: int, depth: int = 6) -> list[list[int]]:
         plan = Plan.of(depth, dataclasses.replace(ours, choose=Select(score_layers=count)))
@@ -56,7 +56,7 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
 @pytest.mark.parametrize("depth", [1, 3, 6, 16, 28, 30])
 def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, period: int) -> None:
     chooses = {"choose": Select(score_layers=count), "decode": None}
-    system = dataclasses.replace(SYSTEMS["ckv"], period=period, **chooses)  # type: ignore[arg-type]
+    system = dataclasses.replace(SYSTEMS["ckv-16"], period=period, **chooses)  # type: ignore[arg-type]
     plan = Plan.of(depth, system)
     layout = system.layout(
         num_layers=depth, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32"
@@ -79,12 +79,3 @@ def test_no_layers_is_refused() -> None:
 def test_packs_that_straddle_a_subperiod_are_refused() -> None:
     with pytest.raises(ValueError, match="divide"):
         dataclasses.replace(PAPER, pack_layers=4, subperiod=2, period=2)
-
-
-def test_heads_of_several_layers_guess_together() -> None:
-    heads = ((1, 0), (2, 1), (5, 0), (9, 1))
-    few = Plan.of(10, dataclasses.replace(SYSTEMS["ckv"], heads=heads))
-    assert [few.scoring_layers(period) for period in range(3)] == [[1, 2], [5], [9]]
-    assert [few.guessing_layers(period) for period in range(3)] == [[1, 2], [5], [9]]
-    every = Plan.of(10, SYSTEMS["ckv"])
-    assert [every.guessing_layers(period) for period in range(3)] == [[0], [4], [8]]

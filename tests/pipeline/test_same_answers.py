@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from engine_support import small_engine, tokens
+from engine_support import preset_of, small_engine, tokens
 from engine_tiny import TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +16,6 @@ from pipeline_support import UnsteadyStore
 from ckv_jax import Engine, Request
 from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.systems import system_named
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
 SHAPE = {"period": 4, "subperiod": 2, "pack_layers": 2}
@@ -93,7 +92,7 @@ def test_logits_are_bit_identical(
     pack = plain.layout.pack_bytes
     cached = min(cached, slots - WORK)
     system = dataclasses.replace(
-        system_named(name),
+        preset_of(name),
         **SHAPE,
         prefetch=prefetch,
         policy=policy,
@@ -122,7 +121,7 @@ def test_logits_are_bit_identical(
 def test_failed_reads_are_recomputed(engines: dict[str, Engine], name: str, failing: float) -> None:
     plain = engines[name]
     unsteady = UnsteadyStore(plain.store, failing)
-    system = dataclasses.replace(system_named(name), **SHAPE)
+    system = dataclasses.replace(preset_of(name), **SHAPE)
     with plain.variant(dataclasses.replace(plain.config, system=system), store=unsteady) as engine:
         results = []
         for suffix in SUFFIXES:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, OneHead
+from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys
 from ckv_jax.kernels_pallas.score.turned import turn
 from ckv_jax.reads.digest import Digest
 from ckv_jax.reads.residents import device_digest
@@ -36,13 +36,6 @@ def test_five_eighths_of_the_dimensions_of_turned_keys_are_kept() -> None:
     assert digest.nbytes == size(*probes.values(), *rough)
     assert digest.rough([3])[0] is rough[1]
     assert digest.nbytes == size(*probes.values(), *rough)
-
-
-def test_keys_of_one_head_are_turned_and_stay_that_heads() -> None:
-    alone = OneHead(four_bits(1), np.int32(1), 2)
-    (rough,) = Digest({0: alone}, turns=True).rough([0])
-    assert isinstance(rough, OneHead) and rough.head == 1 and rough.shape == alone.shape
-    jax.tree.map(np.testing.assert_array_equal, rough.probe, turn(alone.probe, dims=10))
 
 
 def test_other_keys_are_scored_as_they_are() -> None:

@@ -6,13 +6,15 @@ import dataclasses
 
 import pytest
 
+from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.systems import SYSTEMS
 
 STORED = {
     "recompute": "3f35ba27", "as-lru": "d6a9cdfa", "as-h2o-lru": "d6a9cdfa",
     "as-h2o-lfu": "d6a9cdfa", "impress": "307fb8eb", "contiguous-kv": "1667e91a",
-    "ckv": "f4e2a4d8", "dense": "468bf215", "flexgen": "c3ca4f0c", "quest": "b9ab7383",
+    "ckv": "c152c980", "ckv-16": "f4e2a4d8", "dense": "468bf215", "flexgen": "c3ca4f0c",
+    "quest": "b9ab7383",
     "shadowkv": "47afe08e", "retroinfer": "0858f011", "infinigen": "077d2858",
     "pqcache": "44398138", "kvdrive": "0858f011",
 }  # fmt: skip
@@ -22,11 +24,11 @@ outliers."""
 MODEL = {"num_layers": 10, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
 
 
-def test_questions_of_ours_choose_in_two_stages() -> None:
-    """And by what is stored already."""
+def test_stages_and_peaks_are_nothing_that_is_stored() -> None:
     ours = SYSTEMS["ckv"]
-    one = dataclasses.replace(ours, choose=dataclasses.replace(ours.choose, coarse=None))
-    assert ours.choose.coarse is not None and one.layout(**MODEL) == ours.layout(**MODEL)
+    for changed in ({"coarse": Coarse()}, {"peaks": False}):
+        other = dataclasses.replace(ours, choose=dataclasses.replace(ours.choose, **changed))
+        assert other.choose != ours.choose and other.layout(**MODEL) == ours.layout(**MODEL)
 
 
 def test_stores_of_every_preset_still_open() -> None:
@@ -36,7 +38,7 @@ def test_stores_of_every_preset_still_open() -> None:
 @pytest.mark.parametrize("select", [Select(queries=None), Select(queries=7)])
 def test_queries_are_nothing_that_is_stored(select: Select) -> None:
     ours = SYSTEMS["ckv"]
-    choose = dataclasses.replace(select, score_layers=3)
+    choose = dataclasses.replace(select, score_layers=2)
     assert dataclasses.replace(ours, choose=choose).layout(**MODEL) == ours.layout(**MODEL)
 
 

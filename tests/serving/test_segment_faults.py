@@ -62,8 +62,8 @@ def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
         healthy = engine.generate(both, sampling).results()  # programs of the same shapes
         move, lost = Chooser.moved, []
 
-        def moved(self: Chooser, count: int, length: int, probes: Probes, source: Source) -> None:
-            move(self, count, length, probes, source)
+        def moved(self: Chooser, count: int, probes: Probes, source: Source) -> None:
+            move(self, count, probes, source)
             own = source.prefix.prefix
             if np.array_equal(own.tokens[:150], prefix.tokens):  # no token is made meanwhile
                 hurt_all(tmp_path, own)

@@ -202,6 +202,20 @@ def test_a_digest_of_unknown_kind_is_not_damage() -> None:
         Manifest.decode(wrapped(body), manifest.segment_id)
 
 
+def test_a_digest_of_single_heads_is_not_damage() -> None:
+    """Earlier code wrote them."""
+    manifest = made(FIRST_LAYERS)
+    body = body_of(manifest)
+    body["layout"] |= {"version": 8, "probe_width": 3, "codec": "none", "codec_bytes": 0}
+    body["layout"] |= {"layer_orders": False, "digest_heads": [1, 0]}
+    with pytest.raises(SegmentForeign, match=r"got a digest of single heads, .* ingest"):
+        Manifest.decode(wrapped(body), manifest.segment_id)
+    for none in (3, {"1": 0}, None):
+        body["layout"]["digest_heads"] = none
+        with pytest.raises(SegmentDamaged, match="digest_heads"):
+            Manifest.decode(wrapped(body), manifest.segment_id)
+
+
 @pytest.mark.parametrize(
     ("name", "good"),
     [("0123456789abcdef" * 2, True), ("0" * 31, False), ("0" * 33, False), ("0" * 31 + "g", False),
