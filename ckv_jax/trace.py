@@ -98,18 +98,17 @@ class Trace:
         """Adds to a counter, and to that of the prefix with the id that it was for."""
         with self._lock:
             self.counters[name] = self.counters.get(name, 0) + n
-            self._count_of(prefix, name, n)
+            if prefix is not None:
+                counts = self.prefixes.setdefault(prefix, {})
+                counts[name] = counts.get(name, 0) + n
 
     def count_bytes(self, source: str, n: int, *, prefix: str | None = None) -> None:
         """Adds bytes moved from a source, and to those of the prefix that they are of."""
         with self._lock:
             self.bytes[source] = self.bytes.get(source, 0) + n
-            self._count_of(prefix, source, n)
-
-    def _count_of(self, prefix: str | None, name: str, n: int) -> None:
-        if prefix is not None:
-            counts = self.prefixes.setdefault(prefix, {})
-            counts[name] = counts.get(name, 0) + n
+            if prefix is not None:
+                counts = self.prefixes.setdefault(prefix, {})
+                counts[source] = counts.get(source, 0) + n
 
     def of(self, prefix: str, name: str) -> int:
         """What was counted for one prefix of the batch, by its id: bytes from "ssd", or

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -264,26 +264,23 @@ class ChunkStore(OpenStore):
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def reader(self, prefix: Prefix, *, deadline_s: float | None = None) -> PrefixReader:
+    def reader(
+        self, prefix: Prefix, *, deadline_s: float | None = None, lazily: bool = False
+    ) -> PrefixReader:
         """Open a prefix for reading; its segments stay until the reader is closed.
 
         A segment that is gone already, or cannot be opened just now, reads as missing packs, never
-        as an error. `deadline_s`: seconds for each of its calls; default: the store's.
+        as an error. `deadline_s`: seconds for each of its calls; default: the store's. `lazily`:
+        nothing is opened before the first read; until then nothing keeps its segments.
         """
+        self._check_open()
 
-        def work() -> list[Opened]:
-            found = self._segments.acquire_all(prefix.spans)
-            self.bounds.touch(s.segment_id for s in prefix.spans)
-            return found
+        def open_all() -> Sequence[Opened]:
+            return self._opened(prefix)
 
-        try:
-            segments = self._run("opening segments", work, late=self._segments.release)
-        except StoreUnavailable as e:
-            self._counts.add("unread")
-            segments = [e.with_traceback(None)] * len(prefix.spans)
         return PrefixReader(
             prefix,
-            segments,
+            open_all if lazily else self._opened(prefix),
             deadline_s=self.config.deadline_s if deadline_s is None else deadline_s,
             gate=self.gate,
             proof=self._proof,
@@ -291,6 +288,27 @@ class ChunkStore(OpenStore):
             patience=self._place.patience,
             release=self._segments.release,
         )
+
+    def _opened(self, prefix: Prefix) -> Sequence[Opened]:
+        """The segments of a prefix, or why they cannot be opened just now."""
+
+        def work() -> list[Opened]:
+            found = self._segments.acquire_all(prefix.spans)
+            if self.bounds.touch(prefix):
+                self.bounds.flush()
+            return found
+
+        try:
+            return self._run("opening segments", work, late=self._segments.release)
+        except StoreUnavailable as e:
+            self._counts.add("unread")
+            return [e.with_traceback(None)] * len(prefix.spans)
+
+    def touch(self, prefix: Prefix) -> None:
+        """Note that a prefix is in use, though nothing of it is read."""
+        if self.bounds.touch(prefix) and not self._closed:
+            with contextlib.suppress(StoreUnavailable):
+                self._run("noting times of use", self.bounds.flush)
 
     def open_segment(self, manifest: Manifest, checksum: str) -> Segment:
         """Open a published segment, to be read as any zarr reader would, by its shards' indexes.

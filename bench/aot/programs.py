@@ -65,7 +65,8 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
         return of(
             sizes,
             lambda: sizes.layers.select(
-                layers, sizes.hidden(1, SUFFIX), ints(1), ints(1), probes, ints(), ints(), ints(1),
+                sizes.layers.scorer(layers, probes), sizes.hidden(1, SUFFIX), ints(1), ints(1),
+                ints(), ints(), ints(1),
                 Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window),
             ),
             kernels=0 if kind in LANDMARKS else len(layers),
@@ -87,8 +88,8 @@ def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
         return of(
             sizes,
             lambda: sizes.layers.select(
-                layers, sizes.hidden(batch, SUFFIX), ints(batch), ints(batch),
-                [sizes.probe("int4", tokens) for _ in layers], ints(), ints(), ints(batch),
+                sizes.layers.scorer(layers, [sizes.probe("int4", tokens) for _ in layers]),
+                sizes.hidden(batch, SUFFIX), ints(batch), ints(batch), ints(), ints(), ints(batch),
                 Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=4, stages=stages),
                 Share(abstract((batch,), jnp.float32), ints(batch)),
             ),

@@ -20,22 +20,14 @@ class Slots:
     def __init__(self, count: int) -> None:
         self._owner: npt.NDArray[np.int64] = np.full(count, FREE, np.int64)
         self._stack: SlotArray = np.arange(count, dtype=np.int32)[::-1].copy()
-        self._free = count
-        self._owned = 0
+        self.free = count
+        """Slots that are neither lent nor owned."""
+        self.owned = 0
+        """Slots that belong to cached pages."""
         self._mark = np.zeros(count, np.int32)
 
     def __len__(self) -> int:
         return len(self._owner)
-
-    @property
-    def free(self) -> int:
-        """Slots nobody holds."""
-        return self._free
-
-    @property
-    def owned(self) -> int:
-        """Slots that belong to cached pages."""
-        return self._owned
 
     def require_lent(self, slots: SlotArray) -> None:
         """Refuse slots that are outside the pool, not lent, or given twice."""
@@ -56,20 +48,20 @@ class Slots:
 
     def take(self, n: int) -> SlotArray:
         """`n` free slots, now lent. The caller has checked `free`."""
-        taken = self._stack[self._free - n : self._free][::-1].copy()
-        self._free -= n
+        taken = self._stack[self.free - n : self.free][::-1].copy()
+        self.free -= n
         self._owner[taken] = LENT
         return taken
 
     def assign(self, slots: SlotArray, pages: npt.NDArray[np.int64]) -> None:
         """Make pages the owners of slots that are lent."""
         self._owner[slots] = pages
-        self._owned += len(slots)
+        self.owned += len(slots)
 
     def put_back(self, slots: SlotArray) -> None:
         """Free distinct slots that are lent or owned."""
         n = len(slots)
-        self._owned -= int((self._owner[slots] >= 0).sum())
+        self.owned -= int((self._owner[slots] >= 0).sum())
         self._owner[slots] = FREE
-        self._stack[self._free : self._free + n] = slots
-        self._free += n
+        self._stack[self.free : self.free + n] = slots
+        self.free += n

@@ -111,7 +111,8 @@ class InPool:
 
     def take(self, n: int, *, demand: bool, spare: int = 0) -> Room | None:
         """See `Landing`."""
-        self._memory.reclaim()
+        if self._memory.abandoned:
+            self._memory.reclaim()
         if not demand and self._memory.free_slots < n + spare:
             return None
         if not self._memory.abandoned and self._flying + n <= self._most:

@@ -23,9 +23,9 @@ PagePool = DevicePool | MappedPool
 
 
 def job_packs(layout: Layout) -> int:
-    """Packs in one read at most: 2 MiB of a 7B model's, keys and values, or heads, together or
-    apart."""
-    return 16 * layout.parts
+    """Packs in one read at most: 2 MiB, but no more than one queue of the kernel takes at once, and
+    16 of whatever size, keys and values, or heads, together or apart."""
+    return max(16 * layout.parts, min(64, (2 << 20) // layout.pack_bytes))
 
 
 class User(Protocol):
@@ -68,17 +68,14 @@ class Memory:
         self.work_slots = work
         self.users: list[User] = []
         """Who takes slots now, for packs to attend to or keys to choose by."""
+        self.abandoned = 0
+        """Device slots that reads may still write which were given up."""
         self._abandoned: list[tuple[Callable[[], bool], np.ndarray]] = []
 
     @property
     def free_slots(self) -> int:
         """Device slots that nobody holds."""
         return self.tiers.free_slots
-
-    @property
-    def abandoned(self) -> int:
-        """Device slots that reads may still write which were given up."""
-        return sum(len(slots) for _, slots in self._abandoned)
 
     @property
     def step_slots(self) -> int:
@@ -95,7 +92,8 @@ class Memory:
 
         Raises `PoolExhausted` where running requests hold the others.
         """
-        self.reclaim()
+        if self.abandoned:
+            self.reclaim()
         if self.tiers.free_slots < n:
             self.apply(self.tiers.make_room(n))
         return self.tiers.take(n)
@@ -138,10 +136,12 @@ class Memory:
     def abandon(self, slots: np.ndarray, settled: Callable[[], bool]) -> None:
         """Lends `slots` on to a read that was given up but may still write, until it has ended."""
         self._abandoned.append((settled, slots))
+        self.abandoned += len(slots)
 
     def reclaim(self) -> None:
         """Gives back the slots of such reads that have ended."""
-        ended = [entry for entry in self._abandoned if entry[0]()]
-        for entry in ended:
-            self._abandoned.remove(entry)
-            self.tiers.release(entry[1])
+        for entry in list(self._abandoned):
+            if entry[0]():
+                self._abandoned.remove(entry)
+                self.abandoned -= len(entry[1])
+                self.tiers.release(entry[1])

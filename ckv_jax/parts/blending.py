@@ -172,7 +172,7 @@ class _Asked:
     def _choose(self, period: int, asked: _Pass, total: int) -> tuple[np.ndarray, int]:
         """The attention float32 [M] that each chunk gets, and how many chunks are chosen."""
         own, opened, joined = self._own, self._opened, self._joined
-        layers = own.plan.scoring_layers(period)
+        layers = own.plan.by_period[period].scoring
         by_prefix = [probes.get(layers, period) for probes in opened.probes]
         residents = [opened.residents[which] for which in opened.which]
         limit = self._budget.chunks(joined.num_chunks)

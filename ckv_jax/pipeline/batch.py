@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection, Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Member:
     """One prefix of a batch, and the batch rows that ask about it."""
 
@@ -28,18 +28,23 @@ class Member:
     share: Share
     """Of each: how much attention is enough, see `Budget`."""
 
-    @property
-    def real(self) -> np.ndarray:
-        """The batch rows of `rows` that are no padding."""
-        return self.rows[self.lengths > 0]
+    real: np.ndarray = field(init=False)
+    """The batch rows of `rows` that are no padding."""
+    columns: int | None = field(init=False)
+    """Of chosen ids, as many as some row may have; None: attention decides."""
+
+    def __post_init__(self) -> None:
+        self.real = self.rows[self.lengths > 0]
+        by_mass = (self.share.mass < 1).any()
+        self.columns = None if by_mass else chunk_bucket(int(self.limits.max()))
 
     def trimmed(self, ids: np.ndarray) -> np.ndarray:
         """Chosen ids int32 [b, n], as many columns as some row may have, or has where attention
         decides."""
-        most = int(self.limits.max())
-        if (self.share.mass < 1).any():
-            most = int((ids >= 0).sum(axis=1).max())
-        return ids[:, : chunk_bucket(most)]
+        columns = self.columns
+        if columns is None:
+            columns = chunk_bucket(int((ids >= 0).sum(axis=1).max()))
+        return ids[:, :columns]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ class Batch:
     def by_row(self, found: Sequence[np.ndarray]) -> np.ndarray:
         """Chosen ids int32 [J, B, N] of all rows, J choices each, from those of each member's rows,
         [b, J, n]."""
-        parts, most = found[0].shape[1], max(ids.shape[2] for ids in found)
+        parts, most = found[0].shape[1], max([ids.shape[2] for ids in found])
         chosen = np.full((parts, len(self.lengths), most), -1, np.int32)
         for member, ids in zip(self.members, found, strict=True):
             chosen[:, member.real, : ids.shape[2]] = ids[member.lengths > 0].swapaxes(0, 1)
@@ -119,13 +124,14 @@ class Batch:
             lengths[:, member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
         return lengths
 
-    def masses(self, picks: Sequence[Selection]) -> np.ndarray:
-        """Share of attention float32 [B] that each row's selection covers, from each member's; the
-        mean of its choices."""
-        mass = np.zeros(len(self.lengths), np.float32)
-        for member, pick in zip(self.members, picks, strict=True):
-            by_row = np.asarray(pick.mass).reshape(len(member.rows), -1).mean(axis=1)
-            mass[member.real] = by_row[member.lengths > 0]
+    def masses(self, picks: Sequence[Sequence[Selection]]) -> np.ndarray:
+        """Share of attention float32 [P, B] that each row's selection of P periods covers, given
+        each member's; the mean of its choices."""
+        mass = np.zeros((len(picks), len(self.lengths)), np.float32)
+        for member, mine in zip(self.members, zip(*picks, strict=True), strict=True):
+            found = np.stack([pick.mass for pick in mine])
+            by_row = found.reshape(len(picks), len(member.rows), -1).mean(axis=2)
+            mass[:, member.real] = by_row[:, member.lengths > 0]
         return mass
 
     def owners(self) -> np.ndarray:

@@ -60,7 +60,7 @@ class Choices:
         self._keep = KEEP[system.keep]
         self._slots = max(1.0, system.window)
         self._keeps = system.window > 0
-        self._groups = [plan.group_rows(period) for period in range(plan.periods)]
+        self._groups = [period.groups for period in plan.by_period]
         self._each = system.heads_apart
         self._zones = system.zones
         self._sequential = system.sequential

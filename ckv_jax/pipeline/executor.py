@@ -8,7 +8,7 @@ with what the next period will probably need. The only host syncs are the select
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,10 +22,9 @@ from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.batch import Batch, Member
-from ckv_jax.pipeline.layers import LayerKv, Layers
-from ckv_jax.pipeline.outcome import chunks_of
+from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.piecewise import Piecewise
-from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.resident import Resident
@@ -53,15 +52,26 @@ class FirstToken:
     """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nobody decodes."""
 
 
-class _Queries(NamedTuple):
-    """What a member chooses by in one period, and guesses the next one by."""
+class _Asker(NamedTuple):
+    """What one member selects by, the same in every period."""
 
-    hidden: Array
-    """Hidden states [b, S, E] that enter the period."""
     start: np.ndarray
-    """int32 [b]: position of each row's first token in `hidden`."""
+    """int32 [b]: position of each row's first token that a selection is given."""
     lengths: np.ndarray
-    """int32 [b]: real tokens of each row."""
+    """int32 [b]: real tokens of each row from there on."""
+    skipped: np.ndarray | None
+    """int32 [b]: tokens before them; None: the batch's hidden states are taken as they are."""
+    tokens: np.int32
+    chunks: np.int32
+    """Of the prefix."""
+    limits: tuple[np.ndarray, np.ndarray]
+    """int32 [b] each: chunks that a row selects, and that lookahead guesses for it."""
+    rules: tuple[Rule, Rule]
+    """Of a selection, and of a guess at one."""
+
+
+Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(which prefix, layer group, chunk) int [n] each of some packs."""
 
 
 class ReprefillExecutor:
@@ -107,54 +117,122 @@ class Executor(ReprefillExecutor):
         self._residents = residents
         self._plan = plan
         self._system = system
+        self._zones = system.zones
         self._pieces = Piecewise(layers, memory)
         self._latest = layers.programs.jit(latest, static=("tokens",))
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """See `ReprefillExecutor.run`."""
-        with trace.span("submit", lane="host"):
-            for which, member in enumerate(batch.members):
-                opening = self.ahead.opening(member.resident, int(member.limits.sum()))
-                self._read_ahead(packs, which, 0, opening)
+        """See `ReprefillExecutor.run`.
+
+        What the caches are to know of it is recorded when `packs` is left, after the answer.
+        """
+        plan, members, clock = self._plan, batch.members, time.perf_counter_ns
+        picks: list[list[Selection]] = []
+        booked: list[int] = []
+        packs.book = lambda: self._book(batch, picks, booked)
+        began = clock()
+        for which, member in enumerate(members):
+            opening = self.ahead.opening(member.resident, int(member.limits.sum()))
+            self._read_ahead(packs, which, 0, opening)
+            if member.probes.digest is None:
                 member.probes.ahead(0)
-        with trace.span("dispatch", lane="host"):
-            hidden = self._layers.embed(batch.tokens)
-        room = self._memory.step_slots
-        masses, kv = [], []
+        asked = clock()
+        trace.add("submit", "host", began, asked)
+        hidden = self._layers.embed(batch.tokens)
+        askers = [self._asker(batch, member, hidden.shape[1]) for member in members]
+        room, owners = self._memory.step_slots, batch.owners()
+        kv: list[LayerKv] = []
         selections: list[np.ndarray] = []
-        for period in range(self._plan.periods):
-            with trace.span("dispatch", lane="host"):
-                queries = [self._queries(batch, member, hidden) for member in batch.members]
-            picks, found = self._select(batch, queries, hidden, period, trace)
-            unions = [[chunks_of([ids]) for ids in rows.swapaxes(0, 1)] for rows in found]
-            chosen = batch.by_row(found)
-            packs_each = len(self._plan.groups(self._plan.choices_of(period)[0]))  # of a chunk
-            fits = sum(len(ids) for mine in unions for ids in mine) * packs_each <= room
-            with trace.span("submit", lane="host", period=period):
-                guesses = self._ask(batch, packs, queries, period, picks, unions, fits, trace)
-            for step in self._plan.period_steps(period):
-                with trace.span("dispatch", lane="host"):
-                    hidden, suffix = self._step(
-                        batch, packs, step, chosen, unions, hidden, hold, asked=fits
-                    )
-                kv.append(suffix)
-                if not step.selects:
-                    continue
-                with trace.span("submit", lane="host", period=period + 1):
-                    for which, guess in enumerate(guesses):
-                        self._read_ahead(packs, which, period + 1, guess())
-                with trace.span("book", lane="host"):  # while the device computes
-                    self._book(batch, period, picks, trace)
-            masses.append(picks)
+        choosing = 0
+        trace.add("dispatch", "host", asked, clock())
+        for number, period in enumerate(plan.by_period):
+            began = clock()
+            mine, given = [], []
+            for member, asker in zip(members, askers, strict=True):
+                given.append(self._given(hidden, member, asker))
+                mine.append(self._select(member, asker, number, given[-1]))
+            called = clock()
+            hidden.block_until_ready()
+            ready = clock()
+            found = []
+            for member, pick in zip(members, mine, strict=True):
+                ids = np.asarray(pick.ids)[:, : member.columns]
+                if member.columns is None:
+                    ids = member.trimmed(ids)
+                found.append(ids.reshape(len(member.rows), plan.parts, -1))
+            selected = clock()
+            choosing += selected - ready
+            chosen = batch.by_row(found)  # [J, B, N]
             selections.extend(chosen)
-        began = time.perf_counter_ns()
+            steps = [self._wanted(step.groups, owners, chosen) for step in period.steps]
+            fits = sum([len(wanted[0]) for wanted in steps]) <= room
+            missing = 0
+            if fits and self._system.prefetch != "none":
+                for wanted in steps:  # one by one: what a read brings is awaited together
+                    missing += packs.demand(*wanted)
+            guesses: list[tuple[int, Array | np.ndarray]] = []
+            size = missing * members[0].resident.prefix.layout.pack_bytes // len(members)
+            pays = self.ahead.pays(size)
+            for which, (member, asker) in enumerate(zip(members, askers, strict=True)):
+                if fits and self._system.prefetch == "inter" and number + 1 < plan.periods:
+                    if self._system.speculate == "lookahead":
+                        guess = self._guess(member, asker, number + 1, given[which], pays, trace)
+                    else:
+                        guess = found[which][:, 0] if pays else None
+                    if guess is not None:
+                        guesses.append((which, guess))
+                if member.probes.digest is None:
+                    scores = np.asarray(mine[which].scores)
+                    member.probes.used(number, scores[member.lengths > 0].sum(axis=0))
+                    member.probes.ahead(number + 1)  # behind the packs, which are needed sooner
+            lengths = batch.valid(chosen)
+            submitted = clock()
+            trace.add("dispatch", "host", began, called, period=number)
+            trace.add("compute", "compute", called, ready, period=number - 1)
+            trace.add("select", "host", ready, selected, period=number)
+            trace.add("submit", "host", selected, submitted, period=number)
+            for step, wanted in zip(period.steps, steps, strict=True):
+                began = clock()
+                tables = None
+                try:
+                    if not fits or self._system.prefetch == "none":
+                        packs.demand(*wanted)
+                    packs.collect(*wanted)
+                    tables = packs.slots(owners, step.groups, chosen)
+                except PoolExhausted:
+                    hidden, suffix = self._pieces.run(
+                        batch.start, packs, step, chosen, lengths, owners, hidden
+                    )
+                if tables is not None:
+                    hidden, suffix = self._layers.run(
+                        step.layers, hidden, batch.start, self._memory.pool.pages, tables,
+                        lengths if plan.parts > 1 else lengths[0],
+                    )  # fmt: skip
+                    for which in range(0 if hold else len(members)):
+                        for group in step.groups:
+                            packs.done(which, group, hidden)
+                kv.append(suffix)
+                called = clock()
+                trace.add("dispatch", "host", began, called, period=number)
+                if step.selects and guesses:
+                    for which, guess in guesses:
+                        self._read_ahead(packs, which, number + 1, np.asarray(guess))
+                    trace.add("submit", "host", called, clock(), period=number + 1)
+            picks.append(mine)
+        began = clock()
         logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
-        self.ahead.pace.read(trace.spans)  # while the device computes
+        self.ahead.pace.selected(choosing * 1e-9 / (plan.periods * len(members)))
+        if trace.bytes["ssd"]:
+            self.ahead.pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
-        trace.add("compute", "compute", began, time.perf_counter_ns(), period=self._plan.periods)
-        attention_mass = np.stack([batch.masses(picks) for picks in masses])
-        held = attention_mass[:, batch.lengths > 0]
-        trace.period_attention_mass.extend(held.mean(axis=1).tolist())
+        trace.add("compute", "compute", began, clock(), period=plan.periods)
+        attention_mass = batch.masses(picks)
+        trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
+        total = sum([len(member.real) * member.resident.num_chunks for member in members])
+        trace.count_chunks(
+            selected=sum([int((ids >= 0).sum()) for ids in selections]),
+            total=total * len(selections),
+        )
         return FirstToken(
             logits=logits,
             token_ids=token_ids,
@@ -163,62 +241,40 @@ class Executor(ReprefillExecutor):
             kv=kv,
         )
 
-    def _select(
-        self, batch: Batch, queries: list[_Queries], hidden: Array, period: int, trace: Trace
-    ) -> tuple[list[Selection], list[np.ndarray]]:
-        """Each member's selection of a period, and its ids on the host, [b, J, n] of J choices."""
-        with trace.span("dispatch", lane="host"):
-            picks = [
-                self._choose(member, asking, period)
-                for member, asking in zip(batch.members, queries, strict=True)
-            ]
-        began = time.perf_counter_ns()
-        hidden.block_until_ready()
-        ready = time.perf_counter_ns()
-        trace.add("compute", "compute", began, ready, period=period - 1)
-        found = [
-            member.trimmed(np.asarray(pick.ids)).reshape(len(member.rows), self._plan.parts, -1)
-            for member, pick in zip(batch.members, picks, strict=True)
-        ]
-        selected = time.perf_counter_ns()
-        trace.add("select", "host", ready, selected, period=period)
-        self.ahead.pace.selected((selected - ready) * 1e-9 / len(picks))
-        return picks, found
-
-    def _ask(
-        self, batch: Batch, packs: Packs, queries: list[_Queries], period: int,
-        picks: list[Selection], unions: list[list[np.ndarray]], fits: bool, trace: Trace,
-    ) -> list[Callable[[], np.ndarray]]:  # fmt: skip
-        """Starts the reads of a period, and each member's guess at the next one."""
-        guesses = []
-        for which, (member, union) in enumerate(zip(batch.members, unions, strict=True)):
-            missing = self._submit(packs, which, period, union) if fits else 0
-            if fits and self._inter(period):
-                guess = self._guess(member, queries[which], period, union[0], missing, trace)
-                guesses.append(guess)
-            if member.probes.has_keys:
-                scores = np.asarray(picks[which].scores)[member.lengths > 0].sum(axis=0)
-                member.probes.used(period, scores)
-            member.probes.ahead(period + 1)  # behind the packs, which are needed sooner
-        return guesses
-
-    def _inter(self, period: int) -> bool:
-        return self._system.prefetch == "inter" and period + 1 < self._plan.periods
-
-    def _choose(
-        self, member: Member, queries: _Queries, period: int, *, guess: bool = False
-    ) -> Selection:
-        """What `period` selects by these queries, or a guess at that by its first layer alone."""
+    def _asker(self, batch: Batch, member: Member, suffix: int) -> _Asker:
         resident, limits = member.resident, member.limits
-        layers = self._plan.scoring_layers(period)
-        if guess:
-            layers = [self._plan.first_layer(period)]
-            limits = guessed_chunks(limits, self._system.overfetch)
+        tokens = self._tokens(suffix)
+        skipped = np.maximum(member.lengths - tokens, 0)
+        guessed = guessed_chunks(limits, self._system.overfetch)
+        return _Asker(
+            start=batch.start[member.rows] + skipped,
+            lengths=member.lengths - skipped,
+            skipped=skipped if len(batch.members) > 1 or tokens != suffix else None,
+            tokens=np.int32(resident.prefix.num_tokens),
+            chunks=np.int32(resident.num_chunks),
+            limits=(limits, guessed),
+            rules=(self._rule(resident, limits), self._rule(resident, guessed)),
+        )
+
+    def _select(
+        self, member: Member, asker: _Asker, period: int, hidden: Array, *, guess: bool = False
+    ) -> Selection:
+        """What `period` selects by these hidden states [b, S, E], or a guess at that."""
         return self._layers.select(
-            layers, *queries, member.probes.get(layers, period),
-            np.int32(resident.prefix.num_tokens), np.int32(resident.num_chunks), limits,
-            self._rule(resident, limits), member.share,
+            self._scorer(member, period, guess), hidden, asker.start, asker.lengths,
+            asker.tokens, asker.chunks, asker.limits[guess], asker.rules[guess], member.share,
         )  # fmt: skip
+
+    def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
+        """The layers and probes that score for a period; kept with the digest, where it is one."""
+        of, probes = self._plan.by_period[period], member.probes
+        layers = of.scoring[:1] if guess else of.scoring
+        if probes.digest is None:
+            return self._layers.scorer(layers, probes.get(layers, period))
+        kept = probes.digest.scorers
+        if (period, guess) not in kept:
+            kept[period, guess] = self._layers.scorer(layers, probes.get(layers, period))
+        return kept[period, guess]
 
     def _rule(self, resident: Resident, limits: np.ndarray) -> Rule:
         choose = self._system.choose
@@ -231,7 +287,7 @@ class Executor(ReprefillExecutor):
             score=choose.score,
             stages=None if coarse is None else coarse.stages(limits, resident.num_chunks),
             each=self._system.heads_apart,
-            zones=self._system.zones,
+            zones=self._zones,
         )
 
     def _tokens(self, suffix: int) -> int:
@@ -240,14 +296,10 @@ class Executor(ReprefillExecutor):
         window = self._system.choose.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
-    def _queries(self, batch: Batch, member: Member, hidden: Array) -> _Queries:
+    def _given(self, hidden: Array, member: Member, asker: _Asker) -> Array:
         """A member's rows from the first token on that a selection is given."""
-        suffix = hidden.shape[1]
-        tokens = self._tokens(suffix)
-        skipped = np.maximum(member.lengths - tokens, 0)
-        if len(batch.members) > 1 or tokens != suffix:
-            hidden = self._cut(hidden, member.rows, skipped)
-        return _Queries(hidden, batch.start[member.rows] + skipped, member.lengths - skipped)
+        skipped = asker.skipped
+        return hidden if skipped is None else self._cut(hidden, member.rows, skipped)
 
     def _cut(self, hidden: Array, rows: np.ndarray, skipped: np.ndarray) -> Array:
         tokens = self._tokens(hidden.shape[1])
@@ -266,96 +318,61 @@ class Executor(ReprefillExecutor):
             rows *= 2
 
     def _guess(
-        self, member: Member, queries: _Queries, period: int, union: np.ndarray, missing: int,
-        trace: Trace,
-    ) -> Callable[[], np.ndarray]:  # fmt: skip
-        """What the next period will probably need of a member's prefix."""
+        self, member: Member, asker: _Asker, period: int, hidden: Array, pays: bool, trace: Trace
+    ) -> Array | None:
+        """Ids that `period` will probably select of a member's prefix, by the hidden states of the
+        period before; None: nothing is guessed."""
+        # A shape that is new is tried whether it pays or not: what adapts to measured times must
+        # not compile in the middle of later traffic.
+        scorer = self._scorer(member, period, True)
+        if not pays and self._layers.selects(scorer, hidden.shape, asker.rules[True]):
+            return None
+        trace.count("guesses", 1)
+        return self._select(member, asker, period, hidden, guess=True).ids
 
-        def lookahead(pays: bool) -> Array | None:
-            # A shape that is new is tried whether it pays or not: what adapts to measured times
-            # must not compile in the middle of later traffic.
-            layers = [self._plan.first_layer(period + 1)]
-            limits = guessed_chunks(member.limits, self._system.overfetch)
-            known = self._layers.selects_without_compiling(
-                layers, queries.hidden.shape, member.probes.get(layers, period + 1),
-                self._rule(member.resident, limits),
-            )  # fmt: skip
-            if not pays and known:
-                return None
-            trace.count("guesses", 1)
-            return self._choose(member, queries, period + 1, guess=True).ids
-
-        num_bytes = missing * member.resident.prefix.layout.pack_bytes
-        return self.ahead.next_period(union, num_bytes, lookahead)
-
-    def _submit(self, packs: Packs, which: int, period: int, unions: list[np.ndarray]) -> int:
-        """Starts the reads of a period's choices; how many of their packs are not cached."""
-        if self._system.prefetch == "none":
-            return 0
-        return sum(
-            packs.demand(which, group, union)
-            for choice, union in zip(self._plan.choices_of(period), unions, strict=True)
-            for group in self._plan.groups(choice)
-        )
+    def _wanted(self, groups: range, owners: np.ndarray, chosen: np.ndarray) -> Wanted:
+        """The packs that rows of these owners [B] chose, each once, in the order of the layers."""
+        most = int(chosen.max(initial=0)) + 1
+        ids = owners[:, None] * most + chosen
+        by_part = [np.unique(ids[part][chosen[part] >= 0]) for part in range(len(chosen))]
+        mine = [by_part[group % len(by_part)] for group in groups]
+        which, chunks = np.divmod(np.concatenate(mine), most)
+        return which, np.repeat(groups, [len(some) for some in mine]), chunks
 
     def _read_ahead(self, packs: Packs, which: int, period: int, chunks: np.ndarray) -> None:
-        if len(chunks):
-            for group in self._plan.groups(period):
-                packs.ahead(which, group, np.unique(chunks))
+        """Starts reads of chunks int [...], -1: none, at low priority."""
+        if chunks.size:
+            wanted = np.unique(chunks[chunks >= 0])
+            for group in self._plan.by_period[period].groups[0].tolist():
+                packs.ahead(which, group, wanted)
 
-    def _step(
-        self, batch: Batch, packs: Packs, step: Step, chosen: np.ndarray,
-        unions: list[list[np.ndarray]], hidden: Array, hold: bool, *, asked: bool,
-    ) -> tuple[Array, LayerKv]:  # fmt: skip
-        lengths = batch.valid(chosen)
-        tables = self._tables(packs, step, chosen, batch, unions, asked=asked)
-        if tables is None:
-            return self._pieces.run(
-                batch.start, packs, step, chosen, lengths, batch.owners(), hidden
-            )
-        hidden, kv = self._layers.run(
-            step.layers, hidden, batch.start, self._memory.pool.pages, tables,
-            lengths if self._plan.parts > 1 else lengths[0],
-        )  # fmt: skip
-        if not hold:
-            for which in range(len(unions)):
-                for group in step.groups:
-                    packs.done(which, group, hidden)
-        return hidden, kv
+    def _book(self, batch: Batch, picks: list[list[Selection]], booked: list[int]) -> None:
+        """Records what the periods selected since the last time; `booked` has those before."""
+        of_size: dict[int, list[int]] = {}
+        for period in range(len(booked), len(picks)):
+            booked.append(period)
+            of_size.setdefault(self._plan.by_period[period].groups.shape[1], []).append(period)
+        parts = self._plan.parts
+        for periods in of_size.values():
+            groups = np.concatenate([self._plan.by_period[period].groups for period in periods])
+            for which, member in enumerate(batch.members):
+                mine = [picks[period][which] for period in periods]
+                together = Selection(*[_together(some, parts) for some in zip(*mine, strict=True)])
+                self._residents.record_all(groups, [(member.resident, together)])
+                for period, pick in zip(periods, mine, strict=True):
+                    ids = np.asarray(pick.ids)
+                    member.resident.latest[period] = ids.reshape(-1, parts, ids.shape[1])
+                    if period == 0:
+                        self.ahead.remember(member.resident, pick)
 
-    def _tables(
-        self, packs: Packs, step: Step, chosen: np.ndarray, batch: Batch,
-        unions: list[list[np.ndarray]], *, asked: bool,
-    ) -> np.ndarray | None:  # fmt: skip
-        """Slots int32 [P, B, N] of a step's packs, once they are there; None: they do not fit."""
-        try:
-            if not asked or self._system.prefetch == "none":
-                for which, mine in enumerate(unions):
-                    for group in step.groups:
-                        packs.demand(which, group, mine[group % self._plan.parts])
-            tables = np.full((len(step.groups), *chosen.shape[1:]), -1, np.int32)
-            for place, group in enumerate(step.groups):
-                part = group % self._plan.parts
-                for which, (member, mine) in enumerate(zip(batch.members, unions, strict=True)):
-                    slot_of = np.full(member.resident.num_chunks + 1, -1, np.int32)
-                    slot_of[mine[part]] = packs.collect(which, group, mine[part])
-                    ids = chosen[part, member.real]  # the last of `slot_of` serves id -1
-                    tables[place, member.real] = slot_of[ids]
-        except PoolExhausted:
-            return None
-        return tables
 
-    def _book(self, batch: Batch, period: int, picks: list[Selection], trace: Trace) -> None:
-        parts, groups = self._plan.parts, self._plan.group_rows(period)
-        for member, pick in zip(batch.members, picks, strict=True):
-            resident, ids = member.resident, np.asarray(pick.ids)
-            self._residents.record_all(groups, [(resident, pick)])
-            resident.latest[period] = ids.reshape(-1, parts, ids.shape[1])
-            if period == 0:
-                self.ahead.remember(resident, pick)
-            taken = int((ids >= 0).sum())
-            total = len(member.real) * parts * resident.num_chunks
-            trace.count_chunks(selected=taken, total=total)
+def _together(several: Sequence[Array], parts: int) -> np.ndarray:
+    """Arrays [b * J, ...] of some periods as one, [b * P * J, ...]: all choices of a row stand one
+    after the other."""
+    arrays = [np.asarray(array) for array in several]
+    shape = arrays[0].shape[1:]
+    found = np.stack([array.reshape(-1, parts, *shape) for array in arrays], axis=1)
+    return found.reshape(-1, *shape)
 
 
 def latest(hidden: Array, rows: Array, skipped: Array, *, tokens: int) -> Array:

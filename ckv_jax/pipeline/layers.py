@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,15 @@ LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
 """(K, V) [B, R, K*D] of each of some layers."""
+
+
+class Scorer(NamedTuple):
+    """The layers whose queries select, with what they score."""
+
+    states: tuple[LayerState, ...]
+    probes: tuple[Probe, ...]
+    key: tuple[object, ...]
+    """What of the probes a program is compiled for."""
 
 
 class Layers:
@@ -131,39 +140,40 @@ class Layers:
         logits, token = self._head(hidden.shape, self._rest, hidden, last)
         return logits, token
 
+    def scorer(self, layers: Sequence[int], probes: Sequence[Probe]) -> Scorer:
+        """What `select` takes of the layers that score, of which each has a probe."""
+        states = tuple([self._layers[layer] for layer in layers])
+        return Scorer(states, tuple(probes), tuple([probe_key(probe) for probe in probes]))
+
     def select(
         self,
-        layers: Sequence[int],
+        scorer: Scorer,
         hidden: Float[Array | np.ndarray, "B S E"],
         start: Int32[np.ndarray, " B"],
         q_lengths: Int32[np.ndarray, " B"],
-        probes: Sequence[Probe],
         num_tokens: Int32[ArrayLike, ""],
         num_chunks: Int32[ArrayLike, ""],
         limits: Int32[np.ndarray, " B"],
         rule: Rule,
         share: Share | None = None,
     ) -> Selection:
-        """The `limits[b]` best chunks of one prefix for each row, scored by these layers, or as
-        many of them as hold a `share` of the attention mass.
+        """The `limits[b]` best chunks of one prefix for each row, by the sum of what the layers of
+        `scorer` say, or as many of them as hold a `share` of the attention mass.
 
-        `probes`: one per layer, whose scores are summed; `start`: position of each row's first
-        token in `hidden`.
+        `start`: position of each row's first token in `hidden`.
         """
         if share is None:  # the same program
             share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
+        states, probes, key = scorer
         found: Selection = self._select(
-            _select_key(layers, hidden.shape, probes, rule),
-            tuple(self._layers[layer] for layer in layers), hidden, start, q_lengths,
-            tuple(probes), num_tokens, num_chunks, limits, share, rule=rule,
+            (key, hidden.shape, rule), states, hidden, start, q_lengths, probes, num_tokens,
+            num_chunks, limits, share, rule=rule,
         )  # fmt: skip
         return found
 
-    def selects_without_compiling(
-        self, layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], rule: Rule
-    ) -> bool:
-        """Whether `select` with a hidden state of this shape and such arguments was compiled."""
-        return self._select.compiled(_select_key(layers, hidden, probes, rule))
+    def selects(self, scorer: Scorer, hidden: tuple[int, ...], rule: Rule) -> bool:
+        """Whether `select` with a hidden state of this shape compiles nothing."""
+        return self._select.compiled((scorer.key, hidden, rule))
 
     def run(
         self,
@@ -222,19 +232,13 @@ class Layers:
         return WHOLE if split == WHOLE else ROWS
 
     def _states(self, layers: range) -> tuple[LayerState, ...]:
-        return tuple(self._layers[layer] for layer in layers)
-
-
-def _select_key(
-    layers: Sequence[int], hidden: tuple[int, ...], probes: Sequence[Probe], rule: Rule
-) -> tuple[object, ...]:
-    return (len(layers), hidden, *map(probe_key, probes), rule)
+        return tuple(self._layers[layers.start : layers.stop])
 
 
 def probe_key(probe: Probe) -> tuple[object, ...]:
     """What of a probe a program is compiled for."""
     leaves, kind = jax.tree.flatten(probe)
-    return kind, *((leaf.shape, leaf.dtype) for leaf in leaves)
+    return kind, *[(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _embed_of(rest_of: Callable[[LayerState], Transformer]) -> Callable[..., Array]:

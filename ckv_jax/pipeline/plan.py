@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,16 +23,27 @@ class Step:
     """Whether a selection is made before this step, at its first layer."""
 
 
+class Period(NamedTuple):
+    """The layers that share a selection, or one for each KV head where heads choose apart."""
+
+    steps: tuple[Step, ...]
+    groups: np.ndarray
+    """int [J, G]: the layer groups of each of J choices."""
+    scoring: list[int]
+    """The layers whose queries select, see `Select.score_layers`; the first of them guesses the
+    selection before the period's own hidden state is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A model's layers in order; the last period, subperiod and pack may be shorter."""
 
     steps: tuple[Step, ...]
-    periods: int
+    by_period: tuple[Period, ...]
     parts: int
     """Choices that a period makes: one, or one for each KV head. Choice `period * parts + head`."""
-    score_layers: int
-    """How many layers of a period a question asks, at most."""
+    group_table: np.ndarray
+    """The layer groups int [choices, G] that each choice is made for, -1 past their end."""
 
     @classmethod
     def of(cls, num_layers: int, system: SystemConfig, *, kv_heads: int = 0) -> Plan:
@@ -58,27 +69,36 @@ class Plan:
             )
             for index, first in enumerate(range(0, num_layers, system.subperiod))
         )
-        return cls(
-            steps=steps,
-            periods=-(-num_layers // system.period),
-            parts=parts,
-            score_layers=system.choose.score_layers,
-        )
+        periods = []
+        for index in range(-(-num_layers // system.period)):
+            mine = tuple(step for step in steps if step.period == index)
+            every = range(mine[0].groups.start, mine[-1].groups.stop)
+            layers = range(mine[0].layers.start, mine[-1].layers.stop)
+            scoring = scoring_layers(layers, system.choose.score_layers)
+            periods.append(Period(mine, np.array(every).reshape(-1, parts).T, scoring))
+        table = np.full((len(periods) * parts, periods[0].groups.shape[1]), -1)
+        for index, period in enumerate(periods):
+            table[index * parts : (index + 1) * parts, : period.groups.shape[1]] = period.groups
+        return cls(steps, tuple(periods), parts, table)
+
+    @property
+    def periods(self) -> int:
+        """How many selections, or selections of every KV head, a request makes."""
+        return len(self.by_period)
 
     def period_steps(self, period: int) -> tuple[Step, ...]:
         """The subperiods of one period, in order; empty past the last."""
-        return tuple(step for step in self.steps if step.period == period)
+        return self.by_period[period].steps if period < len(self.by_period) else ()
 
     def first_layer(self, period: int) -> int:
-        """The layer whose queries select for this period, or guess what it will select."""
-        return self.period_steps(period)[0].layers[0]
+        """The layer whose queries select for this period."""
+        return self.by_period[period].steps[0].layers[0]
 
-    def scoring_layers(self, period: int, most: int | None = None) -> list[int]:
-        """The layers whose queries select for this period, see `Select.score_layers`: so many at
-        most (None: as many as a question asks)."""
-        steps = self.period_steps(period)
-        layers = range(steps[0].layers[0], steps[-1].layers[-1] + 1)
-        return scoring_layers(layers, self.score_layers if most is None else most)
+    def scoring_layers(self, period: int, most: int) -> list[int]:
+        """As `Period.scoring`, at most so many."""
+        steps = self.by_period[period].steps
+        layers = range(steps[0].layers.start, steps[-1].layers.stop)
+        return scoring_layers(layers, most)
 
     @property
     def choices(self) -> int:
@@ -96,20 +116,5 @@ class Plan:
     def groups(self, choice: int) -> range:
         """The layer groups that a choice is made for, in layer order."""
         period, part = divmod(choice, self.parts)
-        steps = self.period_steps(period)
-        return range(steps[0].groups[0] + part, steps[-1].groups[-1] + 1, self.parts)
-
-    def group_rows(self, period: int) -> np.ndarray:
-        """The layer groups int [J, G] of each choice that a period makes."""
-        return np.array([self.groups(choice) for choice in self.choices_of(period)])
-
-
-@cache
-def group_table(plan: Plan) -> np.ndarray:
-    """The layer groups int [choices, G] that each choice is made for, -1 past their end."""
-    groups = [list(plan.groups(choice)) for choice in range(plan.choices)]
-    table = np.full((len(groups), max(map(len, groups))), -1)
-    for row, mine in zip(table, groups, strict=True):
-        row[: len(mine)] = mine
-    table.flags.writeable = False
-    return table
+        groups = self.by_period[period].groups[part]
+        return range(int(groups[0]), int(groups[-1]) + 1, self.parts)

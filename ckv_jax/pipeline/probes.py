@@ -66,25 +66,21 @@ class Probes:
         self._trace = trace
         self._packs: Packs | None = None
         self._held: dict[int, Array] = {}  # period -> keys in use
-        self._digest = resident.digest
-        if system.probe == "digest" and self._digest is None:
-            self._digest = self._load_digest()
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether there is something to be read for each period, and to be told of its use."""
-        return self._digest is None
+        self.digest = resident.digest
+        """None: there are keys, to be read for each period, whose use is recorded (`used`)."""
+        if system.probe == "digest" and self.digest is None:
+            self.digest = self._load_digest()
 
     def ahead(self, period: int) -> None:
         """Starts reading the probe of `period`, unless it is resident or past the last."""
-        if self._digest is None and period < self._plan.periods:
+        if self.digest is None and period < self._plan.periods:
             self._opened.ahead(0, self._row(period), self._pages, sure=True)
 
     def get(self, layers: Sequence[int], period: int) -> list[Probe]:
         """The probes of these layers of `period`, of which keys are read for the first alone;
         waits for them."""
-        if self._digest is not None:
-            return [self._digest.probes[layer] for layer in layers]
+        if self.digest is not None:
+            return [self.digest.probes[layer] for layer in layers]
         if period not in self._held:
             row = self._row(period)
             self._held[period] = self._bring(row, self._pages)
@@ -92,8 +88,8 @@ class Probes:
 
     def rough(self, layers: Sequence[int]) -> list[Probe]:
         """What a coarse pass of decode scores of some layers of a digest."""
-        assert self._digest is not None
-        return self._residents.rough(self._resident, self._digest, layers)
+        assert self.digest is not None
+        return self._residents.rough(self._resident, self.digest, layers)
 
     def used(self, period: int, attention: np.ndarray | None = None) -> None:
         """Says that the selection of `period` is known, and counts the use of its pages.
@@ -109,7 +105,7 @@ class Probes:
 
     def bring(self, period: int) -> None:
         """Has the probe of `period` in memory, where it stays as after any request."""
-        if self._digest is None:
+        if self.digest is None:
             row = self._row(period)
             self._opened.demand(0, row, self._pages)
             self._opened.collect(0, row, self._pages, stage="probe_io")

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
-from jax import Array
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.reads.resident import Resident
@@ -41,27 +40,32 @@ class Pace:
     def __init__(self) -> None:
         self._select_s: deque[float] = deque(maxlen=_KEPT)
         self._byte_s: deque[float] = deque(maxlen=_KEPT)
+        self._worth = -1.0  # bytes that take as long to read as a selection takes
 
     def selected(self, seconds: float) -> None:
         """A selection took so long once its hidden state was there."""
         self._select_s.append(seconds)
+        self._compare()
 
     def read(self, spans: Iterable[Span]) -> None:
         """Takes the speed of a request's pack reads from its trace."""
-        reads = sorted((s.start_ns, s.end_ns, s.args["bytes"]) for s in spans if s.name == READ)
-        busy = last = 0
-        for start, end, _ in reads:
+        reads = sorted([(s.start_ns, s.end_ns, s.args["bytes"]) for s in spans if s.name == READ])
+        busy = last = size = 0
+        for start, end, moved in reads:
             busy += max(0, end - max(start, last))
             last = max(last, end)
+            size += moved
         if busy:
-            self._byte_s.append(busy * 1e-9 / max(1, sum(size for _, _, size in reads)))
+            self._byte_s.append(busy * 1e-9 / max(1, size))
+            self._compare()
 
     def ahead_pays(self, num_bytes: int) -> bool:
         """Whether to guess, where a period had to read so many bytes; yes until this is known."""
-        if not self._select_s or not self._byte_s:
-            return True
-        reading = num_bytes * statistics.median(self._byte_s)
-        return reading > statistics.median(self._select_s)
+        return num_bytes > self._worth
+
+    def _compare(self) -> None:
+        if self._select_s and self._byte_s:
+            self._worth = statistics.median(self._select_s) / statistics.median(self._byte_s)
 
 
 class ReadAhead:
@@ -77,27 +81,9 @@ class ReadAhead:
             return resident.opening[:limit]
         return resident.opening[:0]
 
-    def next_period(
-        self, selected: np.ndarray, missing_bytes: int, guess: Callable[[bool], Array | None]
-    ) -> Callable[[], np.ndarray]:
-        """What the period after one that selected chunks `selected` will probably need.
-
-        `missing_bytes` is what that one had to read. `guess` starts the lookahead call (of which
-        it is told whether it pays) and returns its ids, still on the device, or None. The result
-        waits for them: call it once the device has other work.
-        """
-        pays = self._system.speculate_always or self.pace.ahead_pays(missing_bytes)
-        if self._system.speculate == "previous":
-            return lambda: selected if pays else selected[:0]
-        ids = guess(pays)
-        if ids is None:
-            return lambda: selected[:0]
-
-        def wait() -> np.ndarray:
-            found = np.asarray(ids)
-            return np.unique(found[found >= 0])
-
-        return wait
+    def pays(self, missing_bytes: int) -> bool:
+        """Whether to guess the next period, where this one had to read so many bytes."""
+        return self._system.speculate_always or self.pace.ahead_pays(missing_bytes)
 
     def remember(self, resident: Resident, selection: Selection) -> None:
         """Notes a first period's selection, most attended first, for `opening`."""

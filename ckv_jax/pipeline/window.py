@@ -8,7 +8,7 @@ import numpy as np
 
 from ckv_jax.cache.window import CLOSED, FREE
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.plan import Plan, group_table
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.reads.resident import Resident
 
 
@@ -58,7 +58,7 @@ class Window:
         self.kept = Kept.nothing(plan.choices)
         """[choices, ...]; in a batch a part of what that has of all its rows (`Windows`)."""
         self._memory = memory
-        self._groups = group_table(plan)
+        self._groups = plan.group_table
         self._packs = (self._groups >= 0).sum(axis=1)  # of one chunk
 
     def choose(self, choice: int, ids: np.ndarray) -> None:

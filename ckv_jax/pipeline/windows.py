@@ -11,7 +11,7 @@ import numpy as np
 from ckv_jax.cache.tiers import counted
 from ckv_jax.cache.window import CLOSED, FREE
 from ckv_jax.memory.memory import Memory
-from ckv_jax.pipeline.plan import Plan, group_table
+from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.window import Kept, Window
 
 
@@ -46,7 +46,7 @@ class Windows:
         """[rows, choices, ...]"""
         self.held = all(window.held for window in windows.values())
         self._tiers = memory.tiers
-        self._groups = group_table(plan)
+        self._groups = plan.group_table
         chunks = max(window.resident.num_chunks for window in windows.values())
         self._first, self._stride = np.zeros((2, rows, chunks), np.int64)
         for place, window in windows.items():

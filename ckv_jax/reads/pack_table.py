@@ -1,7 +1,7 @@
 """What a batch knows of its packs: where each is, and which read brings it.
 
 A pack is named by its code, a number that says of which of the batch's prefixes, layer group and
-chunk it is. So all that a step asks of many prefixes, layer groups and KV heads is one array.
+chunk it is. So all that a period asks of many prefixes, layer groups and KV heads is one array.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ WAITING = -1
 class PackTable:
     """Columns by code, of packs of `sources`. See `Packs`, which alone changes them.
 
-    Nothing is stored of packs that nobody asks for: memory that was never touched takes no room.
+    Nothing is stored of packs that no step asks for: memory that was never touched takes no room.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         views = [source.prefix for source in sources]
         layout = views[0].prefix.layout
         rows = layout.groups if sources[0].kind == "pack" else len(layout.probe_layers)
-        self._chunks = max(len(view.first_page) for view in views)
+        self._chunks = max([len(view.first_page) for view in views])
         self._of_prefix = rows * self._chunks
-        self._first, self._stride = np.zeros((2, len(views), self._chunks), np.int64)
+        self._first, self._stride = np.zeros((2, len(views) * self._chunks), np.int64)
         for which, view in enumerate(views):
-            self._first[which, : len(view.first_page)] = view.first_page
-            self._stride[which, : len(view.first_page)] = view.page_stride
+            mine = slice(which * self._chunks, which * self._chunks + len(view.first_page))
+            self._first[mine] = view.first_page
+            self._stride[mine] = view.page_stride
         size = len(views) * self._of_prefix
         self._device, self._host, self.read = np.zeros((3, size), np.int32)
         # of the first two: slots and 1 more; of the third: the number of the read that is to bring
         # a pack, from 1; `WAITING`; or 0
-        self.used = np.zeros(size, bool)
-        """Packs that somebody collected."""
-        self._marked = np.zeros(size, bool)  # all False between two calls
+        self.pinned, self.fresh, self._marked = np.zeros((3, size), bool)
+        # cached packs that the batch pins; packs in device slots that it took; all False between
+        # two calls
+        self.every = range(size)
+        """All codes."""
 
     def codes(
         self, which: np.ndarray | int, group: np.ndarray | int, chunk: np.ndarray
@@ -56,8 +59,10 @@ class PackTable:
 
     def pages(self, codes: np.ndarray) -> np.ndarray:
         """Page numbers int64 [n] of packs."""
-        which, group, chunk = self.parts(codes)
-        found: np.ndarray = self._first[which, chunk] + group * self._stride[which, chunk]
+        which, rest = np.divmod(codes, self._of_prefix)
+        group, chunk = np.divmod(rest, self._chunks)
+        chunk += which * self._chunks
+        found: np.ndarray = self._first[chunk] + group * self._stride[chunk]
         return found
 
     def of_group(self, which: int, group: int) -> range:
@@ -65,23 +70,21 @@ class PackTable:
         first = which * self._of_prefix + group * self._chunks
         return range(first, first + self._chunks)
 
-    def groups(self, codes: np.ndarray) -> list[range]:
-        """The codes of each layer group that some packs are of."""
-        starts = np.unique(codes // self._chunks) * self._chunks
-        return [range(first, first + self._chunks) for first in starts.tolist()]
-
     def by_read(self, codes: np.ndarray, *, single: bool, most: int) -> list[np.ndarray]:
         """Equal parts of packs that one read could bring: of one prefix each, with `single` of one
         layer group, of at most so many."""
+        if not len(codes):
+            return []
         keys = codes // (self._chunks if single else self._of_prefix)
-        order = np.argsort(keys, kind="stable")
-        whole = np.split(codes[order], np.flatnonzero(np.diff(keys[order])) + 1)
-        return [
-            part
-            for some in whole
-            if len(some)
-            for part in np.array_split(some, -(-len(some) // most))
-        ]
+        if (keys == keys[0]).all():
+            whole = [codes]
+        else:
+            order = np.argsort(keys, kind="stable")
+            whole = np.split(codes[order], np.flatnonzero(np.diff(keys[order])) + 1)
+        parts: list[np.ndarray] = []
+        for some in whole:
+            parts += np.array_split(some, -(-len(some) // most)) if len(some) > most else [some]
+        return parts
 
     def reads(self, codes: range | np.ndarray) -> list[int]:
         """The reads that are to bring some of these, in the order in which they began."""
@@ -105,8 +108,13 @@ class PackTable:
 
     def known(self, codes: np.ndarray) -> np.ndarray:
         """bool [n]: whether the batch holds packs, on the device or the host."""
-        held: np.ndarray = (self._device[codes] > 0) | (self._host[codes] > 0)
+        held: np.ndarray = (self._device[codes] | self._host[codes]) > 0
         return held
+
+    def held(self, some: range) -> np.ndarray:
+        """Codes int64 [n] of the packs of a range that the batch holds."""
+        mine = slice(some.start, some.stop)
+        return some.start + np.flatnonzero(self._device[mine] | self._host[mine])
 
     def device(self, codes: np.ndarray) -> np.ndarray:
         """Device slots int32 [n]; -1: not there."""
@@ -125,34 +133,5 @@ class PackTable:
 
     def clear(self, codes: np.ndarray) -> None:
         """The batch holds these packs no longer."""
-        self._device[codes] = 0
-        self._host[codes] = 0
-
-
-class Codes:
-    """Some packs, that come in many at a time and leave by layer group: which ones a batch has to
-    give back, slots that it took or pins, without a search through the table."""
-
-    def __init__(self) -> None:
-        self._parts: list[np.ndarray] = []
-
-    def add(self, codes: np.ndarray) -> None:
-        """These come in."""
-        if len(codes):
-            self._parts.append(codes)
-
-    def all(self) -> np.ndarray:
-        """int64 [n], all that are in."""
-        self._parts = [np.concatenate(self._parts)] if len(self._parts) > 1 else self._parts
-        return self._parts[0] if self._parts else np.zeros(0, np.int64)
-
-    def take(self, some: range | None = None) -> np.ndarray:
-        """Those within a range leave, or all: int64 [n]."""
-        known = self.all()
-        if some is None:
-            self._parts = []
-            return known
-        mine = (known >= some.start) & (known < some.stop)
-        self._parts = [known[~mine]] if not mine.all() else []
-        taken: np.ndarray = known[mine]
-        return taken
+        for column in (self._device, self._host, self.pinned, self.fresh):
+            column[codes] = 0

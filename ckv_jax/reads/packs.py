@@ -7,7 +7,7 @@ everything that touches the pools or the tiers happens here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jax import Array
@@ -15,7 +15,7 @@ from jax import Array
 from ckv_jax.cache.tiers import PoolExhausted, counted
 from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
-from ckv_jax.reads.pack_table import WAITING, Codes, PackTable
+from ckv_jax.reads.pack_table import WAITING, PackTable
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import ReadJob, State
 from ckv_jax.reads.source import Source
@@ -52,14 +52,16 @@ class Packs:
         self._layout = sources[0].prefix.prefix.layout
         self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
         """Whether a read is of one layer group: others know how it is decoded, or what it is."""
+        self._most = job_packs(self._layout)
         self._table = PackTable(sources)
         self._begun: dict[int, _Read] = {}  # under way, by their numbers
         self._last = 0  # number of a read
         self._waiting: list[np.ndarray] = []  # demanded, with no room yet
-        self._pinned = Codes()  # cached packs that may not leave
-        self._fresh = Codes()  # packs in device slots that the batch took
         self._done: list[tuple[range, Array]] = []
         self._recomputed: set[tuple[int, int]] = set()
+        self.book: Callable[[], None] | None = None
+        """Records the uses of packs so far; called before the caches are given any of them, as what
+        they keep depends on it."""
         memory.users.append(self)
 
     def __enter__(self) -> Packs:
@@ -76,27 +78,20 @@ class Packs:
         """
         codes = self._table.codes(which, group, chunks)
         already = covered = 0
-        for number in self._table.reads(codes):
+        for number in self._table.reads(codes) if self._begun else ():
             if not (job := self._begun[number][0]).demanded:
                 useful = int((self._table.read[codes] == number).sum())
                 already += useful
                 covered += 0 if job.sure else useful
                 self._prefetcher.promote(job)
         missing = self._locate(codes)
-        if self._sources[0].kind == "pack":
-            self._trace.count("demanded", already + len(missing))
+        count = already + len(missing)
+        if count and self._sources[0].kind == "pack":
+            self._trace.count("demanded", count)
             self._trace.count("covered", covered)
-        reads: list[_Read] = []
-        full = False
-        for part in self._parts(missing):
-            room = None if full else self._room(part)
-            if room is None:
-                full = True  # others come after it
-                self._wait_for_room(part)
-            else:
-                reads.append(self._read(room, part, demanded=True))
-        self._start(reads)
-        return already + len(missing)
+        if len(missing):
+            self._demand(missing)
+        return count
 
     def ahead(
         self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False, apart: bool = False
@@ -105,8 +100,8 @@ class Packs:
         `sure` to be demanded. `apart`: each pack by itself, as they will not be wanted together."""
         codes = self._table.codes(which, group, chunks)
         device, host = self._tiers.lookup(self._table.pages(codes))
-        known = (device >= 0) | (host >= 0) | self._table.known(codes)
-        missing = codes[~known & (self._table.read[codes] == 0)]
+        absent = (device < 0) & (host < 0) & (self._table.read[codes] == 0)
+        missing = codes[absent & ~self._table.known(codes)]
         if not len(missing):
             return
         spare = 2 * (1 if apart else len(missing))  # for two demands of this size
@@ -128,16 +123,31 @@ class Packs:
         beside what running requests hold, `RecoveryNeeded` for what the store could not give.
         """
         table, codes = self._table, self._table.codes(which, group, chunks)
-        self._stage_host(codes[(table.device(codes) < 0) & (table.host(codes) >= 0)])
-        needed, failed = codes[table.device(codes) < 0], [codes[:0]]
+        slots = table.device(codes)
+        if (slots >= 0).all():
+            return slots
+        absent = codes[slots < 0]
+        staged = table.host(absent) >= 0
+        self._stage_host(absent[staged])
+        needed, failed = absent[~staged], [codes[:0]]
         while len(needed):
             first = table.first_read(needed)
             self._start_waiting(needed, force=first is None)
             if first is not None:
                 needed, bad = self._take(first, needed, stage)
-                failed.append(bad)
-        self._replace(np.concatenate(failed))
+                if len(bad):
+                    failed.append(bad)
+        if len(failed) > 1:
+            self._replace(np.concatenate(failed))
         return table.device(codes)
+
+    def slots(self, which: np.ndarray, groups: range, chosen: np.ndarray) -> np.ndarray:
+        """Device slots int32 [P, B, N] of collected packs: of what rows of prefixes `which` [B]
+        chose, int [J, B, N], -1: none, as its slot is. P groups take choice 0 to J - 1 in turn."""
+        each = np.array(groups)
+        ids = chosen[each % len(chosen)]
+        codes = self._table.codes(which[:, None], each[:, None, None], ids)
+        return np.where(ids >= 0, self._table.device(np.where(ids >= 0, codes, 0)), -1)
 
     def done(self, which: int, group: int, after: Array) -> None:
         """Says that all calls reading this group are dispatched; `after` is the last one's."""
@@ -164,15 +174,18 @@ class Packs:
 
         What was demanded has to be demanded again; reads under way go on.
         """
-        fresh, pinned, table = self._fresh.take(), self._pinned.take(), self._table
+        if self.book is not None:
+            self.book()
+        table = self._table
+        held = table.held(table.every)
+        fresh, pinned = held[table.fresh[held]], held[table.pinned[held]]
         pages, slots = table.pages(fresh), table.device(fresh)
         while len(pages):  # more than once where prefixes have read the same page
             each, at = np.unique(pages, return_index=True)
             self._tiers.own(each, slots[at])
             pages, slots = np.delete(pages, at), np.delete(slots, at)
         self._tiers.unpin(*counted(table.pages(pinned)))
-        table.clear(np.concatenate([fresh, pinned]))
-        table.used[fresh] = False
+        table.clear(held)
 
     def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
         """Gives up what was read ahead of a group, except these chunks, and reads under way."""
@@ -200,29 +213,42 @@ class Packs:
         for number in list(self._begun):
             self._count_unused(number)
             self._withdraw(number)
-        held = np.concatenate([self._fresh.all(), self._pinned.all()])
-        for some in self._table.groups(held):
-            self._admit(some)
+        self._admit(self._table.every)
         self._done.clear()
         self._memory.apply(self._tiers.trim())
         self._memory.flush()
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
         """What one read each brings."""
-        return self._table.by_read(codes, single=self._single, most=job_packs(self._layout))
+        return self._table.by_read(codes, single=self._single, most=self._most)
+
+    def _demand(self, missing: np.ndarray) -> None:
+        """Starts to read these, as far as there is room."""
+        reads: list[_Read] = []
+        full = False
+        for part in self._parts(missing):
+            room = None if full else self._room(part)
+            if room is None:
+                full = True  # others come after it
+                self._wait_for_room(part)
+            else:
+                reads.append(self._read(room, part, demanded=True))
+        self._start(reads)
 
     def _locate(self, codes: np.ndarray) -> np.ndarray:
         """Fills in what is cached (pinned from now on); returns what has to be read."""
-        unknown = codes[~self._table.known(codes)]
-        pages = self._table.pages(unknown)
+        table = self._table
+        unknown = codes[~table.known(codes)]
+        pages = table.pages(unknown)
         device, host = self._tiers.lookup(pages)
         cached = (device >= 0) | (host >= 0)
         if cached.any():
+            mine = unknown[cached]
             self._tiers.pin(*counted(pages[cached]))
-            self._pinned.add(unknown[cached])
+            table.pinned[mine] = True
+            table.put(mine, device[cached], host[cached])
             self._trace.count_bytes("device", int((device >= 0).sum()) * self._layout.pack_bytes)
-            self._table.put(unknown[cached], device[cached], host[cached])
-        absent: np.ndarray = unknown[~cached & (self._table.read[unknown] == 0)]
+        absent: np.ndarray = unknown[~cached & (table.read[unknown] == 0)]
         return absent
 
     def _room(self, codes: np.ndarray) -> Room | None:
@@ -243,11 +269,13 @@ class Packs:
         return job, codes
 
     def _start(self, reads: list[_Read]) -> None:
-        for read in reads:
+        jobs = []
+        for job, codes in reads:
             self._last += 1
-            self._begun[self._last] = read
-            self._table.read[read[1]] = self._last
-        self._prefetcher.submit(*[job for job, _ in reads])
+            self._begun[self._last] = job, codes
+            self._table.read[codes] = self._last
+            jobs.append(job)
+        self._prefetcher.submit(*jobs)
 
     def _wait_for_room(self, codes: np.ndarray) -> None:
         self._waiting.append(codes)
@@ -256,7 +284,9 @@ class Packs:
     def _start_waiting(self, needed: np.ndarray, *, force: bool) -> None:
         """Starts what of these had no room when it was demanded; with `force`, one part of it at
         the cost of later reads."""
-        waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
+        waiting: list[np.ndarray] = []
+        if self._waiting:
+            waiting = [part for part in self._waiting if self._table.among(part, needed).any()]
         if force and not waiting:
             raise ValueError(f"got {len(needed)} packs to collect that were not demanded")
         for part in waiting:
@@ -308,8 +338,7 @@ class Packs:
     def _own(self, codes: np.ndarray, slots: np.ndarray) -> None:
         """Packs that somebody collects have come, into device slots that the batch took."""
         self._table.put(codes, slots, self._table.host(codes))
-        self._table.used[codes] = True
-        self._fresh.add(codes)
+        self._table.fresh[codes] = True
 
     def _replace(self, codes: np.ndarray) -> None:
         """Recomputed packs in place of those that the store could not give."""
@@ -342,8 +371,9 @@ class Packs:
         Calls still running may read a slot that a thread fills; with `wait` they are waited for,
         else their groups stay.
         """
-        self._memory.reclaim()
-        while self._memory.free_slots < n and self._done:
+        if self._memory.abandoned:
+            self._memory.reclaim()
+        while self._done and self._memory.free_slots < n:
             some, after = self._done[0]
             if not after.is_ready():  # type: ignore[attr-defined]
                 if not wait:
@@ -369,19 +399,27 @@ class Packs:
             self._withdraw(number, again=True)
 
     def _admit(self, some: range) -> None:
-        """Lets the cache decide about the slots that this batch took for a group, and unpins."""
-        fresh, pinned = self._fresh.take(some), self._pinned.take(some)
-        self._tiers.unpin(self._table.pages(pinned))
-        if len(fresh):
-            self._memory.admit(self._table.pages(fresh), self._table.device(fresh))
-        self._table.clear(np.concatenate([fresh, pinned]))
+        """Lets the cache decide about the slots that this batch took for some packs, and unpins."""
+        if self.book is not None:
+            self.book()
+        table = self._table
+        held = table.held(some)
+        fresh, pinned = held[table.fresh[held]], held[table.pinned[held]]
+        if len(pinned):
+            self._tiers.unpin(*counted(table.pages(pinned)))
+        pages, slots = table.pages(fresh), table.device(fresh)
+        while len(pages):  # more than once where prefixes have read the same page
+            each, at = np.unique(pages, return_index=True)
+            self._memory.admit(each, slots[at])
+            pages, slots = np.delete(pages, at), np.delete(slots, at)
+        table.clear(held)
 
     def _count_unused(self, number: int) -> None:
         """Bytes that a read brought, if it had begun, of packs that nobody collected."""
         job, codes = self._begun[number]
-        if not job.started():
+        if not job.t0_ns:
             return
-        unused = int((~self._table.used[codes]).sum())
+        unused = int((~self._table.fresh[codes]).sum())
         if size := job.num_bytes * unused // len(codes):
             self._trace.count_bytes("unused", size)
 

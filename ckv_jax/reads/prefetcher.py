@@ -173,9 +173,10 @@ class Prefetcher:
         for queue in (self._demanded, self._early):
             if queue:
                 return queue.popitem(last=False)[0]
-        speculating = sum(not job.demanded and not job.sure for job in self._running)
-        if self._speculated and speculating < max(1, len(self._threads) - 1):
-            return self._speculated.popitem(last=False)[0]
+        if self._speculated:  # one of several threads never speculates
+            speculating = [job for job in self._running if not job.demanded and not job.sure]
+            if len(speculating) < max(1, len(self._threads) - 1):
+                return self._speculated.popitem(last=False)[0]
         return None
 
     def _run(self) -> None:

@@ -41,6 +41,7 @@ class ReadJob:
 
     Attributes:
         group: layer group of all packs, or of each, int64 `[n]`.
+        first_group: the first of them.
         chunks: int64 `[n]`, chunk ids, in the order of `room.rows`.
         demanded: False while nobody waits for it.
         sure: it will be demanded in any case: no speculation, only early.
@@ -68,6 +69,7 @@ class ReadJob:
         as its room takes."""
         self.reader = reader
         self.group = group
+        self.first_group = group if isinstance(group, int) else int(group.min())
         self.chunks = chunks
         self.room = room
         self.demanded = demanded
@@ -84,12 +86,3 @@ class ReadJob:
         self.t0_ns = 0
         self.t1_ns = 0
         self.left = False  # its thread hangs in a system call, and nobody waits for it any more
-
-    @property
-    def first_group(self) -> int:
-        """The first of its layer groups."""
-        return int(np.min(self.group))
-
-    def started(self) -> bool:
-        """Whether bytes were asked of the store."""
-        return self.t0_ns > 0

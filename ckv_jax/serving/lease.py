@@ -60,40 +60,43 @@ class Leases:
         self._pool = pool
 
     def open_all(
-        self, prefixes: Several[Prefix], stack: ExitStack
+        self, prefixes: Several[Prefix], stack: ExitStack, *, lazily: bool
     ) -> tuple[list[Lease], list[int]]:
         """A lease of each of these prefixes, in the form to be served, and which of the leases each
-        prefix has. They are closed with `stack`. Raises a `StoreError` if one is gone."""
+        prefix has. They are closed with `stack`. `lazily`: nothing is asked of the store before
+        something has to be read. Raises a `StoreError` if one is gone."""
         places: dict[str, int] = {}
         leases: list[Lease] = []
         which = []
         for prefix in prefixes:
             name = self._executor.served(prefix).id
             if name not in places:
-                leases.append(self._open_served(prefix))
+                leases.append(self._open_served(prefix, lazily))
                 stack.callback(leases[-1].close)
                 name = leases[-1].resident.prefix.id
                 places[name] = len(leases) - 1
             which.append(places[name])
         return leases, which
 
-    def _open_served(self, prefix: Prefix) -> Lease:
+    def _open_served(self, prefix: Prefix, lazily: bool) -> Lease:
         served = self._executor.served(prefix)
         try:
-            return self.open(served)
+            return self.open(served, lazily=lazily)
         except SegmentDamaged:
             self._executor.forget(prefix)  # another engine of this store may have a newer form
             again = self._executor.served(prefix)
             if again is served:
                 raise
-            return self.open(again)
+            return self.open(again, lazily=lazily)
 
-    def open(self, prefix: Prefix, *, room: int = 0) -> Lease:
-        """`room`: chunks that its digest is to have room for. Raises a `StoreError` if the prefix
-        is gone."""
+    def open(self, prefix: Prefix, *, room: int = 0, lazily: bool = False) -> Lease:
+        """`room`: chunks that its digest is to have room for; `lazily`: see `open_all`. Raises a
+        `StoreError` if the prefix is gone."""
         exit_ = ExitStack()
         try:
-            reader = exit_.enter_context(self._store.reader(prefix, deadline_s=self._deadline_s))
+            exit_.callback(self._store.touch, prefix)
+            reader = self._store.reader(prefix, deadline_s=self._deadline_s, lazily=lazily)
+            exit_.callback(reader.close)
             resident = exit_.enter_context(self.residents.using(prefix, room))
             order = reader.order if prefix.layout.reordered else None
             recovered = self._recoveries.of(

@@ -169,7 +169,9 @@ class Worker:
         trace, made = Trace(), self.layers.programs.made
         with ExitStack() as stack:
             with trace.span("open", lane="host"):
-                leases, which = self.leases.open_all([s.prefix for s in batch], stack)
+                leases, which = self.leases.open_all(
+                    [s.prefix for s in batch], stack, lazily=not texts
+                )
                 prefixes = []
                 for lease in leases:
                     probes = self.leases.probes(lease, trace)

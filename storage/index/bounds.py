@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckv_jax.storage.config import StoreConfig
@@ -14,6 +14,7 @@ from ckv_jax.storage.index.eviction import Plan
 from ckv_jax.storage.index.index import Counters, Index
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.place.files import Claim, Files
+from ckv_jax.storage.prefix import Prefix
 
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
 _TRIES = 5  # to get room that others want, too
@@ -235,13 +236,13 @@ class Bounds:
 
     # -- times of use ------------------------------------------------------------------------------
 
-    def touch(self, ids: Iterable[str]) -> None:
-        """Note that segments are being read."""
+    def touch(self, prefix: Prefix) -> bool:
+        """Note that a prefix is in use; whether it is time to `flush`."""
         now = time.time()
         with self._used_lock:
-            self._used.update((id_, now) for id_ in ids)
-        if time.monotonic() - self._touched > _TOUCH_S:
-            self.flush()
+            for span in prefix.spans:
+                self._used[span.segment_id] = now
+        return time.monotonic() - self._touched > _TOUCH_S
 
     def flush(self) -> None:
         """Bring the times of use to the catalog."""

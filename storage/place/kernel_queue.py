@@ -237,7 +237,8 @@ class KernelRead:
         self.given_up = False
         """Whether nobody waits for it any more."""
         self._error: OSError | None = None
-        self._done = False
+        self.ended = False
+        """Whether nothing of it is, or will be, in flight."""
         self._requests = np.zeros(count, _REQUEST)
         self._requests["index"] = np.arange(count)
         self._requests["file"] = fd
@@ -265,13 +266,11 @@ class KernelRead:
         and what is in flight may still write into the buffer.
         """
         with self._lock:
-            if self._done:
+            if self.ended:
                 return None
-            least = min(self._flying, max(4, len(self._events) // 4))
-            events = self._reap(least, timeout)
-            if not len(events):
+            landed = self._reap(min(self._flying, max(4, len(self._events) // 4)), timeout)
+            if landed is None:
                 raise TimeoutError
-            landed: np.ndarray = events["index"][self._whole(events)].astype(np.int64)
             return landed
 
     def result(self, timeout: float) -> None:
@@ -291,24 +290,23 @@ class KernelRead:
         """Whether nothing is in flight any more; only asked of reads that are given up."""
         with self._lock:
             self.given_up = True
-            if not self._done:
+            if not self.ended:
                 self._left = 0
                 self._reap(0, 0.0)
-            return self._done
+            return self.ended
 
-    def _reap(self, least: int, seconds: float) -> np.ndarray:
-        """Wait for `least` events, hand over as many requests, and return the events."""
+    def _reap(self, least: int, seconds: float) -> np.ndarray | None:
+        """Wait for `least` events, hand over as many requests, and return, int64, which landed in
+        full; None: nothing came."""
         found = self._queues.events(self._queue, least, self._events, seconds)
         self._flying -= found
         events = self._events[:found]
-        if not self._whole(events).all():
+        index = events["index"].astype(np.int64)
+        whole = events["result"] == self._expect[index]
+        if not whole.all():
             self._fail(-int(events["result"].min()))
         self._hand_over()
-        return events
-
-    def _whole(self, events: np.ndarray) -> np.ndarray:
-        whole: np.ndarray = np.equal(events["result"], self._expect[events["index"]])
-        return whole
+        return index[whole] if found else None
 
     def _hand_over(self) -> None:
         while self._left and self._flying < _DEPTH:
@@ -332,7 +330,7 @@ class KernelRead:
         self._left = 0
 
     def _land(self) -> None:
-        self._done = True
+        self.ended = True
         with contextlib.suppress(OSError):  # closed all the same, and what was read is there
             let_go(self._fd)
         self._queues.landed(self, self._queue)

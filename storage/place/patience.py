@@ -31,6 +31,11 @@ def may_be_left_behind() -> None:
     _here.job = _Job(lambda: None, None)
 
 
+def here() -> bool:
+    """Whether another thread ends this one's waits, so that its work needs no further thread."""
+    return getattr(_here, "job", None) is not None
+
+
 class Refused(StoreUnavailable):
     """The work was not even started: too much before it is stuck, or there is no thread for it."""
 
@@ -69,7 +74,7 @@ class Patience:
         Raises:
           StoreUnavailable: no progress in time.
         """
-        if getattr(_here, "job", None) is not None:
+        if here():
             return work()
         limit = self._seconds if seconds is None else seconds
         job = _Job(work, late)

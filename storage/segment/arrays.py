@@ -55,7 +55,7 @@ class ArraySpec:
     @property
     def shard_entries(self) -> int:
         """Slots of one shard's index."""
-        return prod(s // i for s, i in zip(self.shard, self.inner, strict=True))
+        return prod(self.shard) // prod(self.inner)
 
     @property
     def shards(self) -> int:

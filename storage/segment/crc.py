@@ -33,14 +33,10 @@ def checksums(
     """uint32 [n]: checksums of `data[where[i]]`, C-contiguous [_, ...], at rows and columns [n]."""
     parts = as_bytes(data)
     extend, place = google_crc32c.extend, _PLACE.pack
-    return np.fromiter(
-        (
-            extend(extend(state, place(row, column)), parts[at])
-            for row, column, at in zip(rows, columns, where, strict=True)
-        ),
-        np.uint32,
-        len(columns),
-    )
+    found = np.empty(len(columns), np.uint32)
+    for i, (row, column, at) in enumerate(zip(rows, columns, where, strict=True)):
+        found[i] = extend(extend(state, place(row, column)), parts[at])
+    return found
 
 
 def as_bytes(data: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckv_jax.storage.errors import ReadTimeout, StoreUnavailable
 from ckv_jax.storage.place.kernel_queue import KernelRead
-from ckv_jax.storage.place.patience import Patience, Refused
+from ckv_jax.storage.place.patience import Patience, Refused, here
 from ckv_jax.storage.segment.read_errors import READ_ERRORS
 
 T = TypeVar("T")
@@ -88,6 +88,8 @@ class Deadline:
 
         Raises ReadTimeout when time is up; it may still start reads then.
         """
+        if here():
+            return work()
         over = threading.Event()
 
         def run() -> T:
@@ -140,15 +142,16 @@ class Deadline:
             return False
         return True
 
-    def wait_some(self, read: KernelRead, what: str) -> np.ndarray | None:
-        """What landed of a direct read since it was last asked, see `KernelRead.landed`.
+    def wait_some(self, read: KernelRead, what: str) -> np.ndarray:
+        """What landed of a direct read that has not ended, see `KernelRead.landed`.
 
         Raises ReadTimeout when time is up, as `wait` does.
         """
         try:
-            return read.landed(timeout=self._end - time.monotonic())
+            landed = read.landed(timeout=self._end - time.monotonic())
         except TimeoutError:
             raise self._late(what) from None
+        return np.zeros(0, np.int64) if landed is None else landed
 
     def _late(self, what: str) -> ReadTimeout:
         futures, starting = self._futures, self._starting

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.place.kernel_queue import KernelRead, fits
 from ckv_jax.storage.place.patience import Patience
 from ckv_jax.storage.segment.deadline import Deadline
@@ -77,37 +76,35 @@ class PackRead:
         shards = groups // self._runs.prefix.layout.shard_groups
         parts = self._split(chunks, shards)
 
-        def start() -> list[_Read]:
-            reads: list[_Read] = []
+        begun: list[_Read] = []
+        through: list[_Read] = []
+
+        def start() -> None:
             for segment, rows, local in parts:
                 direct = None
                 if isinstance(segment, Segment):
                     direct = segment.begin_packs_direct(
                         groups[rows], local, self._data, places[rows]
                     )
-                self._deadline.follow(direct)
-                reads.append((segment, rows, local, direct))
-            return reads
+                    self._deadline.follow(direct)
+                    (through if direct is None else begun).append((segment, rows, local, direct))
 
         if fits(self._data):
-            what = f"starting to read {len(chunks)} packs"
-            begun = self._deadline.start(self._patience, what, start)
+            self._deadline.start(self._patience, f"starting to read {len(chunks)} packs", start)
         else:
-            begun = [(*part, None) for part in parts]
-        through = [r for r in begun if isinstance(r[0], Segment) and r[3] is None]
-        reads = [r for r in begun if isinstance(r[0], StoreError) or r[3] is not None]
+            through = [(*part, None) for part in parts if isinstance(part[0], Segment)]
         if through:
-            reads += self._begin_batch(through, places, groups)
-        return reads
+            begun += self._begin_batch(through, places, groups)
+        return begun
 
     def _split(self, chunks: np.ndarray, keys: np.ndarray) -> list[_Part]:
         """Parts of equal `keys` int [n] and one segment each."""
+        parts: list[_Part] = []
         if (keys == keys[0]).all():
             every = np.arange(len(chunks))
-            return [
-                (segment, every[rows], local) for segment, rows, local in self._runs.split(chunks)
-            ]
-        parts: list[_Part] = []
+            for segment, rows, local in self._runs.split(chunks):
+                parts.append((segment, every[rows], local))
+            return parts
         for key in np.unique(keys):
             mine = np.flatnonzero(keys == key)
             for segment, rows, local in self._runs.split(chunks[mine]):
@@ -138,11 +135,11 @@ class PackRead:
         groups = self._groups[piece]
         for segment, rows, local, future in reads:
             what = f"reading {len(local)} packs"
-            if isinstance(segment, StoreError):
-                continue
+            assert isinstance(segment, Segment)
             if isinstance(future, KernelRead):  # some are checked while others arrive
                 at, ids, of = places[rows], np.arange(len(good))[piece][rows], groups[rows]
-                while (some := self._deadline.wait_some(future, what)) is not None:
+                while not future.ended:
+                    some = self._deadline.wait_some(future, what)
                     good[ids[some]] = segment.packs_good(of[some], local[some], data, at[some])
             elif self._deadline.wait(future, what):
                 good[piece][rows] = segment.packs_good(groups[rows], local, data, places[rows])

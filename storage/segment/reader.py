@@ -37,13 +37,14 @@ from ckv_jax.storage.segment.segment import Segment
 class PrefixReader:
     """Reads one prefix; its segments stay on disk until `close()`. Thread-safe, a context manager.
 
-    Chunk ids are global: [0, prefix.num_chunks) over all spans.
+    Chunk ids are global: [0, prefix.num_chunks) over all spans. Segments that are given as a
+    function are opened, and stay, from the first read on.
     """
 
     def __init__(
         self,
         prefix: Prefix,
-        segments: Sequence[Opened],
+        segments: Sequence[Opened] | Callable[[], Sequence[Opened]],
         *,
         deadline_s: float,
         gate: Gate,
@@ -53,7 +54,8 @@ class PrefixReader:
         release: Callable[[Sequence[Opened]], None],
     ) -> None:
         self.prefix = prefix
-        self._runs = Runs.of(prefix, segments)
+        self._segments = segments
+        self._found = None if callable(segments) else Runs.of(prefix, segments)
         self._proof = proof
         self._deadline_s = deadline_s
         self._gate = gate
@@ -62,6 +64,21 @@ class PrefixReader:
         self._patience = patience
         self._lock = threading.Lock()
         self._closed = False
+
+    @property
+    def _runs(self) -> Runs:
+        found = self._found
+        if found is None:
+            assert callable(self._segments)
+            found = Runs.of(self.prefix, self._segments())  # without the lock: it may take for ever
+            with self._lock:
+                if self._found is None and not self._closed:
+                    self._found = found
+                    return found
+            self._release(found.segments)  # another thread was faster, or none waits for it
+            self._open()
+            return self._runs
+        return found
 
     # -- packs -----------------------------------------------------------------------------------
 
@@ -341,8 +358,8 @@ class PrefixReader:
         """Let the segments go; may be called twice."""
         with self._lock:
             closed, self._closed = self._closed, True
-        if not closed:
-            self._release(self._runs.segments)
+        if not closed and self._found is not None:
+            self._release(self._found.segments)
 
     def __enter__(self) -> PrefixReader:
         return self

@@ -14,7 +14,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.pipeline.plan import Plan, Step
+from ckv_jax.pipeline.plan import Period, Plan, Step
 
 
 class Calls:
@@ -51,7 +51,8 @@ def plan(parts: int) -> Plan:
              selects=n == 0)
         for n in range(2)
     )  # fmt: skip
-    return Plan(steps=steps, periods=1, parts=parts, score_layers=1)
+    groups = np.arange(2 * parts).reshape(2, parts).T
+    return Plan(steps, (Period(steps, groups, [0]),), parts, group_table=groups)
 
 
 class Window:

@@ -66,12 +66,14 @@ def test_a_period_that_just_fits_the_pool_is_asked_for_at_once(
     said: list[tuple[str, int]] = []
     demand, collect = Packs.demand, Packs.collect
 
-    def logged_demand(self: Packs, which: int, group: int, chunks: np.ndarray) -> int:
-        said.append(("demand", group))
+    def logged_demand(self: Packs, which: int, group: np.ndarray, chunks: np.ndarray) -> int:
+        said.extend(("demand", one) for one in np.unique(group).tolist())
         return demand(self, which, group, chunks)
 
-    def logged_collect(self: Packs, which: int, group: int, chunks: np.ndarray) -> np.ndarray:
-        said.append(("collect", group))
+    def logged_collect(
+        self: Packs, which: int, group: np.ndarray, chunks: np.ndarray
+    ) -> np.ndarray:
+        said.extend(("collect", one) for one in np.unique(group).tolist())
         return collect(self, which, group, chunks)
 
     with tiny_engine(tmp_path) as plain:  # two groups a period

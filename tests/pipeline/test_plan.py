@@ -43,7 +43,7 @@ def test_scoring_layers_are_spread_over_the_period() -> None:
 
     def chosen(count: int, depth: int = 6) -> list[list[int]]:
         plan = Plan.of(depth, dataclasses.replace(ours, choose=Select(score_layers=count)))
-        return [plan.scoring_layers(period) for period in range(plan.periods)]
+        return [period.scoring for period in plan.by_period]
 
     assert chosen(1) == [[0], [4]]
     assert chosen(2) == [[0, 2], [4, 5]]
@@ -61,7 +61,7 @@ def test_a_digest_is_stored_of_the_layers_that_select(depth: int, count: int, pe
     layout = system.layout(
         num_layers=depth, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32"
     )
-    select = [layer for p in range(plan.periods) for layer in plan.scoring_layers(p)]
+    select = [layer for period in plan.by_period for layer in period.scoring]
     assert layout.digest_layers == tuple(select)
 
 

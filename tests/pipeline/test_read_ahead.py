@@ -70,9 +70,7 @@ def test_a_system_may_read_ahead_though_it_does_not_pay() -> None:
         ahead = ReadAhead(dataclasses.replace(paper, speculate_always=always))
         ahead.pace.selected(0.004)
         ahead.pace.read([read(0, 2, 1000)])
-        chosen = np.array([3, 5])
-        guess = ahead.next_period(chosen, 1, lambda pays: None)
-        assert guess().tolist() == (chosen.tolist() if always else [])
+        assert ahead.pays(1) == always
 
 
 def test_what_was_attended_to_most_is_read_first() -> None:
@@ -121,15 +119,3 @@ def test_what_recurred_is_a_share_of_what_was_best() -> None:
     assert ReadAhead(dataclasses.replace(paper, prefetch="none")).opening(resident, 2).size == 0
     resident.recurrence = 0.49
     assert ahead.opening(resident, 2).size == 0
-
-
-def test_what_is_guessed_comes_once_and_in_order() -> None:
-    ahead = ReadAhead(dataclasses.replace(SYSTEMS["ckv"], speculate_always=True))
-    told: list[bool] = []
-
-    def guess(pays: bool) -> Any:
-        told.append(pays)
-        return np.array([[7, 0, -1], [2, 7, -1]])
-
-    wait = ahead.next_period(np.array([1]), 0, guess)
-    assert (wait().tolist(), told) == ([0, 2, 7], [True])

@@ -68,12 +68,12 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         scale = shaped(tokens, kv_heads, dtype=jnp.float32)
         for probe in (Keys(shaped(tokens, kv_heads, dim)), Int4Keys(codes, scale)):
             layers.select(
-                [0], hidden, start, lengths, [probe], whole(), whole(), whole(1),
+                layers.scorer([0], [probe]), hidden, start, lengths, whole(), whole(), whole(1),
                 Rule(n=8, chunk_tokens=CHUNK),
             )  # fmt: skip
             layers.select(
-                both, shaped(2, SUFFIX, config.hidden_size), whole(2), whole(2), [probe] * 2,
-                whole(), whole(), np.ones(2, np.int32),
+                layers.scorer(both, [probe] * 2), shaped(2, SUFFIX, config.hidden_size), whole(2),
+                whole(2), whole(), whole(), np.ones(2, np.int32),
                 Rule(n=8, chunk_tokens=CHUNK, window=4, stages=Stages(Coarse(), 8, True)),
             )  # fmt: skip
         pieces = Pieces(layers)

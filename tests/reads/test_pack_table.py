@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckv_jax.reads.pack_table import WAITING, Codes, PackTable
+from ckv_jax.reads.pack_table import WAITING, PackTable
 
 
 @pytest.fixture
@@ -76,9 +76,6 @@ def test_the_codes_of_a_group_are_a_range(two: PackTable) -> None:
         mine = two.codes(which, group, np.arange(chunks))
         some = two.of_group(which, group)
         assert len(some) == 5 and list(some)[:chunks] == mine.tolist()
-        assert two.groups(mine[1:]) == [some]
-    ends = np.concatenate([two.codes(1, 1, np.arange(5)), two.codes(0, 1, np.arange(1))])
-    assert two.groups(ends) == [two.of_group(0, 1), two.of_group(1, 1)]
 
 
 def test_a_probe_has_a_row_for_each_of_its_layers() -> None:
@@ -126,22 +123,12 @@ def test_packs_are_where_they_were_put_until_they_are_cleared(two: PackTable) ->
     assert two.device(codes).tolist() == [0, 7, -1, 3, -1]
     assert two.host(codes).tolist() == [-1, -1, 0, 4, -1]
     assert two.known(codes).tolist() == [True] * 4 + [False]
+    two.pinned[codes[3]] = two.fresh[codes[1]] = True
+    assert two.held(two.every).tolist() == codes[:4].tolist()
+    assert two.held(two.of_group(1, 1)).tolist() == []
     two.clear(codes[1:3])
+    assert two.held(two.of_group(1, 0)).tolist() == codes[[0, 3]].tolist()
+    assert np.flatnonzero(two.pinned).tolist() == [codes[3]] and not two.fresh.any()
     assert two.known(codes).tolist() == [True, False, False, True, False]
     assert two.device(codes).tolist() == [0, -1, -1, 3, -1]
     assert two.host(codes).tolist() == [-1, -1, -1, 4, -1]
-
-
-def test_codes_leave_by_range_once() -> None:
-    codes = Codes()
-    assert codes.all().tolist() == codes.take().tolist() == codes.take(range(9)).tolist() == []
-    codes.add(np.array([4, 9]))
-    codes.add(np.zeros(0, np.int64))
-    assert codes.all().tolist() == [4, 9]
-    codes.add(np.array([5, 2, 8]))
-    assert codes.take(range(4, 8)).tolist() == [4, 5]
-    assert codes.all().tolist() == [9, 2, 8]
-    assert codes.take(range(8, 10)).tolist() == [9, 8]
-    assert codes.take(range(2, 3)).tolist() == [2] and codes.all().tolist() == []
-    codes.add(np.array([1]))
-    assert codes.take().tolist() == [1] and codes.take().tolist() == []

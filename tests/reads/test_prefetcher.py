@@ -66,7 +66,7 @@ def finish(prefetcher: Prefetcher, reader: SlowReader, *jobs: ReadJob) -> None:
 def test_packs_land_in_their_rows_and_nowhere_else(prefetcher, reader) -> None:
     job = read(prefetcher, reader, 2, 7, 3, 5)
     prefetcher.wait(job)
-    assert job.ok.tolist() == [True] * 3 and job.started() and job.t0_ns <= job.t1_ns
+    assert job.ok.tolist() == [True] * 3 and job.t0_ns and job.t0_ns <= job.t1_ns
     landed = job.room.array[:, 0, 0, 0, 0, 0]
     assert landed[::2].tolist() == [content(2, c) for c in (7, 3, 5)]
     assert np.isnan(landed[1::2]).all()
@@ -142,7 +142,7 @@ def test_what_is_dropped_is_not_read_and_what_runs_is_waited_for(prefetcher, rea
     held = hold(prefetcher, reader)
     queued = read(prefetcher, reader, 1)
     prefetcher.drop(queued)
-    assert queued.state is State.ENDED and not queued.started() and not queued.ok.any()
+    assert queued.state is State.ENDED and not queued.t0_ns and not queued.ok.any()
     threading.Timer(0.05, reader.gate.set).start()
     prefetcher.drop(held)
     assert held.state is State.ENDED and held.ok.all()
@@ -290,6 +290,6 @@ def test_no_order_of_calls_hangs_or_mixes_rows_up(
     for job in jobs:
         assert job.state is State.ENDED
         for row, chunk, ok in zip(job.room.rows, job.chunks.tolist(), job.ok, strict=True):
-            assert ok == (job.started() and chunk not in bad and job.group not in broken)
+            assert ok == (job.t0_ns and chunk not in bad and job.group not in broken)
             if ok:
                 assert (job.room.array[row] == content(job.group, chunk)).all()
