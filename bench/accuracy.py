@@ -38,6 +38,7 @@ from bench.common import (
     interval,
     positive,
     result_file,
+    system_name,
 )
 from bench.figures import save
 from bench.kept import Kept, checkpoint_fingerprint
@@ -49,7 +50,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.request import Request
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import SYSTEMS, system_named
 
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 PAPER_LOSS = {
@@ -66,7 +67,10 @@ _RECOMPUTED = 4  # questions of each ledger whose whole prompt is recomputed: se
 
 
 def of_depth(system: SystemConfig, share: float, layers: int) -> SystemConfig:
-    """A system whose period is that share of so many layers, to the nearest pack."""
+    """A system whose period is that share of so many layers, to the nearest pack; itself, if it
+    selects in every layer."""
+    if system.period == 1:
+        return system
     pack = system.pack_layers
     period = max(1, round(share * layers / pack)) * pack
     return replace(system, period=period, subperiod=math.gcd(system.subperiod, period))
@@ -181,14 +185,17 @@ def main() -> None:
     parser.add_argument("--documents", type=positive, help="ledgers of 50 questions")
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--suffix-tokens", type=positive, help="sentences before each question")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(PRUNING))
+    parser.add_argument(
+        "--systems", nargs="+", type=system_name, default=list(PRUNING), metavar="SYSTEM",
+        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
+    )  # fmt: skip
     parser.add_argument("--budgets", nargs="+", type=budget_share, help="all; three if --quick")
     args = parser.parse_args()
     if args.dataset and args.plot:
         parser.error("--plot is of ledgers, not of a --dataset")
     folder = args.model or reference_folder()
     try:
-        systems = {name: SYSTEMS[name] for name in args.systems}
+        systems = {name: system_named(name) for name in args.systems}
         if args.period_share:
             layers = ModelConfig.from_hf(folder).num_layers
             systems = {n: of_depth(s, args.period_share, layers) for n, s in systems.items()}

@@ -111,10 +111,11 @@ def selections(engine: Engine, requests: Sequence[Request]) -> list[Selection]:
 def shared(engine: Engine, requests: Sequence[Request]) -> Json:
     """How much the selections of requests over one prefix have in common."""
     chosen = selections(engine, requests)
-    plan = Plan.of(engine.model_config.num_layers, engine.system)
+    model = engine.model_config
+    plan = Plan.of(model.num_layers, engine.system, kv_heads=model.num_kv_heads)
     union = sum(
         len(set().union(*(one[period] for one in chosen))) * len(plan.groups(period))
-        for period in range(plan.periods)
+        for period in range(plan.choices)
     )
     pairs = [
         len(a[period] & b[period]) / len(a[period])

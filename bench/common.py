@@ -22,9 +22,9 @@ from scipy.stats import binomtest, bootstrap
 from bench.json_file import write_text
 from bench.workload import TEMPLATES
 from ckv_jax.model.config import PUBLISHED, ModelConfig
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import SYSTEMS, system_named
 
-RIVALS = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
+BASELINES = ("impress", "as-h2o-lfu", "as-h2o-lru", "as-lru", "recompute")
 OURS = ("contiguous-kv", "ckv")
 
 SHAPES: dict[str, ModelConfig] = {
@@ -53,7 +53,7 @@ class Setting:
     suffix_tokens: int = 32
     prefixes: int = 2
     budgets: tuple[float, ...] = (0.05, 0.25)
-    systems: tuple[str, ...] = (*OURS, *RIVALS)
+    systems: tuple[str, ...] = (*OURS, *BASELINES)
     repeats: int = 20
     seed: int = 42
     folder: Path | None = None
@@ -94,8 +94,9 @@ def parser(description: str | None, *, quick: Setting, full: Setting) -> argpars
     p.add_argument("--prefixes", type=positive, help="how many different prefixes are stored")
     p.add_argument("--budgets", type=budget_share, nargs="+", help="shares of the prefix in (0, 1]")
     p.add_argument(
-        "--systems", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=", ".join(SYSTEMS)
-    )
+        "--systems", nargs="+", type=system_name, metavar="SYSTEM",
+        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
+    )  # fmt: skip
     p.add_argument("--repeats", type=positive, help="measured requests per system and budget")
     p.add_argument("--seed", type=whole)
     p.add_argument(
@@ -131,6 +132,22 @@ def setting_of(args: argparse.Namespace) -> Setting:
         return Setting(**values)
     except ValueError as error:
         raise SystemExit(str(error)) from error
+
+
+def system_name(text: str, *, generates: bool = False) -> str:
+    """A system from the command line: a name, or `package.module:NAME`.
+
+    `generates`: it is to serve more than first tokens of what is stored.
+    """
+    try:
+        system = system_named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if generates and (system.executor is not None or system.selector == "none"):
+        raise argparse.ArgumentTypeError(
+            f"got system {text!r}, expected one that generates text over what is stored"
+        )
+    return text
 
 
 def budget_share(text: str) -> float:

@@ -37,6 +37,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ from bench.common import (
     positive,
     result_file,
     share,
+    system_name,
     table,
     whole,
 )
-from bench.decode_bench import SYSTEMS_SHOWN, Bench, Setting
+from bench.decode_bench import Bench, Setting
 from bench.disk import Disk
 from bench.figures import save
 from bench.kept import Kept, disk_of
@@ -81,7 +83,10 @@ def main() -> None:
         "--folder", type=existing_folder, help="folder for the stores, on the disk to be measured"
     )
     p.add_argument("--model", choices=SHAPES)
-    p.add_argument("--systems", nargs="+", choices=SYSTEMS_SHOWN)
+    p.add_argument(
+        "--systems", nargs="+", type=partial(system_name, generates=True),
+        metavar="SYSTEM", help=f"{', '.join(FULL.systems)}, or package.module:NAME",
+    )  # fmt: skip
     p.add_argument("--places", nargs="+", choices=("ssd", "host"))
     p.add_argument("--sequences", nargs="+", type=positive)
     p.add_argument("--budgets", nargs="+", type=budget_share)

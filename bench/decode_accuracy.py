@@ -30,6 +30,7 @@ from bench.common import (
     interval,
     positive,
     result_file,
+    system_name,
     table,
 )
 from bench.figures import save
@@ -41,7 +42,7 @@ from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.engine import Engine
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import SYSTEMS, system_named
 
 NAMES = ("ckv", "kvdrive", "quest", "shadowkv", "pqcache")
 BUDGETS = (1 / 64, 0.05, 0.25, 1.0)
@@ -171,7 +172,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one document, two budgets")
     parser.add_argument("--json", type=result_file, help="write the rows here")
     parser.add_argument("--plot", type=result_file, help="draw accuracy against budget here")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(NAMES))
+    parser.add_argument(
+        "--systems", nargs="+", type=partial(system_name, generates=True), default=list(NAMES),
+        metavar="SYSTEM", help=f"{', '.join(SYSTEMS)} that generate, or package.module:NAME",
+    )  # fmt: skip
     parser.add_argument("--budgets", nargs="+", type=budget_share)
     parser.add_argument("--documents", type=positive, help="ledgers of 4,096 tokens")
     parser.add_argument("--tokens", type=positive, default=4096)
@@ -186,7 +190,7 @@ def main() -> None:
         tokens=args.tokens,
     )
     folder = reference_folder()
-    systems = {name: SYSTEMS[name] for name in args.systems}
+    systems = {name: system_named(name) for name in args.systems}
     about = {"setting": asdict(setting), "systems": [str(one) for one in systems.values()]}
     about["model"] = checkpoint_fingerprint(folder)
     kept = Kept(args.json, about)

@@ -32,7 +32,6 @@ from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import DECODE_SYSTEMS, system_named
 
-SYSTEMS_SHOWN = (*DECODE_SYSTEMS, "ckv")
 EVERYTHING = ("dense", "flexgen")
 """Systems that attend to the whole prefix."""
 RISING = OURS = ("kvdrive", "ckv")

@@ -26,7 +26,16 @@ from functools import partial
 
 import numpy as np
 
-from bench.common import Json, budget_share, existing_path, finish, positive, result_file, table
+from bench.common import (
+    Json,
+    budget_share,
+    existing_path,
+    finish,
+    positive,
+    result_file,
+    system_name,
+    table,
+)
 from bench.fidelity_tasks import (
     Task,
     continuations,
@@ -275,7 +284,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--texts", type=existing_path, nargs="+", default=[], help="plain text files")
     p.add_argument("--dataset", type=existing_path, nargs="+", default=[], help="labelled lines")
     p.add_argument("--tasks", nargs="+", default=["continuation", "recall", "needle", "greedy"])
-    p.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS_MEASURED))
+    p.add_argument(
+        "--systems", nargs="+", type=system_name, default=list(SYSTEMS_MEASURED), metavar="SYSTEM",
+        help=f"{', '.join(SYSTEMS)}, or package.module:NAME",
+    )  # fmt: skip
     p.add_argument("--budgets", type=budget_share, nargs="+", default=list(BUDGETS))
     p.add_argument("--tokens", type=positive, default=4000, help="of a prefix")
     p.add_argument("--questions", type=positive, default=64, help="continuations of a text")

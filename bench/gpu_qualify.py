@@ -24,14 +24,22 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.common import Json, Setting, budget_share, positive, result_folder, stamped, table
+from bench.common import (
+    Json,
+    Setting,
+    budget_share,
+    positive,
+    result_folder,
+    stamped,
+    system_name,
+    table,
+)
 from bench.disk import FILE_BYTES, Disk
 from bench.json_file import read_json, write_text
 from bench.kernels import kernel_rows
 from bench.lab import Lab
 from bench.ttft import cold, speedups
 from ckv_jax.model.config import PUBLISHED
-from ckv_jax.systems import SYSTEMS
 
 FULL = Setting(model="7B", prefixes=1, prefix_tokens=5008, repeats=10, budgets=(0.05, 0.25))
 TINY = dataclasses.replace(FULL, model="tiny", prefix_tokens=400, repeats=2, budgets=(0.25,))
@@ -150,7 +158,7 @@ def main() -> None:
     )
     p.add_argument("--tiny", action="store_true", help="a toy model, for any machine")
     p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
-    p.add_argument("--systems", nargs="+", choices=SYSTEMS)
+    p.add_argument("--systems", nargs="+", type=system_name, metavar="SYSTEM")
     p.add_argument("--budgets", type=budget_share, nargs="+")
     p.add_argument("--prefix-tokens", type=positive)
     p.add_argument("--suffix-tokens", type=positive)

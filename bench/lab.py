@@ -19,6 +19,7 @@ from bench.common import SHAPES, Setting
 from bench.structured import structured_model
 from bench.workload import FewShot, Synthetic
 from ckv_jax import Engine, EngineConfig, Request, Result
+from ckv_jax.baselines.impress import REORDER_EVERY, Impress
 from ckv_jax.config import SystemConfig
 from ckv_jax.errors import CkvError
 from ckv_jax.fitting import layout_of
@@ -34,7 +35,7 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.stored_kv import read_kv
-from ckv_jax.systems import REORDER_EVERY, system_of
+from ckv_jax.systems import system_of
 
 BASE = "contiguous-kv"
 """The system whose layout a prefix is first stored in."""
@@ -189,7 +190,7 @@ class Lab:
         """Brings an engine to the state it serves in: compiled, digests loaded, reordered."""
         if engine.system.selector == "none":
             return
-        if engine.system.reorder_every:
+        if reorders(engine.system):
             for turn in range(WARM_UP):
                 self.ask(engine, index, 10_000 + turn, budgets[turn % len(budgets)])
             engine.settle()
@@ -201,6 +202,11 @@ class Lab:
     def layout(self, system: str | SystemConfig) -> Layout:
         """How a prefix lies on disk for `system`."""
         return layout_of(system_of(system), self.config, self.setting.dtype)
+
+
+def reorders(system: SystemConfig) -> bool:
+    """Whether a system rewrites its prefixes in the background."""
+    return isinstance(system.executor, Impress) and system.executor.reorder_every > 0
 
 
 def forget_scores(store: ChunkStore, prefixes: Iterable[Prefix]) -> None:

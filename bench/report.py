@@ -295,18 +295,20 @@ def _machine(found: Json | None) -> str:
 
 
 def _speedups(how: str, found: Json) -> str:
-    """Ratios `[ours][budget][rival]` as a table; nothing where there are none."""
+    """Ratios `[ours][budget][baseline]` as a table; nothing where there are none."""
     if not found:
         return ""
-    rivals = list(dict.fromkeys(r for by in found.values() for row in by.values() for r in row))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("ours", "budget", *rivals))
+    baselines = list(dict.fromkeys(r for by in found.values() for row in by.values() for r in row))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("ours", "budget", *baselines))
     rows = []
     for ours, by_budget in found.items():
         for budget, row in by_budget.items():
-            cells = "".join(f"<td>{row[r]:.2f}×</td>" if r in row else "<td></td>" for r in rivals)
+            cells = "".join(
+                f"<td>{row[r]:.2f}×</td>" if r in row else "<td></td>" for r in baselines
+            )
             rows.append(f"<tr><td>{ours}</td><td>{float(budget):.0%}</td>{cells}</tr>")
     table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-    said = f"mean TTFT of each rival over ours, {how}"
+    said = f"mean TTFT of each baseline over ours, {how}"
     return f"<details><summary>{said}</summary>{table}</details>"
 
 

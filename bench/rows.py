@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from bench.common import OURS, RIVALS, Json, table
+from bench.common import BASELINES, OURS, Json, table
 from bench.disk import Disk
 from bench.lab import Lab
 from bench.turns import Taken
@@ -18,7 +18,7 @@ def floor_system(system: SystemConfig) -> SystemConfig:
     for all that do: neither reading ahead nor a cache policy makes calls."""
     return dataclasses.replace(
         system,
-        name=f"floor of {system.selector}",
+        name="floor",
         prefetch="none",
         speculate="previous",
         speculate_always=True,
@@ -42,7 +42,7 @@ def with_floors(part: Taken, floor_ms: float | None, lab: Lab, disk: Disk) -> Js
 
 
 def speedups(rows: Sequence[Json], variant: str = "default") -> Json:
-    """Mean TTFT of each rival over that of each of our systems, by budget."""
+    """Mean TTFT of each baseline over that of each of our systems, by budget."""
     means = {
         (row["system"], row["budget"]): row["ttft_ms"]["mean"]
         for row in rows
@@ -51,9 +51,9 @@ def speedups(rows: Sequence[Json], variant: str = "default") -> Json:
     return {
         ours: {
             f"{budget:g}": {
-                rival: means[rival, budget] / means[ours, budget]
-                for rival in RIVALS
-                if (rival, budget) in means
+                baseline: means[baseline, budget] / means[ours, budget]
+                for baseline in BASELINES
+                if (baseline, budget) in means
             }
             for (name, budget) in means
             if name == ours

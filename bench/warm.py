@@ -33,8 +33,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.common import (
+    BASELINES,
     OURS,
-    RIVALS,
     Json,
     Setting,
     budget_share,
@@ -56,7 +56,7 @@ from ckv_jax import Engine
 from ckv_jax.config import SystemConfig
 from ckv_jax.systems import system_named
 
-SHOWN = tuple(name for name in (*OURS, *RIVALS) if name != "recompute")
+SHOWN = tuple(name for name in (*OURS, *BASELINES) if name != "recompute")
 QUICK = Setting(prefixes=6, prefix_tokens=1008, repeats=12, budgets=(0.05,), systems=SHOWN)
 FULL = Setting(prefixes=64, repeats=100, budgets=(0.05,), systems=SHOWN)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.lab import Lab
+from bench.lab import Lab, reorders
 from bench.long_kv import blocks
 from ckv_jax.config import SystemConfig
 from ckv_jax.storage.codec import codec_of
@@ -36,7 +36,7 @@ def store_prefixes(lab: Lab, indices: Iterable[int], systems: Sequence[SystemCon
     """
     indices = sorted(set(indices))
     layouts = list({layout.hex: layout for layout in map(lab.layout, systems)}.values())
-    _check_room(lab, len(indices), layouts, any(system.reorder_every for system in systems))
+    _check_room(lab, len(indices), layouts, any(map(reorders, systems)))
     for number, index in enumerate(indices):
         _store(lab, index, layouts)
         if number % 8 == 7:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import TIMEOUT_MAX
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ckv_jax.budget import Budget
 from ckv_jax.cache.policy import Policy
@@ -16,11 +17,11 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.layout_versions import LANDMARKS, PROBE_HEADS
 from ckv_jax.validate import WrongType, check_number, check_text, check_whole
 
-Selector = Literal["none", "all", "chunk", "h2o", "impress"]
+Selector = Literal["none", "all", "chunk", "token"]
 """What takes part in attention: nothing stored (recompute), everything, chunks, or tokens."""
 Prefetch = Literal["none", "intra", "inter"]
 Speculate = Literal["previous", "lookahead"]
-PolicyName = Literal["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]
+PolicyName = Literal["attention", "frequency-attention", "lru", "lfu"]
 KeepName = Literal["lru", "lfu", "lookahead"]
 WidthsName = Literal["even", "profiled"]
 DigestName = Literal["none", "int8", "int4", "pq", "means", "bounds", "means+cosines"]
@@ -52,9 +53,13 @@ class SystemConfig:
 
     name: str
     """What reports call it."""
-    selector: Selector
-    """What takes part in attention: chunks, tokens (H2O's or IMPRESS's way), all of the prefix, or
-    nothing of it."""
+    selector: Selector = "chunk"
+    """What takes part in attention, and what a budget counts: chunks, tokens, all of the prefix, or
+    nothing of it. The engine's own executor selects chunks."""
+    executor: Callable[[Any], Any] | None = None
+    """What answers re-prefills: from a `serving.worker.Worker` to a
+    `pipeline.executor.ReprefillExecutor`; None: the engine's own. With one of its own a system
+    serves first tokens only, in batches over one prefix."""
     chunk_tokens: int = 16
     """C: tokens in a chunk."""
     pack_layers: int = 4
@@ -116,16 +121,22 @@ class SystemConfig:
     sequential: bool = False
     """Decode chooses for all sequences before it reads for any; False: packs of the first are read
     while the next ones choose (KVDrive §6.1)."""
-    reorder_every: int = 0
-    """Requests over a prefix after which its order is looked at, again and again, and rewritten in
-    the background by the average importance in each layer, where that has changed (IMPRESS
-    §4.4.1); 0: never."""
     codec: str | Codec = "none"
     """A name from `storage.codec.CODECS`, or a codec of one's own: how packs lie on disk. With one
     that rounds, budget 1.0 is exact up to the codec."""
 
     def __post_init__(self) -> None:
         _one_of("selector", self.selector, Selector)
+        if self.executor is None and self.selector in ("all", "token"):
+            raise ValueError(
+                f"got selector={self.selector!r} without an executor, expected one that attends to "
+                "that"
+            )
+        if self.executor is not None and (self.selector == "none" or not callable(self.executor)):
+            raise ValueError(
+                f"got executor={self.executor!r} with selector={self.selector!r}, expected what "
+                "makes an executor, of a system that attends to something stored"
+            )
         _one_of("prefetch", self.prefetch, Prefetch)
         _one_of("speculate", self.speculate, Speculate)
         if isinstance(self.policy, str):
@@ -150,10 +161,6 @@ class SystemConfig:
             raise ValueError(f"got probe={self.probe!r} with digest={self.digest!r}")
         if self.speculate == "lookahead" and self.probe != "digest":
             raise ValueError("got speculate='lookahead' without a resident digest")
-        if type(self.reorder_every) is not int or self.reorder_every < 0:
-            raise ValueError(
-                f"got reorder_every={self.reorder_every!r}, expected 0 or more requests"
-            )
         self.choose.check_question()
         if self.choose.score_layers > 1 and self.probe != "digest":
             raise ValueError(
@@ -182,7 +189,8 @@ class SystemConfig:
                 )
         if not self.heads_apart:
             return
-        if not self.chunked or self.probe != "digest" or not self.kv_together:
+        own = self.executor is not None
+        if own or self.probe != "digest" or not self.kv_together:
             raise ValueError(
                 "got heads_apart=True, expected a system that chooses chunks, by a digest, with "
                 "keys and values together"
@@ -208,7 +216,7 @@ class SystemConfig:
 
     @property
     def chunked(self) -> bool:
-        """Whether the unit of selection is the unit of reading (ours), not tokens (rivals)."""
+        """Whether a budget counts chunks, which are what is read, and not tokens."""
         return self.selector == "chunk"
 
     @property
@@ -258,7 +266,7 @@ class EngineConfig:
     """Budgets and sizes of one engine. Bytes are bytes of KV, apart from the model's weights."""
 
     system: str | SystemConfig = "ckv"
-    """A name from `ckv_jax.systems.SYSTEMS`, or a config of one's own."""
+    """A name from `ckv_jax.systems.SYSTEMS`, "package.module:NAME", or a config of one's own."""
     budget: float | str = 0.25
     """Share of the prefix's tokens that take part in attention, where a request names none; or
     "mass:0.95", see `Request.budget`."""

@@ -25,13 +25,11 @@ from ckv_jax.pipeline.layers import Layers
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prompts import Prompts
-from ckv_jax.serving.reordering import carried
 from ckv_jax.serving.scheduler import Scheduler
 from ckv_jax.serving.worker import Worker
 from ckv_jax.stats import EngineStats, stats_of
 from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.fingerprint import Fingerprint
-from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.systems import system_of
 
@@ -84,7 +82,7 @@ class OpenEngine:
             config=config,
             fingerprint=fingerprint,
             store_prompt=lambda sequence: self._prompts.store(sequence),
-            carry_over=self._carry_over,
+            add_job=lambda steps: self._scheduler.add(Job(steps)).future,
         )
         self._scheduler = Scheduler(
             self._worker, max_batch=config.max_batch, max_bytes=config.admit_bytes
@@ -175,14 +173,9 @@ class OpenEngine:
         """What computes, for measurements."""
         return self._worker
 
-    def _carry_over(self, old: Prefix, new: Prefix) -> None:
-        self._scheduler.add(Job(carried(self._worker, old, new))).future.result()
-
     def settle(self) -> None:
-        """Returns once nothing is being done in the background: IMPRESS's reordering, and bringing
-        what was cached of a prefix to memory in its new order."""
-        if self._worker.reorderer is not None:
-            self._worker.reorderer.wait()
+        """Returns once the system does nothing in the background, such as rewriting a prefix."""
+        self._worker.executor.settle()
 
     def stats(self) -> EngineStats:
         """What is going on and what has happened so far."""

@@ -1,92 +1,32 @@
-"""The systems by name: presets of one engine, nothing else. Papers' parameters are theirs."""
+"""Systems by name: those of the core, the baselines, and anyone's own.
+
+A system is a `SystemConfig`. It is found by a name of `SYSTEMS`, as `package.module:NAME`, or by an
+entry point of the group `ckv_jax.systems` in an installed package (docs/add_a_system.md). A module
+is imported only when its system is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Literal
 
-from ckv_jax.config import KeepName, PolicyName, Selector, SystemConfig, WidthsName
+from ckv_jax.config import SystemConfig
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.codec import Codec
 from ckv_jax.validate import WrongType
 
-REORDER_EVERY = 4
-"""IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the
-load."""
+GROUP = "ckv_jax.systems"
+"""The group of entry points that name systems."""
 
-
-def _rival(
-    name: str,
-    *,
-    selector: Selector,
-    policy: PolicyName,
-    probe: Literal["heads", "none"] = "none",
-    reorder_every: int = 0,
-) -> SystemConfig:
-    """Layer by layer, K and V apart in chunks of 64 tokens (IMPRESS §6.1)."""
-    return SystemConfig(
-        name=name,
-        selector=selector,
-        chunk_tokens=64,
-        pack_layers=1,
-        kv_together=False,
-        period=1,
-        subperiod=1,
-        probe=probe,
-        policy=policy,
-        reorder_every=reorder_every,
-    )
-
-
-def _decode_rival(
-    name: str,
-    *,
-    digest: Literal["int4", "pq", "means", "bounds", "means+cosines"],
-    window: float,
-    keep: KeepName = "lru",
-    widths: WidthsName = "even",
-    chunk_tokens: int = 16,
-    sequential: bool = True,
-    guessed: bool = False,
-    question: int | None = None,
-    each: bool = True,
-    grouping: Literal["position", "alike"] = "position",
-    outliers: float = 0.0,
-) -> SystemConfig:
-    """Every layer chooses by itself at every token, with `each` every KV head of it; see
-    `docs/decode.md` for what is simplified."""
-    return SystemConfig(
-        name=name,
-        selector="chunk",
-        chunk_tokens=chunk_tokens,
-        pack_layers=1,
-        heads_apart=each,
-        grouping=grouping,
-        outliers=outliers,
-        period=1,
-        subperiod=1,
-        probe="digest",
-        digest=digest,
-        prefetch="intra" if each else "inter",
-        choose=Select(queries=question),
-        decode=Select(guessed=guessed),
-        window=window,
-        keep=keep,
-        widths=widths,
-        sequential=sequential,
-    )
-
-
-def _everything(name: str, *, pack_layers: Literal[1, 4]) -> SystemConfig:
-    """For a budget of 1: nothing is chosen, all of the prefix is attended to at every token."""
-    return SystemConfig(
-        name=name, selector="chunk", period=pack_layers, subperiod=pack_layers,
-        pack_layers=pack_layers, probe="digest", digest="means",
-    )  # fmt: skip
-
+DECODE_SYSTEMS = (
+    "dense", "flexgen", "quest", "shadowkv", "retroinfer", "infinigen", "pqcache", "kvdrive",
+)  # fmt: skip
+"""Published systems of long decode, beside `ckv`."""
 
 CKV = SystemConfig(
     name="ckv",
@@ -121,76 +61,92 @@ CKV_16 = replace(
 """`ckv` over the chunks of stores that it wrote before: half the selections, a quarter of the
 reads, and answers further from full attention's."""
 
-DECODE_SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
-    {
-        system.name: system
-        for system in (
-            _everything("dense", pack_layers=4),
-            _everything("flexgen", pack_layers=1),
-            _decode_rival("quest", digest="bounds", chunk_tokens=8, window=0),
-            _decode_rival(
-                "shadowkv",
-                digest="means+cosines",
-                chunk_tokens=8,
-                window=1,
-                outliers=48 / 16_384,  # 48 chunks of 128k tokens, and no larger share of fewer
-            ),
-            _decode_rival("retroinfer", digest="means", window=2, grouping="alike"),
-            _decode_rival("infinigen", digest="int4", window=0, guessed=True, each=False),
-            _decode_rival("pqcache", digest="pq", window=2, keep="lfu", each=False),
-            _decode_rival(
-                "kvdrive",
-                digest="means",
-                window=2,
-                keep="lookahead",
-                widths="profiled",
-                sequential=False,
-                question=32,  # its paper fills windows by 16 to 64 of them
-                grouping="alike",
-            ),
-        )
-    }
-)
-"""The published systems of long decode, beside `ckv`."""
-
-SYSTEMS: Mapping[str, SystemConfig] = MappingProxyType(
+_CORE: Mapping[str, SystemConfig] = MappingProxyType(
     {
         system.name: system
         for system in (
             SystemConfig(name="recompute", selector="none", probe="none", prefetch="none"),
-            _rival("as-lru", selector="all", policy="lru"),
-            _rival("as-h2o-lru", selector="h2o", policy="lru"),
-            _rival("as-h2o-lfu", selector="h2o", policy="lfu"),
-            _rival(
-                "impress",
-                selector="impress",
-                probe="heads",
-                policy="importance-ratio",
-                reorder_every=REORDER_EVERY,
-            ),
-            SystemConfig(
-                name="contiguous-kv",
-                selector="chunk",
-                period=8,
-                subperiod=4,
-                pack_layers=4,
-                probe="keys",
-                speculate="previous",
-                policy="attention",
-            ),
             CKV,
             CKV_16,
-            *DECODE_SYSTEMS.values(),
         )
+    }
+)
+
+_BASELINES: Mapping[str, str] = MappingProxyType(
+    {
+        name: f"ckv_jax.baselines.{place}"
+        for name, place in {
+            "as-lru": "attention_store:AS_LRU",
+            "as-h2o-lru": "h2o:AS_H2O_LRU",
+            "as-h2o-lfu": "h2o:AS_H2O_LFU",
+            "impress": "impress:IMPRESS",
+            "contiguous-kv": "contiguous_kv:CONTIGUOUS_KV",
+            "dense": "flexgen:DENSE",
+            "flexgen": "flexgen:FLEXGEN",
+            "quest": "quest:QUEST",
+            "shadowkv": "shadowkv:SHADOWKV",
+            "retroinfer": "retroinfer:RETROINFER",
+            "infinigen": "infinigen:INFINIGEN",
+            "pqcache": "pqcache:PQCACHE",
+            "kvdrive": "kvdrive:KVDRIVE",
+        }.items()
     }
 )
 
 
 def system_named(name: str) -> SystemConfig:
-    """The preset `name`; `ValueError` lists what there is."""
-    if name not in SYSTEMS:
-        raise ValueError(f"got system={name!r}, expected one of {', '.join(SYSTEMS)}")
-    return SYSTEMS[name]
+    """The system of a name, or at `package.module:NAME`.
+
+    Raises `ValueError` in one line: for a name there is none of, with those there are; for a name
+    of two systems; for a module that does not import, or has no `SystemConfig` of that name.
+    """
+    if ":" in name:
+        return _at(name, f"system={name!r}")
+    places = [place for known, place in _places() if known == name]
+    if len(places) > 1:
+        raise ValueError(
+            f"got {len(places)} systems named {name!r} ({', '.join(places)}), expected one"
+        )
+    if not places:
+        raise ValueError(f"got system={name!r}, expected {_expected()}")
+    if name in _CORE:
+        return _CORE[name]
+    system = _at(places[0], f"system={name!r}")
+    if system.name != name:
+        raise ValueError(
+            f"got system={name!r} at {places[0]}, which is named {system.name!r}, expected one name"
+        )
+    return system
+
+
+class _Systems(Mapping[str, SystemConfig]):
+    """Every system that has a name; `system_named` for each look-up."""
+
+    def __getitem__(self, name: str) -> SystemConfig:
+        return system_named(name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == known for known, _ in _places())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(_places()))
+
+    def __len__(self) -> int:
+        return len(dict(_places()))
+
+
+SYSTEMS: Mapping[str, SystemConfig] = _Systems()
+"""Systems by name: of the core, of `ckv_jax.baselines`, and of entry points. Iterating over names
+imports nothing; a look-up imports the module of one system."""
+
+
+def loadable_systems() -> Iterator[SystemConfig]:
+    """Every named system but those that do not load."""
+    for name in SYSTEMS:
+        try:
+            yield system_named(name)
+        except ValueError:
+            continue
 
 
 def preset(name: str, *, codec: str | Codec = "none") -> SystemConfig:
@@ -204,12 +160,42 @@ def preset(name: str, *, codec: str | Codec = "none") -> SystemConfig:
 def system_of(system: str | SystemConfig) -> SystemConfig:
     """A system given by its name, or itself.
 
-    Raises `ValueError` for a name there is none of, `TypeError` for what is neither.
+    Raises as `system_named`, and `TypeError` for what is neither.
     """
     if isinstance(system, str):
         return system_named(system)
     if not isinstance(system, SystemConfig):
-        raise WrongType(
-            f"got system={system!r}, expected a SystemConfig or one of {', '.join(SYSTEMS)}"
-        )
+        raise WrongType(f"got system={system!r}, expected a SystemConfig or {_expected()}")
     return system
+
+
+def _expected() -> str:
+    return f"one of {', '.join(SYSTEMS)}, or package.module:NAME"
+
+
+def _places() -> list[tuple[str, str]]:
+    """(name, place) of every named system, in the order of reports; a name may come twice."""
+    core = [(name, f"{__name__}:{name}") for name in _CORE]
+    return [*core, *_BASELINES.items(), *((point.name, point.value) for point in _installed())]
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    """Entry points of installed packages; one that two folders of `sys.path` list counts once."""
+    return tuple(dict.fromkeys(sorted(entry_points(group=GROUP), key=lambda point: point.name)))
+
+
+def _at(place: str, asked: str) -> SystemConfig:
+    """The system at `package.module:NAME`."""
+    module, _, attribute = place.partition(":")
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"got {asked}, whose module {module!r} does not import ({why}), expected one that does"
+        ) from error
+    if not isinstance(found, SystemConfig):
+        kind = "nothing" if found is None else f"a {type(found).__name__}"
+        raise ValueError(f"got {asked}, which is {kind}, expected a SystemConfig at {place}")
+    return found

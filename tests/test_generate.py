@@ -289,10 +289,10 @@ def test_an_event_loop_streams_the_same(engine: Engine, prefix: Prefix) -> None:
     assert seen == all_tokens == one(engine, request, max_tokens=5).token_ids.tolist()
 
 
-def test_rivals_serve_first_tokens_only(engine: Engine, prefix: Prefix) -> None:
-    with engine.variant(EngineConfig(system="as-lru", dtype="float32")) as rival:
-        stored = rival.ingest(prefix.tokens[:32])
-        assert isinstance(one(rival, Request(prefix=stored, suffix=SUFFIX)).error, ValueError)
+def test_baselines_serve_first_tokens_only(engine: Engine, prefix: Prefix) -> None:
+    with engine.variant(EngineConfig(system="as-lru", dtype="float32")) as baseline:
+        stored = baseline.ingest(prefix.tokens[:32])
+        assert isinstance(one(baseline, Request(prefix=stored, suffix=SUFFIX)).error, ValueError)
 
 
 def test_logprobs_are_the_models_own(engine: Engine, prefix: Prefix) -> None:

@@ -290,9 +290,9 @@ def test_bad_input_is_said_and_stores_nothing(
     chunks = dataclasses.replace(engine.system, chunk_tokens=32)
     with engine.variant(dataclasses.replace(engine.config, system=chunks)) as laid:
         assert "chunk_tokens" in str(refused(laid))
-    with small_engine(tmp_path / "c", system="as-lru", model=TINY) as rival:
-        two = [rival.ingest(text) for text in TEXTS[:2]]
-        assert "'as-lru' does not choose chunks" in str(refused(rival, parts=two))
+    with small_engine(tmp_path / "c", system="as-lru", model=TINY) as baseline:
+        two = [baseline.ingest(text) for text in TEXTS[:2]]
+        assert "'as-lru' does not choose chunks" in str(refused(baseline, parts=two))
     kept = engine.generate(Request(parts=parts, suffix=SUFFIX), keep_kv=True).results()[0]
     assert "keep_kv with parts" in str(kept.error)
     hers_too = {hers.id}

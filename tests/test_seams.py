@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 
 import jax
@@ -12,13 +13,18 @@ import pytest
 from engine_support import tokens
 from engine_tiny import tiny_engine
 
-from ckv_jax import Request
+from ckv_jax import EngineConfig, Request, SystemConfig
 from ckv_jax.cache.policy import Policy
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.pipeline.batch import Batch
+from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
+from ckv_jax.reads.packs import Packs
 from ckv_jax.selection.select import Select
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import Layout, verify_store
+from ckv_jax.trace import Trace
 
 
 def the_last_chunks(
@@ -54,6 +60,55 @@ class Inverted:
             -1, *layout.pack_shape, layout.disk_dtype.itemsize
         )
         return jax.lax.bitcast_convert_type(bits, layout.disk_dtype)
+
+
+class Halved(Executor):
+    """An executor: each request selects from half of its budget."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.layers, worker.memory, worker.residents, worker.plan, worker.system)
+
+    def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
+        members = tuple(
+            dataclasses.replace(member, limits=(member.limits + 1) // 2) for member in batch.members
+        )
+        halved = dataclasses.replace(batch, members=members)
+        return super().run(halved, packs, trace, hold=hold)
+
+
+HALVED = SystemConfig(
+    name="halved", executor=Halved, chunk_tokens=16, period=2, subperiod=1, pack_layers=1,
+    probe="digest", digest="int8", policy="lru",
+)  # fmt: skip
+"""A system, found as `test_seams:HALVED`."""
+
+
+def test_each_is_thirty_lines_at_most() -> None:
+    for toy in (the_last_chunks, first_come, Inverted, Halved):
+        assert len(inspect.getsource(toy).splitlines()) <= 30
+
+
+def test_a_system_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    config = EngineConfig(system="test_seams:HALVED", dtype="float32")
+    with tiny_engine(tmp_path) as plain, plain.variant(config) as engine:
+        prefix = engine.ingest(tokens(160))
+        request = Request(prefix=prefix, suffix=[1, 2], budget=0.4)
+        (result,) = engine.reprefill([request])
+        assert result.error is None
+        assert [len(ids) for ids in engine.last_selection(prefix)] == [2, 2]  # of 10 chunks
+        (refused,) = engine.generate(request).results()
+        assert "system 'halved' serves first tokens only" in str(refused.error)
+
+
+def test_an_executor_that_answers_nothing_is_refused(tmp_path: Path) -> None:
+    with tiny_engine(tmp_path) as plain:
+        for made, name in ((ReprefillExecutor(), "ReprefillExecutor"), (3, "int")):
+            system = dataclasses.replace(HALVED, executor=lambda worker, made=made: made)
+            with pytest.raises(
+                ValueError, match=f"got {name} from the executor of system 'halved'"
+            ):
+                plain.variant(EngineConfig(system=system, dtype="float32"))
 
 
 def test_a_selector_and_a_policy_of_ones_own(tmp_path: Path) -> None:

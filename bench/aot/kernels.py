@@ -14,12 +14,12 @@ from jax import Array
 
 from bench.aot.program import Program
 from bench.aot.shapes import (
+    BASELINE_CHUNK,
+    BASELINE_TOKENS,
     BLOCK,
     CHUNK,
     PREFIX,
     PROBES,
-    RIVAL_CHUNK,
-    RIVAL_TOKENS,
     SUFFIX,
     WINDOW_ROWS,
     Sizes,
@@ -124,14 +124,14 @@ def _score(kind: str) -> Callable[[Sizes], Program]:
 
 
 def _gather(unit: str) -> Callable[[Sizes], Program]:
-    """A rival's pages of 64 tokens, all of a layer's keys; or 256 single tokens."""
+    """A baseline's pages of 64 tokens, all of a layer's keys; or 256 single tokens."""
 
     def program(sizes: Sizes) -> Program:
-        pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
-        count = -(-PREFIX // RIVAL_CHUNK)
-        shape = (pool.shape[0], RIVAL_CHUNK, sizes.row)
+        pool = sizes.pool(layers=1, kinds=1, chunk=BASELINE_CHUNK)
+        count = -(-PREFIX // BASELINE_CHUNK)
+        shape = (pool.shape[0], BASELINE_CHUNK, sizes.row)
         if unit == "tokens":
-            shape, count = (pool.shape[0] * RIVAL_CHUNK, sizes.row), RIVAL_TOKENS
+            shape, count = (pool.shape[0] * BASELINE_CHUNK, sizes.row), BASELINE_TOKENS
         table = np.arange(count, dtype=np.int32)[None]
         whole = "copies on a TPU move whole tiles of rows, 16 of them in 16 bits"
         return Program(

@@ -9,10 +9,10 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from bench.aot.baselines import BASELINES
 from bench.aot.choosing import CHOOSING
 from bench.aot.pieces import PIECES
 from bench.aot.program import Program, of
-from bench.aot.rivals import RIVALS
 from bench.aot.shapes import (
     BLOCK,
     CALL_LAYERS,
@@ -54,7 +54,7 @@ def _head(sizes: Sizes) -> Program:
 
 
 def _select(kind: str) -> Callable[[Sizes], Program]:
-    """Full keys as `contiguous-kv` selects, digests as `ckv` does, landmarks as rivals of long
+    """Full keys as `contiguous-kv` selects, digests as `ckv` does, landmarks as baselines of long
     decode do."""
 
     def program(sizes: Sizes) -> Program:
@@ -227,10 +227,10 @@ PROGRAMS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
         **{f"unpack-{name}": _unpack(name) for name in CODECS if name != PLAIN},
         **PIECES,
         **CHOOSING,
-        **RIVALS,
+        **BASELINES,
     }
 )
 """By name, in a request's order."""
 
-SPLIT = tuple(name for name in PROGRAMS if name not in RIVALS and name != "stage")
+SPLIT = tuple(name for name in PROGRAMS if name not in BASELINES and name != "stage")
 """Those that are compiled for several devices, too."""

@@ -53,9 +53,9 @@ MODELS: Mapping[str, ModelConfig] = MappingProxyType(
 DTYPE = "bfloat16"
 PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
 CHUNK, PACK = 16, 4
-RIVAL_CHUNK = 64
-RIVAL_TOKENS = 256
-"""Tokens that 5% buys a rival, rounded up."""
+BASELINE_CHUNK = 64
+BASELINE_TOKENS = 256
+"""Tokens that 5% buys a baseline, rounded up."""
 BLOCK = 512
 """Tokens of one block of a dense prefill."""
 WINDOW_ROWS = 64

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.figures.style import COLORS, checkpoint_name, line, model_name, percent, systems_of
+from bench.figures.style import (
+    COLORS,
+    FAINT,
+    checkpoint_name,
+    line,
+    model_name,
+    percent,
+    systems_of,
+)
 
 CAPTION = (
     "Left, right answers against the time to the first token: up and to the left is better; the "
@@ -78,13 +86,13 @@ def _plane(axis: Any, rows: list[dict[str, Any]], times: dict[tuple[str, float],
             x = (at[0] + at[-1]) / 2
         dx, dy, aligned = _PLACES.get(name, (0, 11, "center"))
         axis.annotate(name, (x, y), xytext=(dx, dy), textcoords="offset points", ha=aligned,
-                      color=COLORS[name], fontweight="bold", fontsize=8.5)  # fmt: skip
+                      color=COLORS.get(name, FAINT), fontweight="bold", fontsize=8.5)  # fmt: skip
         up = {"ckv": -12, "contiguous-kv": 9}.get(name)
         if up is not None:  # the others' would hide each other
             for row, px, py in zip(mine, at, right, strict=True):
                 told = percent(row["budget"])
                 axis.annotate(told, (px, py), xytext=(-9, up), textcoords="offset points",
-                              ha="center", fontsize=7, color=COLORS[name])  # fmt: skip
+                              ha="center", fontsize=7, color=COLORS.get(name, FAINT))  # fmt: skip
     if dense:
         told = f"recompute: {max(dense):,.0f} ms, far to the right"
         axis.text(0.985, 0.03, told, transform=axis.transAxes, ha="right", fontsize=8)

@@ -92,7 +92,7 @@ def draw_accuracy(figure: Any, result: dict[str, Any]) -> None:
             low = [max(0.0, y - 100 * row["ci95"][0]) for y, row in zip(right, mine, strict=True)]
             high = [max(0.0, 100 * row["ci95"][1] - y) for y, row in zip(right, mine, strict=True)]
             line(panel, at, right, system, yerr=(low, high), elinewidth=0.7, label=system,
-                 ms=5 if MARKS[system] != "o" else 6)  # fmt: skip
+                 ms=5 if MARKS.get(system, "o") != "o" else 6)  # fmt: skip
     panels[0].set_ylabel("right answers, %")
     figure.suptitle(
         f"Answers decoded token by token, {result['documents']} ledgers of {result['tokens']:,} "

@@ -19,7 +19,7 @@ MARKS = {
     "ckv": "o", "contiguous-kv": "s", "impress": "^", "as-h2o-lfu": "D", "as-h2o-lru": "v",
     "as-lru": "P", "recompute": "X", "kvdrive": "s", "quest": "^", "shadowkv": "D", "pqcache": "P",
 }  # fmt: skip
-"""A colour and a mark for each system, in every figure; rivals in decode take those of prefill."""
+"""A colour and a mark for each system, in every figure; those of decode take those of prefill."""
 
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555")
 """For what is not a system, in this order."""
@@ -64,7 +64,12 @@ def checkpoint_name(name: str) -> str:
 
 def line(axis: Any, xs: Sequence[float], ys: Sequence[float], system: str, **more: Any) -> None:
     """One system's points, joined, in its colour and with its mark."""
-    look = {"color": COLORS[system], "marker": MARKS[system], "mec": "white", "mew": 0.6}
+    look = {
+        "color": COLORS.get(system, FAINT),
+        "marker": MARKS.get(system, "o"),
+        "mec": "white",
+        "mew": 0.6,
+    }
     axis.errorbar(xs, ys, **look | more)
 
 

@@ -45,15 +45,21 @@ def draw(figure: Any, result: dict[str, Any]) -> None:
         tick = {"ls": "none", "marker": "_", "ms": 16, "mew": 2}
         axis.plot(at, [row["io_floor_ms"] for row in mine], color=FAINT, **tick)
         axis.plot(at, [row["compute_floor_ms"] for row in mine], color=INK, **tick)
-        axis.errorbar(at, medians, yerr=([0] * len(at), above), color=COLORS[name],
-                      marker=MARKS[name], ms=7, ls="none", lw=1)  # fmt: skip
+        axis.errorbar(at, medians, yerr=([0] * len(at), above), color=COLORS.get(name, FAINT),
+                      marker=MARKS.get(name, "o"), ms=7, ls="none", lw=1)  # fmt: skip
         for x, row in zip(at, mine, strict=True):
             if row["ttft_ms"].get("p50_interval"):  # none of few requests, or of older results
-                axis.vlines(x, *row["ttft_ms"]["p50_interval"], color=COLORS[name], lw=5, alpha=0.5)
+                axis.vlines(
+                    x,
+                    *row["ttft_ms"]["p50_interval"],
+                    color=COLORS.get(name, FAINT),
+                    lw=5,
+                    alpha=0.5,
+                )
         for x, y in zip(at, medians, strict=True):
             axis.annotate(f"{y:.0f}", (x, y), xytext=(9, 0), textcoords="offset points",
-                          va="center", fontsize=8, color=COLORS[name])  # fmt: skip
-        axis.set_title(name, color=COLORS[name], fontweight="bold")
+                          va="center", fontsize=8, color=COLORS.get(name, FAINT))  # fmt: skip
+        axis.set_title(name, color=COLORS.get(name, FAINT), fontweight="bold")
     first = axes.flat[0]
     first.set(xlim=(-0.4, len(budgets) - 0.35), ylim=(0, None))
     first.set_xticks(range(len(budgets)), [percent(budget) for budget in budgets])

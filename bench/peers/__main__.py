@@ -40,6 +40,7 @@ from bench.common import (
     finish,
     positive,
     result_file,
+    system_name,
     table,
     whole,
 )
@@ -49,7 +50,6 @@ from bench.peers.comparison import compare
 from bench.peers.ours import Ours
 from ckv_jax.data.reference import LEARNED, demo_ledger, reference_folder
 from ckv_jax.model.weights import random_model, save_pretrained
-from ckv_jax.systems import SYSTEMS
 
 QUICK = {
     "prefix_tokens": 2000, "repeats": 7, "recomputes": 1, "documents": 1, "document_tokens": 2048,
@@ -151,7 +151,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--peers", type=peers_named, default=list(PEERS), metavar="A,B", help=", ".join(PEERS)
     )
-    p.add_argument("--system", choices=SYSTEMS, default="ckv", help="ours")
+    p.add_argument("--system", type=system_name, default="ckv", help="ours")
     p.add_argument("--budgets", type=budget_share, nargs="+", default=[0.05, 0.25, 1.0])
     p.add_argument("--model", choices=SHAPES, default="0.5B", help="shape of the speed case")
     p.add_argument("--prefix-tokens", type=positive, help="of the speed case")

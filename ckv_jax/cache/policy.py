@@ -14,8 +14,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["POLICIES", "Policy", "Score", "attention_guided", "frequency_then_attention",
-           "importance_ratio", "lfu", "lru"]  # fmt: skip
+__all__ = ["POLICIES", "Frequency", "Importance", "LastUsed", "Policy", "Score", "Scores",
+           "attention_guided", "frequency_then_attention", "lfu", "lru"]  # fmt: skip
 
 # [n], what was passed to `Tiers.record`: its sum, or its moving average (`Policy.newest`)
 Importance = npt.NDArray[np.float64]
@@ -58,14 +58,6 @@ def lfu(importance: Importance, frequency: Frequency, last_used: LastUsed) -> Sc
     return frequency + last_used * _RECENCY
 
 
-def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
-    """Access frequency x moving average of the share of important tokens (IMPRESS §4.4.2).
-
-    The engine records that share (0 to 1) where attention-guided policies record attention.
-    """
-    return importance * frequency
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A score, and what is recorded for it."""
@@ -90,7 +82,5 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "frequency-attention": Policy(frequency_then_attention, sees_all=True),
         "lru": Policy(lru),
         "lfu": Policy(lfu),
-        # The paper tells no window: the last accesses count, about four of them.
-        "importance-ratio": Policy(importance_ratio, newest=0.25),
     }
 )

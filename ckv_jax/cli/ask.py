@@ -212,7 +212,7 @@ def _answer(
     """The first token, or a generation; printed as it comes if there is a `terminal`."""
     from ckv_jax.model.sampling import SamplingParams
 
-    if max_tokens == 1:  # all that baselines give
+    if max_tokens == 1:  # all that every system gives
         (result,) = engine.reprefill([request])
         result.raise_for_error()
         if terminal is not None:

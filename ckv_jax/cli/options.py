@@ -98,8 +98,9 @@ System = Annotated[
         metavar="NAME",
         help="How prefixes are laid out, selected from and cached: ckv (ours), contiguous-kv "
         "(as in the paper), impress, as-h2o-lfu, as-h2o-lru, as-lru, recompute (which reads "
-        "and stores nothing), or kvdrive and other published systems of decode (docs/decode.md). "
-        "Ask with the system that ingested, or with recompute.",
+        "and stores nothing), kvdrive and other published systems of decode (docs/decode.md), or "
+        "package.module:NAME (docs/add_a_system.md). Ask with the system that ingested, or with "
+        "recompute.",
     ),
 ]
 Codec = Annotated[

@@ -31,6 +31,7 @@ from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.two_stages import Rule
+from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 
 
@@ -73,8 +74,34 @@ Wanted = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(which prefix, layer group, chunk) int [n] each of some packs."""
 
 
-class Executor:
-    """The schedule of one model and system. Engine thread only."""
+class ReprefillExecutor:
+    """What answers the re-prefills of one engine: the core's `Executor`, or what
+    `SystemConfig.executor` makes. Engine thread only, but for `settle` and `close`."""
+
+    def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
+        """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left."""
+        raise NotImplementedError
+
+    def warm(self, tokens: Int32[np.ndarray, "B S"]) -> None:
+        """Compiles what batches of so many `tokens` need beside what one over a single prefix
+        does."""
+
+    def served(self, prefix: Prefix) -> Prefix:
+        """The form of `prefix` that its requests read: `prefix`, or one in another order."""
+        return prefix
+
+    def forget(self, prefix: Prefix) -> None:
+        """`prefix`, in any form, is no longer in the store, or not as it was."""
+
+    def settle(self) -> None:
+        """Returns once nothing is being done in the background."""
+
+    def close(self) -> None:
+        """Ends what is being done in the background. Idempotent."""
+
+
+class Executor(ReprefillExecutor):
+    """The schedule of one model and system."""
 
     def __init__(
         self,
@@ -95,7 +122,7 @@ class Executor:
         self._latest = layers.programs.jit(latest, static=("tokens",))
 
     def run(self, batch: Batch, packs: Packs, trace: Trace, *, hold: bool = False) -> FirstToken:
-        """First tokens of `batch`. With `hold`, packs stay in their slots until `packs` is left.
+        """See `ReprefillExecutor.run`.
 
         What the caches are to know of it is recorded when `packs` is left, after the answer.
         """

@@ -9,9 +9,20 @@ from __future__ import annotations
 from typing import Protocol
 
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.score.probe import (
+    BoundKeys,
+    Int4Keys,
+    Int8Keys,
+    Keys,
+    MeanKeys,
+    PqKeys,
+    Probe,
+    TurnedKeys,
+)
 from ckv_jax.kernels_pallas.target import Target
 
 
@@ -31,6 +42,37 @@ class ChunkScore(Protocol):
         """`q` with RoPE; `probe` has T >= num_tokens keys, or landmarks of so many; query i counts
         if i < q_lengths[b]; `target`: what the call is compiled for."""
         ...
+
+
+def float_keys(probe: Probe, dtype: DTypeLike) -> Float32[Array, "T K D"]:
+    """The keys that a probe knows, decoded: for a score of one's own, inside a jitted call.
+
+    Keys of "int8" and "int4" come less their head's mean key, which no softmax over them sees.
+    `dtype`: the queries', which bit patterns of exact keys are of. Raises `TypeError` for
+    landmarks, which have one entry a chunk.
+    """
+    match probe:
+        case Keys(keys):
+            if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
+                keys = lax.bitcast_convert_type(keys, dtype)
+            return keys.astype(jnp.float32)
+        case Int8Keys(codes, scale):
+            return codes.astype(jnp.float32) * scale[..., None]
+        case Int4Keys(codes, scale):
+            nibbles = jnp.concatenate([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
+            return (nibbles.astype(jnp.float32) - 8.0) * scale[..., None]
+        case PqKeys(codes, books):
+            heads, parts = (jnp.arange(size, dtype=jnp.int32) for size in books.shape[:2])
+            values = books[heads[:, None], parts[None, :], codes.astype(jnp.int32)]
+            return values.reshape(probe.shape).astype(jnp.float32)
+        case TurnedKeys(codes, scale, basis):
+            turned = codes.astype(jnp.float32) * scale[..., None]
+            return jnp.einsum("ktr,kdr->tkd", turned, basis, precision=lax.Precision.HIGHEST)
+        case MeanKeys() | BoundKeys():
+            raise TypeError(
+                f"got {type(probe).__name__}, which has one entry a chunk, expected a key for each "
+                "token"
+            )
 
 
 def last_queries(

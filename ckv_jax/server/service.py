@@ -53,7 +53,7 @@ class Service:
     ) -> None:
         if engine.tokenizer is None:
             raise ValueError("got an engine without a tokenizer, expected one that reads text")
-        if not engine.system.chunked:
+        if engine.system.executor is not None or engine.system.selector == "none":
             raise ValueError(
                 f"got system {engine.system.name!r}, which gives first tokens only; expected ckv "
                 "or contiguous-kv"

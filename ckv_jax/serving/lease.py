@@ -12,6 +12,7 @@ from jax import Array
 
 from ckv_jax.config import SystemConfig
 from ckv_jax.model.shardings import Shardings
+from ckv_jax.pipeline.executor import ReprefillExecutor
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.probes import OpenPacks, Probes
@@ -19,7 +20,6 @@ from ckv_jax.pipeline.recovery import Recovered, Recoveries
 from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
-from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.storage.errors import SegmentDamaged
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.reader import PrefixReader
@@ -36,7 +36,7 @@ class Leases:
         store: ChunkStore,
         residents: Residents,
         recoveries: Recoveries,
-        reorderer: Reorderer | None,
+        executor: ReprefillExecutor,
         plan: Plan,
         system: SystemConfig,
         deadline_s: float,
@@ -45,13 +45,13 @@ class Leases:
         keys: ProbeKeys,
         pool: Callable[[], Array],
     ) -> None:
-        """`reorderer`: serves prefixes in other orders, where the system does so; `open_packs`: of
-        probe keys; `pool`: the page pool as it is now."""
+        """`executor`: says which form of a prefix is read; `open_packs`: of probe keys; `pool`: the
+        page pool as it is now."""
         self.residents = residents
         self._shardings = shardings
         self._store = store
         self._recoveries = recoveries
-        self._reorderer = reorderer
+        self._executor = executor
         self._plan = plan
         self._system = system
         self._deadline_s = deadline_s
@@ -69,7 +69,7 @@ class Leases:
         leases: list[Lease] = []
         which = []
         for prefix in prefixes:
-            name = self._served(prefix).id
+            name = self._executor.served(prefix).id
             if name not in places:
                 leases.append(self._open_served(prefix, lazily))
                 stack.callback(leases[-1].close)
@@ -79,17 +79,15 @@ class Leases:
         return leases, which
 
     def _open_served(self, prefix: Prefix, lazily: bool) -> Lease:
+        served = self._executor.served(prefix)
         try:
-            return self.open(self._served(prefix), lazily=lazily)
+            return self.open(served, lazily=lazily)
         except SegmentDamaged:
-            if self._reorderer is None:
+            self._executor.forget(prefix)  # another engine of this store may have a newer form
+            again = self._executor.served(prefix)
+            if again is served:
                 raise
-            self._reorderer.forget(prefix)  # another engine of this store has a newer order
-            return self.open(self._served(prefix), lazily=lazily)
-
-    def _served(self, prefix: Prefix) -> Prefix:
-        """The form of `prefix` to be served: reordered, where the system does so and has."""
-        return prefix if self._reorderer is None else self._reorderer.current(prefix)
+            return self.open(again, lazily=lazily)
 
     def open(self, prefix: Prefix, *, room: int = 0, lazily: bool = False) -> Lease:
         """`room`: chunks that its digest is to have room for; `lazily`: see `open_all`. Raises a

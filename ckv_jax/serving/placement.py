@@ -25,7 +25,7 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
-from ckv_jax.systems import SYSTEMS
+from ckv_jax.systems import loadable_systems
 
 
 class Placement:
@@ -146,7 +146,7 @@ class Placement:
         self.check_prefix(prefix, salt)
         self.check_context(prefix.num_tokens, len(suffix), new_tokens)
         budget = self.budget(request)
-        if Budget.of(budget).mass is not None and self._system.selector in ("h2o", "impress"):
+        if Budget.of(budget).mass is not None and self._system.selector == "token":
             raise ValueError(
                 f"got budget={budget!r}, but system {self._system.name!r} selects tokens: "
                 "it takes a share of them"
@@ -176,7 +176,7 @@ class Placement:
             return
         if sequence.keep_kv:
             raise ValueError("got keep_kv with parts, whose KV is not that of their text")
-        if not self._system.chunked or self._system.choose.score is not None:
+        if self._system.executor is not None or self._system.choose.score is not None:
             raise ValueError(
                 f"got parts, but system {self._system.name!r} does not choose chunks by attention; "
                 "ckv and contiguous-kv do"
@@ -241,7 +241,7 @@ class Placement:
         plain = replace(layout, codec=PLAIN, codec_bytes=0)
         return " or ".join(
             system.name
-            for system in SYSTEMS.values()
+            for system in loadable_systems()
             if plain
             == system.layout(
                 num_layers=layout.num_layers,

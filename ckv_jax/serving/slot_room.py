@@ -51,7 +51,7 @@ class SlotRoom:
         of one step, slots that stay."""
         if self._num_bytes(batch) + job_bytes > self._max_bytes:
             return False
-        if not self._system.chunked:
+        if self._system.executor is not None:  # it gets by with the slots there are
             return True
         if self._chunks(batch) * self._step > self._memory.step_slots + self._running.excess:
             return False
@@ -70,7 +70,7 @@ class SlotRoom:
         windows keep more than a choice, takes them back."""
         self._running.rest()
         slots = self._chunks(batch) * (self._layout.groups if hold else self._step)
-        if self._system.chunked and slots > self._memory.step_slots:
+        if self._system.executor is None and slots > self._memory.step_slots:
             self._running.narrow()
 
     def _new(self, sequence: Sequence) -> int:

@@ -11,7 +11,6 @@ from ckv_jax.buckets import batch_bucket, bucket, chunk_bucket, suffix_bucket
 from ckv_jax.budget import Budget
 from ckv_jax.memory.memory import job_packs
 from ckv_jax.model.sampling import Logprobs, SamplingParams
-from ckv_jax.pipeline.executor import Executor
 from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
 from ckv_jax.request import Request
@@ -36,18 +35,16 @@ def warm(
     jobs = job_packs(prefix.layout)
     worker.memory.pool.warm(sorted({bucket(n) for n in range(1, jobs + 1)}), prefix.num_chunks)
     worker.landing.warm()
-    chunked = worker.system.chunked
-    units = prefix.num_chunks if chunked else prefix.num_tokens
+    units = prefix.num_chunks if worker.system.chunked else prefix.num_tokens
     for batch in _powers(1, batch_bucket(max_batch)):
         for suffix in _powers(suffix_bucket(1), suffix_bucket(max_suffix)):
-            if isinstance(worker.executor, Executor):
-                worker.executor.warm(np.zeros((batch, suffix), np.int32))
+            worker.executor.warm(np.zeros((batch, suffix), np.int32))
             tokens = np.zeros(min(suffix, max_suffix), np.int32)
             for budget in _distinct(budgets, units):
                 asked = [_MadeUp(prefix, tokens, budget) for _ in range(batch)]
                 yield from _first_tokens(worker, asked)
                 yield
-                if max_tokens and chunked:
+                if max_tokens and worker.system.executor is None:
                     yield from _warm_texts(worker, prefix, tokens, budget, batch, max_tokens)
 
 

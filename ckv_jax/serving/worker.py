@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from collections.abc import Sequence as Several
+from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.blending import Blending
 from ckv_jax.parts.loading import Loading
 from ckv_jax.pipeline.batch import Batch
-from ckv_jax.pipeline.executor import Executor, FirstToken
+from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
@@ -29,8 +31,6 @@ from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.residents import Residents
 from ckv_jax.reads.source import Source
-from ckv_jax.rivals.executor import LayerwiseExecutor
-from ckv_jax.rivals.reorder import Reorderer
 from ckv_jax.serving.alone import Alone
 from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
@@ -44,7 +44,6 @@ from ckv_jax.serving.shares import share_of, shares_of
 from ckv_jax.serving.slot_room import SlotRoom, sparse
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
-from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.trace import Trace
 
@@ -64,11 +63,14 @@ class Worker:
         config: EngineConfig,
         fingerprint: Fingerprint,
         store_prompt: Callable[[Sequence], None],
-        carry_over: Callable[[Prefix, Prefix], None],
+        add_job: Callable[[Generator[None, None, Any]], Future[Any]],
     ) -> None:
         """`store_prompt` ingests a prompt in another thread and submits its sequence again;
-        `carry_over`: see `Reorderer`."""
+        `add_job` has the engine thread go through steps, one between two tokens of others."""
         self.layers = layers
+        self.store = store
+        self.system = system
+        self.add_job = add_job
         self.plan = Plan.of(layers.num_layers, system, kv_heads=layers.config.num_kv_heads)
         self.memory = Memory(layout, config, system, layers.target, layers.shardings)
         self.residents = Residents(
@@ -87,30 +89,19 @@ class Worker:
         self.landing, self._probe_landing = landings_for(
             self.memory, layout, host_bytes=config.prefetch_host_bytes, codec=system.coder
         )
-        self.reorderer: Reorderer | None = None
-        if system.reorder_every and not system.chunked:
-            self.reorderer = Reorderer(
-                store, every=system.reorder_every, replace=carry_over, codec=system.coder
-            )
+        self.executor = executor_of(self)
         self._placement = placement
         self._tokenizer = tokenizer
-        self.system = system
-        self._chunked = system.chunked
         self._always = system.zones.always
         self._layout = layout
         self._recovering: dict[int, tuple[Job, int]] = {}
         self.leases = Leases(
             store=store, residents=self.residents, recoveries=Recoveries(self.prefills),
-            reorderer=self.reorderer, plan=self.plan, system=system,
+            executor=self.executor, plan=self.plan, system=system,
             deadline_s=config.read_deadline_s, shardings=layers.shardings,
             open_packs=self._probe_packs, keys=ProbeKeys(layers),
             pool=lambda: self.memory.pool.pages,
         )  # fmt: skip
-        self.executor: Executor | LayerwiseExecutor
-        if system.chunked:
-            self.executor = Executor(layers, self.memory, self.residents, self.plan, system)
-        else:
-            self.executor = LayerwiseExecutor(layers, self.memory, system, self.reorderer)
         self.profile = Profile(self.plan, system, fingerprint)
         self.decoding = Decoding(
             layers, self.memory, self.plan, system, store=store, leases=self.leases,
@@ -154,7 +145,7 @@ class Worker:
         """See `scheduler.Computes`."""
         if not sparse(sequence, self.system):
             return None
-        if not self._chunked:
+        if self.system.executor is not None:
             return sequence.prefix.id, sequence.sampling is None
         return sequence.sampling is None
 
@@ -171,7 +162,7 @@ class Worker:
     def first_tokens(self, batch: Several[Sequence]) -> None:
         """See `scheduler.Computes`."""
         texts = batch[0].sampling is not None
-        if texts and not self._chunked:
+        if texts and self.system.executor is not None:
             raise ValueError(
                 f"got a generation, but system {self.system.name!r} serves first tokens only"
             )
@@ -251,7 +242,7 @@ class Worker:
     def _units(self, lease: Lease) -> int:
         """How many chunks, or tokens, there are to select from."""
         resident = lease.resident
-        return resident.num_chunks if self._chunked else resident.prefix.num_tokens
+        return resident.num_chunks if self.system.chunked else resident.prefix.num_tokens
 
     def _answer(
         self, batch: Several[Sequence], first: FirstToken, logits: np.ndarray, shares: list[Trace]
@@ -304,8 +295,7 @@ class Worker:
     def shorten(self, sequence: Sequence) -> bool:
         """See `scheduler.Computes`."""
         before = sequence.prefix
-        if self.reorderer is not None:
-            self.reorderer.forget(before)
+        self.executor.forget(before)
         self._placement.shorten(sequence)
         return sequence.prefix.num_tokens < before.num_tokens
 
@@ -315,8 +305,7 @@ class Worker:
         """Stops the threads, then persists cache scores. With `give_back`, which is for an engine
         thread that has ended, the memory of pools and digests goes at once."""
         try:
-            if self.reorderer is not None:
-                self.reorderer.close()
+            self.executor.close()
             self.prefetcher.close()
             self.decoding.close()
             self.leases.close()
@@ -326,3 +315,17 @@ class Worker:
                 self.landing.close()
                 self._probe_landing.close()
                 self.memory.close()
+
+
+def executor_of(worker: Worker) -> ReprefillExecutor:
+    """What the worker's system answers re-prefills with. Raises `ValueError` for what cannot."""
+    system = worker.system
+    if system.executor is None:
+        return Executor(worker.layers, worker.memory, worker.residents, worker.plan, system)
+    made = system.executor(worker)
+    if not isinstance(made, ReprefillExecutor) or type(made).run is ReprefillExecutor.run:
+        raise ValueError(
+            f"got {type(made).__name__} from the executor of system {system.name!r}, expected a "
+            "ReprefillExecutor with a method run"
+        )
+    return made

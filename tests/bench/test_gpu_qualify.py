@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import gpu_qualify
-from bench.common import OURS, RIVALS
+from bench.common import BASELINES, OURS
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +32,7 @@ def test_tiny_runs_all_stages_and_resumes(
     measured = [row for row in results["kernels"]["rows"] if row["implementation"] == "reference"]
     assert measured and all(row["ms"] > 0 for row in measured)
     rows = results["ttft-tiny"]["rows"]
-    assert {row["system"] for row in rows} == {*OURS, *RIVALS}
+    assert {row["system"] for row in rows} == {*OURS, *BASELINES}
     for row in rows:
         assert row["ttft_ms"]["p95"] >= row["ttft_ms"]["p50"] > 0
         assert row["compute_floor_ms"] > 0
@@ -46,7 +46,7 @@ def test_tiny_runs_all_stages_and_resumes(
             assert row["ssd_bytes"] > 0 and row["io_floor_ms"] > 0
     speedup = results["ttft-tiny"]["speedup"]
     assert set(speedup) == set(OURS)
-    assert set(speedup["ckv"]["0.25"]) == set(RIVALS)
+    assert set(speedup["ckv"]["0.25"]) == set(BASELINES)
     assert "ratio" in capsys.readouterr().out
 
     def again(*_: object) -> None:

@@ -53,7 +53,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         'data = tokens.astype("<i4", copy=False).tobytes() ~0 @33 #0',
     ): "the bytes are copied anyway",
     (
-        "ckv_jax/rivals/importance.py",
+        "ckv_jax/baselines/reordering.py",
         "core/ReplaceTrueWithFalse",
         "for wanted, found in zip(best, held, strict=True) ~0 @44 #0",
     ): "both have a row for each layer",
@@ -342,7 +342,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0) ~0 @22 #0",
     ): "numpy takes every number below 0 as what is left",
     (
-        "ckv_jax/rivals/schedule.py",
+        "ckv_jax/baselines/layerwise.py",
         "core/NumberReplacer",
         "table = np.full(self._resident.probe_chunks, -1, np.int32) ~0 @46 #0",
     ): "a slot below 0 is none, whatever it is",

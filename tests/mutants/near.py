@@ -64,7 +64,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/test_hints.py",
     ),
     "ckv_jax/selection": (
-        "tests/selection", "tests/rivals", "tests/pipeline/test_layerwise.py",
+        "tests/selection", "tests/baselines", "tests/pipeline/test_layerwise.py",
     ),
     "ckv_jax/pipeline": (
         "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
@@ -73,11 +73,11 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/serving/test_compaction.py",
         "tests/test_any_traffic.py",
     ),
-    "ckv_jax/rivals": ("tests/rivals", "tests/pipeline/test_layerwise.py"),
+    "ckv_jax/baselines": ("tests/baselines", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
-        "tests/test_budget.py", "tests/test_hints.py", "tests/rivals/test_reorder.py",
+        "tests/test_budget.py", "tests/test_hints.py", "tests/baselines/test_reorder.py",
         "tests/test_decode_widths.py",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rivals on a real store: what defines each of them."""
+"""The layer-by-layer baselines on a real store: what defines each of them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from compilations import compilations
 from engine_support import SMALL, scale_error, small_engine, tokens
 
 from ckv_jax import Engine, Request, Result
+from ckv_jax.baselines.attention_store import EveryLayer
+from ckv_jax.baselines.h2o import KeysFirst
+from ckv_jax.baselines.impress import REORDER_EVERY, ProbeFirst
+from ckv_jax.baselines.layerwise import LayerSchedule
+from ckv_jax.baselines.reordering import reordered
 from ckv_jax.pipeline.probes import Probes
 from ckv_jax.reads.packs import Packs
-from ckv_jax.rivals.reorder import reordered
-from ckv_jax.rivals.schedule import LayerSchedule
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.systems import REORDER_EVERY, SYSTEMS
+from ckv_jax.systems import SYSTEMS
 
 MODEL = dataclasses.replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
-RIVALS = ["as-lru", "as-h2o-lru", "as-h2o-lfu", "impress"]
+BASELINES = ["as-lru", "as-h2o-lru", "as-h2o-lfu", "impress"]
 LENGTH, CHUNKS = 250, 4
 SUFFIX = tokens(9, 1)
 COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
 
 
-@pytest.fixture(scope="module", params=RIVALS)
+@pytest.fixture(scope="module", params=BASELINES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """An engine without a cache, and a prefix in it."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -58,11 +61,11 @@ def test_what_a_small_budget_reads(served: tuple[Engine, Prefix]) -> None:
         return
     important = 13  # ceil(0.05 * 250), as keys and as values, in every layer
     assert counters["ssd_tokens_needed"] == 2 * layers * important
-    if engine.system.selector == "impress":
+    if engine.system.name == "impress":
         decided = counters.get("layers_agreed", 0) + counters.get("layers_fell_back", 0)
         assert decided == layers
     assert 0 < result.trace.attention_mass < 1
-    if engine.system.selector == "h2o":  # all keys, and the chunks of values that matter
+    if engine.system.name.startswith("as-h2o"):  # all keys, and the chunks of values that matter
         keys = layers * LENGTH
         assert keys + layers * important <= counters["ssd_tokens"] <= 2 * keys
         packs = result.trace.bytes["ssd"] / pack
@@ -81,7 +84,7 @@ def test_every_layer_says_where_its_time_goes(served: tuple[Engine, Prefix]) -> 
     assert others <= {span.name for span in spans}
 
 
-@pytest.mark.parametrize("system", RIVALS)
+@pytest.mark.parametrize("system", BASELINES)
 def test_a_warm_engine_compiles_nothing(tmp_path: Path, system: str) -> None:
     with small_engine(
         tmp_path, system=system, model=MODEL, nothing_compiled=True, **COLD
@@ -144,20 +147,20 @@ def test_what_two_layers_need_in_any_case_is_asked_for_before_they_compute(
 
         monkeypatch.setattr(kind, name, noted)
 
-    def beginning(name: str) -> None:
-        real = getattr(LayerSchedule, name)
+    def beginning(kind: type[LayerSchedule]) -> None:
+        real = kind.attend
 
         def noted(self: LayerSchedule, layer: int, hidden: object) -> object:
             began[layer] = set(asked)
             return real(self, layer, hidden)
 
-        monkeypatch.setattr(LayerSchedule, name, noted)
+        monkeypatch.setattr(kind, "attend", noted)
 
     for name in ("demand", "ahead"):
         noting(Packs, name, lambda _, group, *more: group // 2)
     noting(Probes, "ahead", lambda layer: layer)
-    beginning("attend_all")
-    beginning("attend_chosen")
+    for kind in (EveryLayer, KeysFirst, ProbeFirst):
+        beginning(kind)
     ask(engine, prefix, 0.05)
     assert began == {0: {0, 1}, 1: {0, 1, 2}, 2: {0, 1, 2}}
     alone = dataclasses.replace(engine.system, prefetch="none")
@@ -174,7 +177,7 @@ def test_impress_falls_back_to_all_keys_where_probe_heads_disagree(
     def threshold(share: np.ndarray) -> np.ndarray:
         return np.full_like(share, -1.0 if agree else 1.0)
 
-    monkeypatch.setattr("ckv_jax.rivals.schedule.similarity_threshold", threshold)
+    monkeypatch.setattr("ckv_jax.baselines.impress.similarity_threshold", threshold)
     with small_engine(tmp_path, system="impress", model=MODEL, **COLD) as engine:
         result = ask(engine, engine.ingest(tokens(LENGTH)), 0.05)
     counters, keys = result.trace.counters, MODEL.num_layers * LENGTH
@@ -216,7 +219,7 @@ def test_reordering_round_trip(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.logits, after.logits)
 
 
-@pytest.mark.parametrize("system", RIVALS)
+@pytest.mark.parametrize("system", BASELINES)
 def test_answers_do_not_depend_on_cache_or_prefetch(tmp_path: Path, system: str) -> None:
     preset = SYSTEMS[system]
     answers = []

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request
+from ckv_jax.baselines.impress import IMPRESS
 from ckv_jax.kernels_pallas.target import Target
 
 MODEL = dataclasses.replace(TINY, num_layers=7)
@@ -65,7 +66,7 @@ def answers(engine: Engine) -> list[np.ndarray]:
     name=st.sampled_from(["contiguous-kv", "ckv"]),
     prefetch=st.sampled_from(["none", "intra", "inter"]),
     lookahead=st.booleans(),
-    policy=st.sampled_from(["attention", "frequency-attention", "lru", "lfu", "importance-ratio"]),
+    policy=st.sampled_from(["attention", "frequency-attention", "lru", "lfu", IMPRESS.policy]),
     slots=st.sampled_from(SLOTS),
     cached=st.integers(0, 80),
     host_packs=st.integers(0, 80),

@@ -13,6 +13,8 @@ import pytest
 from engine_support import SMALL
 from kernel_targets import H100, V5E
 
+from ckv_jax.baselines.attention_store import EverythingCalls
+from ckv_jax.baselines.h2o import KeyCalls
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Keys
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.pages import positions
@@ -20,7 +22,6 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
-from ckv_jax.rivals.layers import RivalLayers
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 
@@ -81,12 +82,12 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         part = pieces.over_rows(part, rows, rows)
         pieces.close(0, hidden, part)
         pieces.close(0, hidden, part, (rows, rows), start)
-        rivals = RivalLayers(layers)
+        keys, everything = KeyCalls(layers), EverythingCalls(layers)
         apart = shaped(64, 1, 1, WIDE, width)
-        qkv = rivals.project(0, hidden, start)
-        rivals.choose_by_keys(qkv, lengths, apart, whole(CHUNKS), whole(), whole(1), n=16)
-        rivals.attend_tokens(0, hidden, qkv, apart, whole(CHUNKS), whole(CHUNKS), whole(1, 16))
-        rivals.attend_all(0, hidden, start, apart, whole(CHUNKS), whole(CHUNKS), whole(CHUNKS))
+        qkv = keys.project(0, hidden, start)
+        keys.choose_by_keys(qkv, lengths, apart, whole(CHUNKS), whole(), whole(1), n=16)
+        keys.attend_tokens(0, hidden, qkv, apart, whole(CHUNKS), whole(CHUNKS), whole(1, 16))
+        everything.attend_all(0, hidden, start, apart, whole(CHUNKS), whole(CHUNKS), whole(CHUNKS))
     made = [choice for choices in layers.programs.chosen.values() for choice in choices]
     assert {choice.kernel for choice in made} == {"attend", "gather", "score"}
     assert {choice.implementation for choice in made} == {

@@ -334,7 +334,7 @@ def test_settings_that_mean_nothing_are_refused(engine: Engine) -> None:
         with pytest.raises(ValueError, match="got"):
             ServerConfig(**({"model": "a"} | bad))
     with (
-        engine.variant(dataclasses.replace(engine.config, system="as-lru")) as rival,
+        engine.variant(dataclasses.replace(engine.config, system="as-lru")) as baseline,
         pytest.raises(ValueError, match="first tokens only"),
     ):
-        create_app(rival, ServerConfig(model="a"))
+        create_app(baseline, ServerConfig(model="a"))

@@ -13,15 +13,16 @@ from flax import nnx
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request
+from ckv_jax.baselines import layerwise
+from ckv_jax.baselines.h2o import _by_keys_of, column_sums
+from ckv_jax.baselines.impress import _by_heads_of
+from ckv_jax.baselines.layerwise import Choice, _attend_tokens_of
 from ckv_jax.identity import random_fingerprint
 from ckv_jax.kernels_pallas.attend.api import attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.weights import load_pretrained, random_model
-from ckv_jax.rivals import layers
-from ckv_jax.rivals.layers import Choice, _attend_tokens_of, _by_heads_of, _by_keys_of
-from ckv_jax.selection.h2o import column_sums
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -175,8 +176,8 @@ def test_a_device_gathers_whole_rows_for_tokens_of_single_heads(
         def dense(*args: jax.Array, target: Target) -> tuple[jax.Array, jax.Array]:
             return attend_rows(*args, target=Target(platform="cpu"))
 
-        monkeypatch.setattr(layers, "gather", plain)
-        monkeypatch.setattr(layers, "attend_rows", dense)
+        monkeypatch.setattr(layerwise, "gather", plain)
+        monkeypatch.setattr(layerwise, "attend_rows", dense)
         graph, state = nnx.split(model.layers[0])
         call = _attend_tokens_of(lambda state: nnx.merge(graph, state), target)
         out = jax.jit(call)(state, hidden, qkv, pages, keys, values, ids.astype(np.int32))

@@ -11,6 +11,7 @@ import pytest
 from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
 
 from ckv_jax import Engine, Request
+from ckv_jax.baselines.impress import Impress
 from ckv_jax.request import Result
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.probe_pages import ProbePages
@@ -53,7 +54,9 @@ def cold(folder: Path, system: str) -> Iterator[list[Result]]:
 
 
 def engine_over(folder: Path, system: str, sizes: Sizes) -> Engine:
-    preset = dataclasses.replace(SYSTEMS[system], reorder_every=0)
+    preset = SYSTEMS[system]
+    if system == "impress":
+        preset = dataclasses.replace(preset, executor=Impress(reorder_every=0))
     return small_engine(folder, system=preset, model=MODEL, **sizes)
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ckv_jax.baselines.h2o import column_sums
 from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
-from ckv_jax.selection.h2o import column_sums
 
 HEADS, KV_HEADS, DIM = 6, 3, 8
 

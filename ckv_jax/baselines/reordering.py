@@ -2,28 +2,37 @@
 
 Within each segment the tokens of every layer are sorted by their average importance there, and
 written as a new segment whose manifest holds a mapping list for each layer (§5). Attention does not
-mind the order: keys carry their positions.
+mind the order: keys carry their positions. Before the new order serves, it takes over what the
+caches know and hold of the old one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 from jax import Array
 
+from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError
-from ckv_jax.rivals.importance import AverageImportance
+from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.codec import Codec
+from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.stored_kv import read_kv
+from ckv_jax.trace import Trace
 
 BLOCK_TOKENS = 1024
+
+_FRONT = 0.25  # share of the tokens that an order is judged by: IMPRESS's own budget
+_SETTLED = 0.9  # share of those that are in front already
 
 Replace = Callable[[Prefix, Prefix], None]
 """Carries what is cached of one form of a prefix over to another; returns once that is done."""
@@ -188,3 +197,85 @@ class Reorderer:
 def reordered(layout: Layout) -> Layout:
     """`layout` with a mapping list for each layer in each segment."""
     return dataclasses.replace(layout, reordered=True, layer_orders=True)
+
+
+def carried(worker: Worker, old: Prefix, new: Prefix) -> Generator[None, None, None]:
+    """In every layer group as many packs of `new` come to memory as were there of `old`, those that
+    are worth most by what was known of their tokens. A group a `yield`.
+
+    Their bytes come from the store, as a chunk's tokens were in many chunks before. It ends early,
+    and well, where running requests leave no room or the store cannot give something; what is not
+    carried over is read when it is asked for.
+    """
+    tiers, trace = worker.memory.tiers, Trace()
+    with ExitStack() as stack:
+        try:
+            before = worker.leases.open(old)
+            stack.callback(before.close)
+            order = worker.leases.order_of(new)
+            worker.residents.carry_scores(before.resident, before.order, new, order)
+            after = worker.leases.open(new)
+            stack.callback(after.close)
+            probes = worker.leases.probes(after, trace)
+            stack.callback(probes.cancel)
+            rows = 0 if before.resident.probe is None else worker.plan.periods
+            every = np.arange(after.resident.num_chunks)
+            for group in range(new.layout.groups):
+                yield
+                held = tiers.let_go(before.resident.pages(group, every))
+                worth = tiers.worth(after.resident.pages(group, every))
+                best = np.argsort(-worth, kind="stable")[:held]
+                if held:
+                    worker.make_way(held)
+                    with worker.packs([after.source], trace) as packs:
+                        packs.demand(0, group, best)
+                        packs.collect(0, group, best)
+            for row in range(rows):
+                yield
+                held = tiers.let_go(before.resident.probe_pages(row))
+                if held:
+                    probes.bring(row)
+        except (PoolExhausted, RecoveryNeeded, StoreError):
+            pass
+    worker.residents.drop(old)
+
+
+class AverageImportance:
+    """The mean share of a layer's attention that each token got, float64 [L, T], over requests.
+
+    Requests count alike, however many heads were scored in a layer.
+    """
+
+    def __init__(self, layers: int, tokens: int) -> None:
+        self._total = np.zeros((layers, tokens))
+
+    def add(self, importance: Sequence[np.ndarray], order: np.ndarray | None) -> None:
+        """One request's attention, [>= T] for each layer; `order` int [L, T]: the position of each
+        token, None: as it is."""
+        tokens = self._total.shape[1]
+        for layer, values in enumerate(importance):
+            share = np.asarray(values, np.float64)[:tokens]
+            share = share / max(float(share.sum()), np.finfo(np.float64).tiny)
+            self._total[layer, slice(None) if order is None else order[layer]] += share
+
+    def order(self, start: int, end: int) -> np.ndarray:
+        """The tokens from `start` up to `end`, counted from there, the most important first, int32
+        [L, end - start]; the earlier one of equals."""
+        order: np.ndarray = np.argsort(-self._total[:, start:end], axis=1, kind="stable")
+        return order.astype(np.int32)
+
+    def settled(self, order: np.ndarray, prefix: Prefix) -> bool:
+        """Whether nine in ten of the most important quarter of each segment's tokens are in its
+        first quarter as `order` int [L, T] has them, averaged over layers and segments."""
+        there, start = [], 0
+        for span in prefix.spans:
+            end = min(start + span.num_chunks * prefix.layout.chunk_tokens, prefix.num_tokens)
+            front = max(1, round(_FRONT * (end - start)))
+            best = self.order(start, end)[:, :front] + start
+            held = order[:, start : start + front]
+            there += [
+                len(np.intersect1d(wanted, found)) / front
+                for wanted, found in zip(best, held, strict=True)
+            ]
+            start = end
+        return float(np.mean(there)) >= _SETTLED

@@ -12,8 +12,8 @@ from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request, Result
+from ckv_jax.baselines.reordering import reordered
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.rivals.reorder import reordered
 from ckv_jax.storage.prefix import Prefix
 
 MODEL = dataclasses.replace(

@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from bench.aot.program import Program, of
-from bench.aot.shapes import PREFIX, RIVAL_CHUNK, RIVAL_TOKENS, SUFFIX, Sizes, abstract, ints
+from bench.aot.shapes import BASELINE_CHUNK, BASELINE_TOKENS, PREFIX, SUFFIX, Sizes, abstract, ints
+from ckv_jax.baselines.attention_store import EverythingCalls
+from ckv_jax.baselines.h2o import KeyCalls
+from ckv_jax.baselines.impress import IMPRESS, ProbeCalls
+from ckv_jax.baselines.layerwise import Choice
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.rivals.layers import Choice, RivalLayers
-from ckv_jax.systems import SYSTEMS
 
 
 def _gather(sizes: Sizes) -> Program:
-    pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
-    table = ints(1, -(-PREFIX // RIVAL_CHUNK))
+    pool = sizes.pool(layers=1, kinds=1, chunk=BASELINE_CHUNK)
+    table = ints(1, -(-PREFIX // BASELINE_CHUNK))
     return Program(
         jitted=jax.jit(partial(gather, target=sizes.target)),
         args=(pool, table),
@@ -30,50 +32,54 @@ def _gather(sizes: Sizes) -> Program:
     )
 
 
-def _rival(name: str) -> Callable[[Sizes], Program]:
+def _baseline(name: str) -> Callable[[Sizes], Program]:
     def program(sizes: Sizes) -> Program:
-        own = RivalLayers(sizes.layers)
-        pool = sizes.pool(layers=1, kinds=1, chunk=RIVAL_CHUNK)
-        chunks = -(-PREFIX // RIVAL_CHUNK)
-        tokens, chosen = chunks * RIVAL_CHUNK, RIVAL_TOKENS
+        everything, keys, probe = (
+            kind(sizes.layers) for kind in (EverythingCalls, KeyCalls, ProbeCalls)
+        )
+        pool = sizes.pool(layers=1, kinds=1, chunk=BASELINE_CHUNK)
+        chunks = -(-PREFIX // BASELINE_CHUNK)
+        tokens, chosen = chunks * BASELINE_CHUNK, BASELINE_TOKENS
         hidden, config = sizes.hidden(1, SUFFIX), sizes.config
         heads, dim = config.num_kv_heads, config.head_dim
-        impress = SYSTEMS["impress"]
-        width = impress.probe_width(config.num_heads, heads)
+        width = IMPRESS.probe_width(config.num_heads, heads)
         k = abstract((1, SUFFIX, heads, dim))
         qkv = (sizes.queries(1, SUFFIX), k, k)
         table = ints(chunks)
         calls: dict[str, tuple[int, Callable[[], Any]]] = {
-            "project": (0, lambda: own.project(0, hidden, ints(1))),
+            "project": (0, lambda: keys.project(0, hidden, ints(1))),
             "by-keys": (
-                1, lambda: own.choose_by_keys(qkv, ints(1), pool, table, ints(), ints(1), n=chosen),
+                1,
+                lambda: keys.choose_by_keys(
+                    qkv, ints(1), pool, table, ints(), ints(1), n=chosen
+                ),
             ),
             "by-probe": (
                 0,
-                lambda: own.choose_by_probe(
+                lambda: probe.choose_by_probe(
                     qkv, ints(1), abstract((tokens, width, dim)), ints(),
-                    ints(1), n=chosen, heads=impress.probe_heads, chunk_tokens=RIVAL_CHUNK,
+                    ints(1), n=chosen, heads=IMPRESS.probe_heads, chunk_tokens=BASELINE_CHUNK,
                 ),
             ),
             "by-heads": (
                 1,
-                lambda: own.choose_by_heads(
+                lambda: probe.choose_by_heads(
                     qkv, ints(1), pool, table, ints(), ints(1), _trusted(chunks, tokens, chosen),
                     abstract((1,), jnp.bool_), n=chosen,
                 ),
             ),
             "attend-tokens": (
                 3,
-                lambda: own.attend_tokens(0, hidden, qkv, pool, table, table, ints(1, chosen)),
+                lambda: keys.attend_tokens(0, hidden, qkv, pool, table, table, ints(1, chosen)),
             ),
             "attend-heads": (
                 3,
-                lambda: own.attend_tokens(
+                lambda: keys.attend_tokens(
                     0, hidden, qkv, pool, table, table, ints(1, heads, chosen)
                 ),
             ),
             "attend-all": (
-                1, lambda: own.attend_all(0, hidden, ints(1), pool, table, table, table)
+                1, lambda: everything.attend_all(0, hidden, ints(1), pool, table, table, table)
             ),
         }  # fmt: skip
         kernels, call = calls[name]
@@ -92,11 +98,11 @@ def _trusted(chunks: int, tokens: int, chosen: int) -> Choice:
     )  # fmt: skip
 
 
-RIVALS: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
+BASELINES: Mapping[str, Callable[[Sizes], Program]] = MappingProxyType(
     {
-        "rival-gather": _gather,
+        "baseline-gather": _gather,
         **{
-            f"rival-{name}": _rival(name)
+            f"baseline-{name}": _baseline(name)
             for name in (
                 "project",
                 "by-keys",

@@ -12,15 +12,14 @@ from engine_support import SMALL, TIGHT, scale_error, small_engine, tokens
 from numpy_qwen import NumpyQwen
 
 from ckv_jax import Engine, Request, Result
+from ckv_jax.baselines.impress import REORDER_EVERY, Impress
+from ckv_jax.baselines.reordering import AverageImportance, reordered
 from ckv_jax.model.weights import load_pretrained
-from ckv_jax.rivals.importance import AverageImportance
-from ckv_jax.rivals.reorder import reordered
 from ckv_jax.storage.fingerprint import Fingerprint
 from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 from ckv_jax.storage.tools.verify import verify_store
-from ckv_jax.systems import REORDER_EVERY, SYSTEMS
 
 MODEL = dataclasses.replace(
     SMALL, num_layers=3, num_heads=8, num_kv_heads=4, tie_word_embeddings=False
@@ -163,7 +162,7 @@ def test_a_store_with_one_order_for_all_layers_opens(tmp_path: Path) -> None:
 
 def test_a_number_of_requests_is_asked_for() -> None:
     with pytest.raises(ValueError, match="reorder_every"):
-        dataclasses.replace(SYSTEMS["impress"], reorder_every=-1)
+        Impress(reorder_every=-1)
 
 
 def test_a_segment_of_one_token_is_in_order(tmp_path: Path) -> None:

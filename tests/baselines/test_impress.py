@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.selection.impress import mean_jaccard, probe_sets, similarity_threshold, votes
+from ckv_jax.baselines.impress import (
+    IMPRESS,
+    importance_ratio,
+    mean_jaccard,
+    probe_sets,
+    similarity_threshold,
+    votes,
+)
+from ckv_jax.cache import Tiers
 
 
 @pytest.mark.parametrize("n, k", [(4, 1), (5008, 251), (5008, 1252), (1000, 500), (7, 7)])
@@ -70,3 +78,31 @@ def test_no_sums_outweigh_a_vote() -> None:
     found = np.asarray(votes(sums, sets))
     np.testing.assert_allclose(found[:3], [0.6 / 2, 2 + 0.2 / 2, 1 + 0.2 / 2])
     assert (found[3:] == -np.inf).all()
+
+
+def test_importance_ratio_prefers_the_papers_second_chunk() -> None:
+    # IMPRESS, Figure 14: 15 uses at one important key of two against 10 uses at two of two
+    first, second = importance_ratio(
+        np.array([0.5, 1.0]),
+        np.array([15, 10], np.uint32),
+        np.array([25, 24], np.uint64),
+    )
+    assert (first, second) == (7.5, 10.0)
+
+
+def test_importance_ratio_follows_what_changes() -> None:
+    """A chunk that used to be all important and is not any more gives way (IMPRESS §4.4.2)."""
+    tiers = Tiers(1, 0, 2, IMPRESS.policy)
+    base = tiers.register(2)
+    was, now = base, base + 1
+    for _ in range(10):
+        tiers.record(np.array([was]), np.array([1.0]))
+        tiers.record(np.array([now]), np.array([0.0]))
+    for _ in range(10):
+        tiers.record(np.array([was]), np.array([0.0]))
+        tiers.record(np.array([now]), np.array([1.0]))
+    importance, frequency = tiers.scores(base, 2)
+    assert frequency.tolist() == [20, 20]
+    assert importance[0] < 0.1 and importance[1] > 0.9
+    slots = tiers.take(2)
+    assert tiers.admit(np.array([was, now]), slots).kept.tolist() == [False, True]

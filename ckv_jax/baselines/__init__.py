@@ -1,0 +1,1 @@
+"""Published systems that `ckv` is compared with, one file each; they import the core."""

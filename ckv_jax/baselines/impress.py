@@ -1,0 +1,347 @@
+"""IMPRESS, as its paper describes it (`impress`).
+
+- §4.3, probe: the first three query heads of a layer select for all. Each has the tokens with the
+  largest column sums; the tokens with most votes are taken, ties by attention. Where query heads
+  share a key head, so do these three, and a probe is fewer keys.
+- §4.3, threshold: the heads are trusted where their mean Jaccard index is over j^0.6, j that of
+  random sets. Below it the layer falls back for that question: all keys are read, and each KV head
+  has its own tokens, shared by its query heads.
+- §6.5, probe keys are stored apart; here in pages of a pack's size, which the caches hold as they
+  hold packs. Two layers' probes are under way while one computes (Figure 10: one).
+- §4.4.1 and §5, reordering: in `baselines.reordering`, after every four requests over a prefix. The
+  paper looks every ten minutes.
+- §4.4.2, cache: the number of accesses times a moving average of the share of important tokens. The
+  paper gives no window; here the latest access weighs a quarter.
+- §4.4.2, only the important vectors of a chunk go to the device: here whole chunks do.
+- §4.1, the radix tree over prefixes is the store's chain of hashes over chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from ckv_jax.baselines.h2o import sums_of
+from ckv_jax.baselines.layerwise import (
+    Choice,
+    LayerCalls,
+    LayerSchedule,
+    LayerwiseExecutor,
+    Qkv,
+    importance_of,
+    keys_of,
+    layer_by_layer,
+)
+from ckv_jax.baselines.reordering import Reorderer, carried
+from ckv_jax.cache.policy import Frequency, Importance, LastUsed, Policy, Scores
+from ckv_jax.kernels_pallas.score.probe import Keys
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.pipeline.batch import Batch
+from ckv_jax.pipeline.layers import Layers
+from ckv_jax.reads.packs import Packs
+from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
+from ckv_jax.serving.worker import Worker
+from ckv_jax.storage.prefix import Prefix
+from ckv_jax.trace import Trace
+
+REORDER_EVERY = 4
+"""IMPRESS's paper looks every ten minutes; a count of requests gives the same averages whatever the
+load."""
+
+ALPHA = 0.6
+"""Exponent of the threshold, the paper's choice (§4.3, Figure 22)."""
+
+
+def importance_ratio(importance: Importance, frequency: Frequency, _: LastUsed) -> Scores:
+    """Access frequency x moving average of the share of important tokens (IMPRESS §4.4.2).
+
+    The schedule records that share (0 to 1) where attention-guided policies record attention.
+    """
+    return importance * frequency
+
+
+@dataclass(frozen=True, slots=True)
+class Impress:
+    """Makes the executor of `impress`."""
+
+    reorder_every: int = REORDER_EVERY
+    """Requests over a prefix after which its order is looked at, again and again, and rewritten in
+    the background by the average importance in each layer, where that has changed (§4.4.1); 0:
+    never."""
+
+    def __post_init__(self) -> None:
+        if type(self.reorder_every) is not int or self.reorder_every < 0:
+            raise ValueError(
+                f"got reorder_every={self.reorder_every!r}, expected 0 or more requests"
+            )
+
+    def __call__(self, worker: Worker) -> ImpressExecutor:
+        """The executor of an engine."""
+        return ImpressExecutor(worker, self.reorder_every)
+
+
+IMPRESS = layer_by_layer(
+    "impress",
+    selector="token",
+    probe="heads",
+    policy=Policy(importance_ratio, newest=0.25),
+    executor=Impress(),
+)
+
+
+class ImpressExecutor(LayerwiseExecutor):
+    """Layer by layer, over prefixes in the order that their requests have made of them."""
+
+    def __init__(self, worker: Worker, reorder_every: int) -> None:
+        super().__init__(worker, partial(ProbeFirst, worker, ProbeCalls(worker.layers)))
+        self._reorderer: Reorderer | None = None
+        if reorder_every:
+            self._reorderer = Reorderer(
+                worker.store,
+                every=reorder_every,
+                replace=lambda old, new: worker.add_job(carried(worker, old, new)).result(),
+                codec=worker.system.coder,
+            )
+
+    def note(self, prefix: Prefix, choices: Sequence[Choice]) -> None:
+        """What was important counts for the order of the prefix."""
+        if self._reorderer is not None:
+            self._reorderer.note(prefix, [choice.importance for choice in choices])
+
+    def served(self, prefix: Prefix) -> Prefix:
+        """Its reordered form, once there is one."""
+        return prefix if self._reorderer is None else self._reorderer.current(prefix)
+
+    def forget(self, prefix: Prefix) -> None:
+        """Its order is looked up in the store again."""
+        if self._reorderer is not None:
+            self._reorderer.forget(prefix)
+
+    def settle(self) -> None:
+        """Returns once nothing is being rewritten or carried over."""
+        if self._reorderer is not None:
+            self._reorderer.wait()
+
+    def close(self) -> None:
+        """Lets the rewrite under way finish. Idempotent."""
+        if self._reorderer is not None:
+            self._reorderer.close()
+
+
+class ProbeFirst(LayerSchedule):
+    """Each layer over the tokens that its probe heads select, or every head where they disagree."""
+
+    _layers: ProbeCalls
+
+    def __init__(
+        self, worker: Worker, calls: ProbeCalls, batch: Batch, packs: Packs, trace: Trace
+    ) -> None:
+        super().__init__(worker, calls, batch, packs, trace)
+        self._heads = worker.system.probe_heads
+
+    def read_ahead(self, layer: int) -> None:
+        """The layer's probe."""
+        self._probes.ahead(layer)
+
+    def prepare(self, hidden: Array) -> None:
+        """Compiles the fallback: all keys, every head its own tokens."""
+        anywhere = np.zeros(self._resident.probe_chunks, np.int32)  # what comes of it is not used
+        qkv = self._layers.project(0, hidden, self._batch.start)
+        rows, chunks = len(self._batch.lengths), self._resident.probe_chunks
+        nothing = Choice(
+            ids=jnp.zeros((rows, self._budget), jnp.int32),
+            counts=jnp.zeros((rows, chunks), jnp.int32),
+            mass=jnp.zeros(rows, jnp.float32),
+            similarity=jnp.zeros(rows, jnp.float32),
+            importance=jnp.zeros(chunks * self._chunk_tokens, jnp.float32),
+        )
+        choice = self._choose_by_heads(qkv, anywhere, nothing, np.zeros(rows, bool))
+        self._layers.attend_tokens(
+            0, hidden, qkv, self._memory.pool.pages, anywhere, anywhere, choice.ids
+        )
+
+    def attend(self, layer: int, hidden: Array) -> Array:
+        """The layer over its important tokens and the suffix."""
+        qkv = self._project(layer, hidden)
+        key_table: np.ndarray | None = None
+        choice = self._by_probe(layer, qkv)
+        counts, similarity = self._fetch(layer, choice)
+        share = self._batch.limits / self._resident.prefix.num_tokens
+        agreed = np.asarray(similarity > similarity_threshold(share))
+        self._probes.used(layer)
+        everyone = bool(agreed[self._batch.lengths > 0].all())
+        self._trace.count("layers_agreed" if everyone else "layers_fell_back", 1)
+        if not everyone:
+            key_table = self._all_keys(layer)
+            with self._span("dispatch", layer):
+                choice = self._choose_by_heads(qkv, key_table, choice, agreed)
+            counts, _ = self._fetch(layer, choice)
+        return self._attend_chosen(layer, hidden, qkv, choice, counts, key_table)
+
+    def _by_probe(self, layer: int, qkv: Qkv) -> Choice:
+        self._read_ahead(layer + self._ahead)
+        with self._span("dispatch", layer):
+            [probe] = self._probes.get([layer], layer)
+            assert isinstance(probe, Keys)
+            return self._layers.choose_by_probe(
+                qkv, self._batch.lengths, probe.keys, self._tokens, self._batch.limits,
+                n=self._budget, chunk_tokens=self._chunk_tokens,
+                heads=self._heads,
+            )  # fmt: skip
+
+    def _choose_by_heads(
+        self, qkv: Qkv, table: np.ndarray, trusted: Choice, agreed: np.ndarray
+    ) -> Choice:
+        return self._layers.choose_by_heads(
+            qkv, self._batch.lengths, self._memory.pool.pages, table, self._tokens,
+            self._batch.limits, trusted, agreed, n=self._budget,
+        )  # fmt: skip
+
+
+class ProbeCalls(LayerCalls):
+    """And those that select by a probe, or by all keys of each head."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__(layers)
+        jit = layers.programs.jit
+        self._by_probe = jit(_by_probe, static=("n", "heads", "chunk_tokens"))
+        self._by_heads = jit(layers.once(_by_heads_of, layers.target), static=("n",))
+
+    def choose_by_probe(
+        self,
+        qkv: Qkv,
+        q_lengths: Int32[ArrayLike, B],
+        probe: Float[Array, "T P D"],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
+        *,
+        n: int,
+        heads: int,
+        chunk_tokens: int,
+    ) -> Choice:
+        """The tokens that probe heads vote for, and how far those heads agree.
+
+        The first `heads` query heads each have a vote.
+        """
+        key = (qkv[0].shape, probe.shape, n, heads)
+        return Choice(
+            *self._by_probe(
+                key, qkv, q_lengths, probe, num_tokens, limits, n=n, heads=heads,
+                chunk_tokens=chunk_tokens,
+            )
+        )  # fmt: skip
+
+    def choose_by_heads(
+        self,
+        qkv: Qkv,
+        q_lengths: Int32[ArrayLike, B],
+        pages: Array,
+        key_slots: Int32[np.ndarray, " M"],
+        num_tokens: Int32[ArrayLike, ""],
+        limits: Int32[ArrayLike, B],
+        trusted: Choice,
+        agreed: Bool[np.ndarray, B],
+        *,
+        n: int,
+    ) -> Choice:
+        """The fallback: every KV head's own tokens by all keys, in rows that are not
+        `agreed`; the others keep what is `trusted`. Arguments as for
+        `KeyCalls.choose_by_keys`."""
+        key = (qkv[0].shape, pages.shape, key_slots.shape, n)
+        return Choice(
+            *self._by_heads(
+                key, qkv, q_lengths, pages, key_slots, num_tokens, limits, trusted, agreed, n=n
+            )
+        )
+
+
+def similarity_threshold(share: np.ndarray | float) -> np.ndarray | float:
+    """t = j^0.6, j the expected Jaccard index of two random choices of the same `share` = k/n.
+
+    j = (k/n) / (2 - k/n). The probe heads are trusted where they agree better than this.
+    """
+    return (share / (2.0 - share)) ** ALPHA
+
+
+def mean_jaccard(sets: Bool[Array, "P T"]) -> Float32[Array, ""]:
+    """Mean over pairs of heads of |A and B| / |A or B|; 1.0 for a single head."""
+    pairs = list(itertools.combinations(range(sets.shape[0]), 2))
+    if not pairs:
+        return jnp.ones((), jnp.float32)
+    ratios = []
+    for a, b in pairs:
+        both = jnp.sum(sets[a] & sets[b], dtype=jnp.float32)
+        either = jnp.sum(sets[a] | sets[b], dtype=jnp.float32)
+        ratios.append(both / jnp.maximum(either, 1.0))
+    return jnp.mean(jnp.stack(ratios))
+
+
+def probe_sets(sums: Float32[Array, "P T"], n: int, limit: Int32[Array, ""]) -> Bool[Array, "P T"]:
+    """Each probe head's own `limit` <= n most important tokens."""
+    limits = jnp.broadcast_to(limit, (sums.shape[0],))
+    return top_mask(sums, n, limits)
+
+
+def votes(sums: Float32[Array, "P T"], sets: Bool[Array, "P T"]) -> Float32[Array, " T"]:
+    """What the probe heads agree on: the number of heads that chose a token, ties by their sums.
+
+    Sums of one head never exceed the number of its queries; they are scaled to below one vote.
+    """
+    total = jnp.sum(jnp.where(sums > -jnp.inf, sums, 0.0), axis=0)  # [T]
+    below_one = total / (jnp.sum(total) + 1.0)
+    ballots = jnp.sum(sets, axis=0, dtype=jnp.float32) + below_one
+    return jnp.where(sums[0] > -jnp.inf, ballots, -jnp.inf)
+
+
+def _by_probe(
+    qkv: Qkv, q_lengths: Array, probe: Array, num_tokens: Array, limits: Array, *, n: int,
+    heads: int, chunk_tokens: int,
+) -> tuple[Array, ...]:  # fmt: skip
+    q, k, _ = qkv
+    tokens, heads, group = probe.shape[0], min(heads, q.shape[2]), q.shape[2] // k.shape[2]
+    of = np.arange(heads) // group  # one KV head a query head, so that each has sums of its own
+    sums = sums_of(q[:, :, :heads], probe[:, of], k[:, :, of], num_tokens, q_lengths)
+    sets = jax.vmap(lambda row, limit: probe_sets(row, n, limit))(sums, limits)  # [B, P, T]
+    ids = choose(jax.vmap(votes)(sums, sets), n, limits).ids
+    counts = chunk_counts(ids, chunk_tokens=chunk_tokens, chunks=tokens // chunk_tokens)
+    scores = jnp.sum(sums, axis=1)
+    return ids, counts, share_held(scores, ids), jax.vmap(mean_jaccard)(sets), importance_of(scores)
+
+
+def _by_heads_of(target: Target) -> Callable[..., tuple[Array, ...]]:
+    def by_heads(
+        qkv: Qkv, q_lengths: Array, pages: Array, key_slots: Array, num_tokens: Array,
+        limits: Array, trusted: Choice, agreed: Array, *, n: int,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        q, k, _ = qkv
+        rows, heads = k.shape[0], k.shape[2]
+        sums = sums_of(
+            q, keys_of(pages, key_slots, k, target), k, num_tokens, q_lengths
+        )  # [B, K, T]
+        flat = sums.reshape(rows * heads, -1)
+        chosen = choose(flat, n, jnp.repeat(limits, heads))  # [B*K, n]
+        counts = chunk_counts(chosen.ids, chunk_tokens=pages.shape[3], chunks=key_slots.shape[0])
+        counts = jnp.mean(counts.reshape(rows, heads, -1).astype(jnp.float32), axis=1)
+        held = jnp.sum(chosen.attention.reshape(rows, -1), axis=1)
+        scores = jnp.sum(sums, axis=1)
+        total = jnp.sum(jnp.where(scores > -jnp.inf, scores, 0.0), axis=1)
+        mass = held / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return (
+            jnp.where(
+                agreed[:, None, None], trusted.ids[:, None], chosen.ids.reshape(rows, heads, n)
+            ),
+            jnp.where(agreed[:, None], trusted.counts.astype(jnp.float32), counts),
+            jnp.where(agreed, trusted.mass, mass),
+            trusted.similarity,
+            importance_of(scores),
+        )
+
+    return by_heads

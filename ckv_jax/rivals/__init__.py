@@ -1,1 +1,0 @@
-"""The layer-by-layer systems that ckv is compared with."""

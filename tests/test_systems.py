@@ -1,0 +1,131 @@
+"""A system is found by name, at `module:NAME`, or by an entry point, and refused in one line."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckv_jax import EngineConfig, SystemConfig, systems
+from ckv_jax.systems import DECODE_SYSTEMS, SYSTEMS, loadable_systems, system_named
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that Python imports from, whose entry points are looked up again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    systems._installed.cache_clear()
+    yield tmp_path
+    systems._installed.cache_clear()
+
+
+def write(folder: Path, module: str, text: str) -> None:
+    """A module that no other test has imported."""
+    sys.modules.pop(module, None)
+    (folder / f"{module}.py").write_text(text)
+
+
+def install(folder: Path, package: str, *points: str) -> None:
+    """What an installer leaves of a package with these entry points."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(["[ckv_jax.systems]", *points, ""]))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_name_loads_the_system_of_that_name(name: str) -> None:
+    assert SYSTEMS[name].name == name and EngineConfig(system=name).system == name
+
+
+def test_names_are_listed_with_the_core_first() -> None:
+    assert [*SYSTEMS][:2] == ["recompute", "ckv"] and len(SYSTEMS) == len({*SYSTEMS})
+    assert {*DECODE_SYSTEMS} < {*SYSTEMS} and "nope" not in SYSTEMS
+
+
+def test_a_system_at_a_module(package: Path) -> None:
+    text = "from ckv_jax import SystemConfig\nMINE = SystemConfig(name='mine', chunk_tokens=8)\n"
+    write(package, "of_mine", text)
+    assert system_named("of_mine:MINE").chunk_tokens == 8
+    assert EngineConfig(system="of_mine:MINE").system == "of_mine:MINE"
+
+
+def test_an_entry_point_is_listed_and_loads_when_asked_for(package: Path) -> None:
+    text = "from ckv_jax import SystemConfig\nMINE = SystemConfig(name='mine', chunk_tokens=8)\n"
+    write(package, "of_theirs", text)
+    install(package, "theirs", "mine = of_theirs:MINE", "broken = of_nobody:X")
+    assert "mine" in [*SYSTEMS] and "of_theirs" not in sys.modules
+    assert SYSTEMS["mine"].chunk_tokens == 8
+    named = [system.name for system in loadable_systems()]
+    assert "mine" in named and "broken" not in named
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("nope", r"got system='nope', expected one of recompute, ckv, .*, or package.module:NAME"),
+        ("of_nobody:X", r"module 'of_nobody' does not import \(ModuleNotFoundError: No module"),
+        (":X", r"got system=':X', whose module '' does not import"),
+        ("of_faults:X", r"'of_faults:X', which is nothing, expected a SystemConfig at of_faults:X"),
+        ("of_faults:NUMBER", r"which is a int, expected a SystemConfig at of_faults:NUMBER"),
+        ("of_errors:X", r"'of_errors' does not import \(ValueError: got chunk_tokens=0, expected"),
+        ("ckv", r"got 2 systems named 'ckv' \(ckv_jax.systems:ckv, of_faults:MINE\), expected one"),
+        (
+            "other",
+            r"got system='other' at of_faults:MINE, which is named 'mine', expected one name",
+        ),
+        ("broken", r"got system='broken', whose module 'of_nobody' does not import"),
+    ],
+)
+def test_what_does_not_load_is_refused_in_one_line(package: Path, asked: str, says: str) -> None:
+    text = "from ckv_jax import SystemConfig\nNUMBER = 3\nMINE = SystemConfig(name='mine')\n"
+    write(package, "of_faults", text)
+    write(package, "of_errors", text + "X = SystemConfig(name='x', chunk_tokens=0)\n")
+    install(
+        package, "faulty", "ckv = of_faults:MINE", "other = of_faults:MINE", "broken = of_nobody:X"
+    )
+    with pytest.raises(ValueError, match=says) as refused:
+        EngineConfig(system=asked)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"executor": 3}, r"got executor=3 with selector='chunk', expected what makes an executor"),
+        ({"executor": print, "selector": "none"}, "of a system that attends to something stored"),
+        ({"selector": "token"}, "got selector='token' without an executor, expected one"),
+        ({"selector": "h2o"}, "got selector='h2o', expected one of none, all, chunk, token"),
+    ],
+)
+def test_a_system_that_lacks_a_part_is_refused(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SystemConfig(name="x", **fields)  # type: ignore[arg-type]
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckv_jax.cli", "demo", "--system", "of_nobody:X"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "module 'of_nobody' does not import" in re.sub(r"\s+", " ", done.stderr)
+
+
+def test_the_core_imports_no_baseline() -> None:
+    for folder in ("ckv_jax", "storage", "kernels_pallas"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.parent.name == "baselines":
+                continue
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [str(node.module)]
+                assert not [n for n in names if n.startswith("ckv_jax.baselines")], path
