@@ -312,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.model = fetch()
         except CheckpointError as error:
             raise SystemExit(str(error)) from error
-    about = {key: str(value) for key, value in vars(args).items() if key not in ("json", "plot")}
+    about: Json = {key: value for key, value in vars(args).items() if key not in ("json", "plot")}
+    about["model"] = args.model.name
+    about |= {key: [path.name for path in about[key]] for key in ("texts", "dataset")}
     kept = Kept(args.json, about)
     config = EngineConfig(system="ckv", budget=1.0, dtype=args.dtype)
     with (

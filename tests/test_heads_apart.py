@@ -333,9 +333,7 @@ def test_widths_are_of_layers_and_heads(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"selector": "h2o"},
         {"probe": "keys", "digest": "none", "decode": None},
-        {"heads": ((0, 0),)},
         {"codec": "int8"},
         {"prefetch": "inter"},
         {"choose": Select(coarse=Coarse())},

@@ -23,7 +23,7 @@ from ckv_jax import Engine
 from ckv_jax.stored_kv import read_kv
 from ckv_jax.systems import SYSTEMS
 
-NAMES = ("ckv", "contiguous-kv", "impress", "as-lru")
+NAMES = ("ckv-16", "contiguous-kv", "impress", "as-lru")
 SETTING = Setting(
     model="tiny", prefix_tokens=520, prefixes=4, repeats=4, budgets=(0.2,), systems=NAMES
 )
@@ -99,7 +99,7 @@ def test_every_system_answers_the_same_requests_in_every_round(
         device = ("prefetch_device_bytes", "digest_bytes", "device_cache_bytes")
         assert sum(memory[name] for name in device) == int(0.2 * total)
         assert memory["prefetch_host_bytes"] + memory["host_cache_bytes"] == int(0.4 * total)
-        assert (row["digest_bytes"] > 0) == (row["system"] == "ckv")
+        assert (row["digest_bytes"] > 0) == (row["system"] == "ckv-16")
         assert row["hit_rate"]["device"] + row["hit_rate"]["host"] > 0
         assert all(set(half) == {"device", "host"} for half in row["hit_rate_by_half"])
     assert [row["system"] for row in rows] == list(NAMES)
@@ -111,13 +111,13 @@ def test_filling_ends_once_caches_are_full(
 ) -> None:
     monkeypatch.setattr(warm, "LOOK_EVERY", 1)
     monkeypatch.setattr(warm, "FULL_ENOUGH", 0.9)  # ten packs do not fill a tier to the last
-    small = {"rounds": 1, "fill": 2, "fill_most": 5, "host_share": 0.1}
+    small = {"rounds": 1, "fill": 2, "fill_most": 5, "host_share": 0.5}
     with Lab(SETTING) as mine, Disk(tmp_path, seconds=0.1, file_bytes=1 << 20) as disk:
         found = {}
-        for name, share in (("as-lru", 0.3), ("ckv", 0.9)):  # more than five requests bring
+        for name, share in (("as-lru", 0.3), ("ckv-16", 1.0)):  # more than five requests bring
             how = Rounds(device_share=share, **small)
             [found[name]] = warm_rows(mine, disk, warm_systems([name]), how, Kept(None, {}))
-    soon, never = found["as-lru"], found["ckv"]
+    soon, never = found["as-lru"], found["ckv-16"]
     assert 2 <= soon["fill_requests"][0] < 5 and soon["filled"] >= 0.9
     assert never["fill_requests"] == [5] and never["filled"] < 0.9
 

@@ -294,8 +294,8 @@ def test_a_segment_that_cannot_be_opened_is_left_and_fails_nobody(
         expected = plain.generate(requests[1], SamplingParams(max_tokens=30)).results()[0]
     opens, move = Leases.open, once(StoreUnavailable("locked"), Leases.open)
 
-    def opened(leases: Leases, prefix: Prefix, *, room: int = 0) -> object:
-        return move(leases, prefix, room=room) if room else opens(leases, prefix)
+    def opened(leases: Leases, prefix: Prefix, *, room: int = 0, **named: Any) -> object:
+        return (move if room else opens)(leases, prefix, room=room, **named)
 
     monkeypatch.setattr(Leases, "open", opened)
     first, second = engine.generate(requests, sampling).results()

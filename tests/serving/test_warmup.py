@@ -79,8 +79,8 @@ class Notes:
         pool = SimpleNamespace(warm=lambda packs, chunks: self.packs.extend(packs))
         self.memory = SimpleNamespace(pool=pool)
         self.landing = SimpleNamespace(warm=lambda: None)
-        self.system = SimpleNamespace(chunked=chunked, decode=decode)
-        self.executor = None
+        self.system = SimpleNamespace(chunked=chunked, decode=decode, executor=None)
+        self.executor = SimpleNamespace(warm=lambda tokens: None)
 
     def first_tokens(self, batch: Several[Sequence]) -> None:
         self.batches.append(list(batch))

@@ -428,7 +428,6 @@ def test_times_of_use_reach_the_index_now_and_then(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = ingest(store, some_tokens(64))
-    (id_,) = (span.segment_id for span in prefix.spans)
     bounds: Bounds = store.bounds
 
     def used() -> float:
@@ -437,15 +436,15 @@ def test_times_of_use_reach_the_index_now_and_then(
 
     written = used()
     bounds._touched = time.monotonic()
-    bounds.touch([id_])
-    assert used() == written  # not each time: that is a write
+    assert not bounds.touch(prefix) and used() == written  # not each time: that is a write
     bounds._touched = time.monotonic() - 6
-    bounds.touch([id_])
+    assert bounds.touch(prefix)
+    bounds.flush()
     assert used() > written
     assert time.monotonic() - bounds._touched < 5
     later = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: later)
-    bounds.touch([id_])
+    bounds.touch(prefix)
     assert used() < later
     bounds.flush()
     assert used() == later
