@@ -203,9 +203,9 @@ class SystemConfig:
                 "chose says little of another's choice"
             )
         for select in (self.choose, self.decode):
-            if select is not None and (select.coarse is not None or select.score is not None):
+            if select is not None and (select.coarse or select.score or select.peaks):
                 raise ValueError(
-                    "got heads_apart=True with a coarse pass or a score of one's own, whose "
+                    "got heads_apart=True with a coarse pass, peaks or a score of one's own, whose "
                     "scores are of all heads together"
                 )
 

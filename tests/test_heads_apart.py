@@ -337,6 +337,8 @@ def test_widths_are_of_layers_and_heads(
         {"codec": "int8"},
         {"prefetch": "inter"},
         {"choose": Select(coarse=Coarse())},
+        {"choose": Select(peaks=True)},
+        {"decode": Select(peaks=True)},
         {"decode": Select(coarse=Coarse())},
         {"heads_apart": False},
         {"digest": "int4"},
