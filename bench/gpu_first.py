@@ -9,17 +9,21 @@ Needs JAX, this package and nothing else: no fio, no network. Each stage answers
 - `first_token`: TTFT of one model by system and budget, from SSD and with everything on the
   device, beside the replay of the bare calls.
 - `decode`: milliseconds a token.
-- `profile`: what one request and its tokens did on the device, by kernel.
+- `profile`: what one request did on the device, by kernel.
+- `host_profile`: where the engine thread spent its time in such requests.
 """
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import dataclasses
 import faulthandler
+import io
 import json
 import logging
 import os
+import pstats
 import statistics
 import tempfile
 import time
@@ -44,6 +48,7 @@ from bench.measure import Compilations, measured
 from ckv_jax import Engine, SamplingParams
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
+from ckv_jax.memory.host import PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
 REPLAYS = 9
@@ -143,16 +148,32 @@ def host(setting: Setting) -> Json:
     slot = (2, 2, 8, shape.num_kv_heads * shape.head_dim)
     size = 2 * int(np.prod(slot))
     pool = DevicePool(max(64, (256 << 20) // size), slot, np.dtype(jnp.bfloat16), target)
-    rows = np.ones((16, *slot), jnp.bfloat16)
-    where = np.arange(16, dtype=np.int32)
+    locked = PageLocked()
     found: Json = {
         "call": _chain(one, small),
         "call of 40 arrays": _chain(lambda x: of_many(x, *many), small),
         "call with an upload": _chain(lambda x: one(ids), small),
         "call and its result on the host": _each(lambda: np.asarray(one(small))),
-        "pool write of 16 packs, dispatched": _chain(lambda x: pool.write(rows, where), small),
-        "pool write of 16 packs, done": _each(lambda: pool.write(rows, where).block_until_ready()),
     }
+    for count in (16, 64):
+        where = np.arange(count, dtype=np.int32)
+        memory = aligned_bytes(count * size)
+        memory[:] = 1
+        for kind in ("pageable", "locked"):
+            if kind == "locked" and not locked.lock(memory):
+                continue
+            rows = memory.view(jnp.bfloat16).reshape(count, *slot)
+            for way, put in (("", lambda x: x), (", put first", jax.device_put)):
+
+                def write(
+                    _: Any = None, rows: Any = rows, where: Any = where, put: Any = put
+                ) -> Any:
+                    return pool.write(p(rows), where)
+
+                name = f"pool write of {count} packs, {kind}{way}"
+                found[f"{name}, dispatched"] = _chain(write, small)
+                found[f"{name}, done"] = _each(lambda write=write: write().block_until_ready())
+    locked.close()
     pool.close()
     return {"us": found, "pack_bytes": size}
 
@@ -272,6 +293,28 @@ def profile(lab: Lab, budget: float) -> Json:
     }
 
 
+def host_profile(lab: Lab, budget: float, top: int = 45) -> Json:
+    """Where the engine thread's time goes in a request, by function, with cProfile's own cost."""
+    found: Json = {}
+    for name, room in (("ssd", 0), ("device", 2 * lab.kv_bytes + (64 << 20))):
+        with lab.engine("ckv", device_bytes=room) as engine:
+            lab.warm(engine, 0, (budget,))
+            for _ in range(3):
+                lab.ask(engine, 0, 0, budget)
+            engine.settle()
+            profiler = cProfile.Profile()
+            engine._scheduler.call(profiler.enable)  # in the engine thread, which alone it follows
+            for _ in range(REPLAYS):
+                lab.ask(engine, 0, 0, budget)
+            engine._scheduler.call(profiler.disable)
+        text = io.StringIO()
+        stats = pstats.Stats(profiler, stream=text)
+        stats.sort_stats("tottime").print_stats(top)
+        stats.sort_stats("cumtime").print_stats(top)
+        found[name] = text.getvalue().splitlines()
+    return found | {"requests": REPLAYS}
+
+
 def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[[], Json]]]:
     """Every stage by name, in order. The later ones share one lab, which goes with the iterator."""
     yield "device", lambda: device(setting)
@@ -285,6 +328,7 @@ def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[
         yield "first_token", lambda: first_token(lab, disk)
         yield "decode", lambda: decode(lab, (0.01, 0.05, 1.0))
         yield "profile", lambda: profile(lab, 0.05)
+        yield "host_profile", lambda: host_profile(lab, 0.05)
 
 
 def run(path: Path, setting: Setting, *, limit_s: float, only: Sequence[str], small: int) -> Json:

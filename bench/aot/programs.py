@@ -69,6 +69,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
                 sizes.layers.scorer(layers, probes), sizes.hidden(1, SUFFIX), ints(1), ints(1),
                 ints(), ints(), ints(1),
                 Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window, peaks=digest),
+                Share(abstract((1,), jnp.float32), ints(1)),
             ),
             kernels=0 if kind in LANDMARKS else len(layers),
             sums=1,
@@ -105,12 +106,11 @@ def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
 
 def _run(batch: int) -> Callable[[Sizes], Program]:
     def program(sizes: Sizes) -> Program:
-        pool, slots = sizes.pool(), ints(CALL_LAYERS // PACK, batch, sizes.chosen)
+        pool, tables = sizes.pool(), ints(CALL_LAYERS // PACK + 1, batch, sizes.chosen)
         return of(
             sizes,
             lambda: sizes.layers.run(
-                range(CALL_LAYERS), sizes.hidden(batch, SUFFIX), ints(batch), pool, slots,
-                ints(batch, sizes.chosen),
+                range(CALL_LAYERS), sizes.hidden(batch, SUFFIX), ints(batch), pool, tables
             ),
             kernels=CALL_LAYERS,
             sums=2 * CALL_LAYERS,
