@@ -168,7 +168,7 @@ def host(setting: Setting) -> Json:
                 def write(
                     _: Any = None, rows: Any = rows, where: Any = where, put: Any = put
                 ) -> Any:
-                    return pool.write(p(rows), where)
+                    return pool.write(put(rows), where)
 
                 name = f"pool write of {count} packs, {kind}{way}"
                 found[f"{name}, dispatched"] = _chain(write, small)
@@ -326,9 +326,9 @@ def stages(setting: Setting, *, small: int = 1) -> Iterator[tuple[str, Callable[
         Disk(lab.folder, seconds=1.0, file_bytes=FILE_BYTES // small) as disk,
     ):
         yield "first_token", lambda: first_token(lab, disk)
-        yield "decode", lambda: decode(lab, (0.01, 0.05, 1.0))
         yield "profile", lambda: profile(lab, 0.05)
         yield "host_profile", lambda: host_profile(lab, 0.05)
+        yield "decode", lambda: decode(lab, (0.05, 1.0, 0.01))
 
 
 def run(path: Path, setting: Setting, *, limit_s: float, only: Sequence[str], small: int) -> Json:
