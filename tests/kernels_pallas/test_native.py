@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -29,6 +30,7 @@ print(hashlib.sha256(scores([9, 4, 0]).tobytes()).hexdigest())
 """
 LOAD = """
 import sys
+from functools import partial
 from pathlib import Path
 from ckv_jax.kernels_pallas.native import library
 library.SOURCES = Path("/no/such/folder")
@@ -42,12 +44,11 @@ def scores(lengths: list[int], implementation: Implementation = "auto") -> np.nd
     codes = jnp.asarray(rng.integers(0, 256, (512, 2, 32)), jnp.uint8)
     scale = jnp.asarray(rng.uniform(0.1, 0.2, (512, 2)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((3, 9, 6, 64)), jnp.bfloat16)[: len(lengths)]
-    run = jax.jit(score, static_argnames=("chunk_tokens", "target", "peaks", "implementation"))
-    found = run(
-        q, Int4Keys(codes, scale), num_tokens=jnp.int32(499),
-        q_lengths=jnp.asarray(lengths, jnp.int32), chunk_tokens=8, target=CPU, peaks=True,
+    one = partial(
+        score, num_tokens=jnp.int32(499), chunk_tokens=8, target=CPU, peaks=True,
         implementation=implementation,
     )  # fmt: skip
+    found = jax.jit(one)(q, Int4Keys(codes, scale), q_lengths=jnp.asarray(lengths, jnp.int32))
     return np.asarray(found)
 
 
