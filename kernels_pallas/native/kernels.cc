@@ -55,11 +55,15 @@ void in_parallel(ffi::ThreadPool& pool, int64_t n, const F& f) {
   while (shared->done.load() < n) std::this_thread::yield();
 }
 
+inline char* aligned(void* from) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(from) + 63) & ~uintptr_t{63});
+}
+
 // Memory of this thread that lasts from call to call, a multiple of 64 bytes from 0.
-inline void* own_memory(size_t bytes) {
+inline char* own_memory(size_t bytes) {
   thread_local std::vector<std::max_align_t> held;
   if (held.size() * sizeof(held[0]) < bytes + 64) held.resize(bytes / sizeof(held[0]) + 5);
-  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(held.data()) + 63) & ~uintptr_t{63});
+  return aligned(held.data());
 }
 
 inline float bfloat16(uint16_t bits) {
@@ -87,52 +91,62 @@ struct Score {
   int64_t key_bytes() const { return int4 ? dim / 2 : dim; }
 };
 
-constexpr int64_t kTogether = 4;  // rows that go over a tile of keys at once
+constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
+
+constexpr int kMostRows = 4;
+constexpr int64_t kOutputs = 32;  // of one task, a multiple of kTogether
+
+// Few rows of bfloat16 times weights [O, I], bfloat16 or int8 with a scale for each output.
+struct Product {
+  const uint16_t* x;
+  const char* weight;
+  const float* scale;
+  bool int8;
+  int64_t rows, inputs, outputs;
+  float *spread, *out;  // [rows, I]; [rows, O]
+};
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+#endif
+#define DO(words) _Pragma(#words)
+#if defined(__clang__)
+#define BEGIN(features) \
+  DO(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END DO(clang attribute pop)
+#else
+#define BEGIN(features) DO(GCC push_options) DO(GCC target(features))
+#define END DO(GCC pop_options)
+#endif
 
 #define LANES 4
 namespace portable {
 #include "level.h"
 }
 #undef LANES
-
 #if defined(__x86_64__)
 #define LANES 8
-#define AVX2 1
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
+#define AVX2
+BEGIN("avx2,fma")
 namespace avx2 {
 #include "level.h"
 }
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+END
 #undef LANES
 #undef AVX2
-
 #define LANES 16
-#define AVX512 1
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
-#endif
+#define AVX512
+BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace avx512 {
 #include "level.h"
 }
-#if defined(__clang__)
-#pragma clang attribute pop
+END
+#define AT(level, name) \
+  ((level) == 2 ? avx512::name : (level) == 1 ? avx2::name : portable::name)
 #else
-#pragma GCC pop_options
-#endif
-#undef LANES
-#undef AVX512
+#define AT(level, name) portable::name
 #endif
 
 ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
@@ -163,7 +177,7 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   s.lanes = level == 2 ? 16 : level == 1 ? 8 : 4;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
-  auto at = reinterpret_cast<char*>(scratch->typed_data());
+  char* at = aligned(scratch->typed_data());
   auto take = [&](int64_t words) {
     char* found = at;
     at += (4 * words + 63) / 64 * 64;
@@ -177,35 +191,41 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   s.unit = reinterpret_cast<float*>(take(rows));
   s.out = out->typed_data();
   if (at > reinterpret_cast<char*>(scratch->typed_data()) + scratch->element_count())
-    return ffi::Error::Internal("got too little scratch for the rows of a score");
-  auto run = [&](auto turn, auto block, auto finish) {
-    in_parallel(pool, s.kv_heads, [&](int64_t head) { turn(s, head); });
-    in_parallel(pool, s.kv_heads * s.blocks,
-                [&](int64_t i) { block(s, i / s.blocks, i % s.blocks); });
-    in_parallel(pool, s.batch * s.kv_heads,
-                [&](int64_t i) { finish(s, i / s.kv_heads, i % s.kv_heads); });
-    return ffi::Error::Success();
-  };
-#if defined(__x86_64__)
-  if (level == 2) return run(avx512::whole_numbers, avx512::score_block, avx512::finish);
-  if (level == 1) return run(avx2::whole_numbers, avx2::score_block, avx2::finish);
-#endif
-  return run(portable::whole_numbers, portable::score_block, portable::finish);
+    return ffi::Error::Internal("got too little scratch");
+  in_parallel(pool, s.kv_heads, [&](int64_t head) { AT(level, whole_numbers)(s, head); });
+  in_parallel(pool, s.kv_heads * s.blocks,
+              [&](int64_t i) { AT(level, score_block)(s, i / s.blocks, i % s.blocks); });
+  in_parallel(pool, s.batch * s.kv_heads,
+              [&](int64_t i) { AT(level, finish)(s, i / s.kv_heads, i % s.kv_heads); });
+  return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffer weight,
+                   ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out,
+                   ffi::ResultBuffer<ffi::U8> scratch, int64_t level) {
+  if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
+  Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
+            static_cast<const char*>(weight.untyped_data()), scale.typed_data(),
+            weight.element_type() == ffi::S8, 0, weight.dimensions()[1], weight.dimensions()[0],
+            reinterpret_cast<float*>(aligned(scratch->typed_data())), out->typed_data()};
+  p.rows = x.element_count() / p.inputs;
+  for (int64_t row = 0; row < p.rows; ++row) AT(level, spread)(p, row);
+  in_parallel(pool, (p.outputs + kOutputs - 1) / kOutputs, [&](int64_t i) {
+    AT(level, product<>)(p, i * kOutputs, std::min(p.outputs, (i + 1) * kOutputs));
+  });
+  return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ckv_score, score,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::U8>>()
-                                  .Attr<int64_t>("chunk")
-                                  .Attr<bool>("heads_first")
-                                  .Attr<float>("factor")
-                                  .Attr<int64_t>("level"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ckv_product, product,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>()
+        .Attr<int64_t>("level"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ckv_score, score,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
+        .Attr<bool>("heads_first").Attr<float>("factor").Attr<int64_t>("level"));

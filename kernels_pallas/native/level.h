@@ -35,13 +35,8 @@ inline I load(const void* from, int64_t words) {
 // Where bit S of a lane's number is set, or is not, what stands S lanes off in the other vector.
 template <int S, int... L>
 inline void exchange(I& a, I& b, std::integer_sequence<int, L...>) {
-#if defined(__clang__)
-  const I low = __builtin_shufflevector(a, b, ((L & S) ? LANES + L - S : L)...);
-  b = __builtin_shufflevector(a, b, ((L & S) ? LANES + L : L + S)...);
-#else
-  const I low = __builtin_shuffle(a, b, I{((L & S) ? LANES + L - S : L)...});
-  b = __builtin_shuffle(a, b, I{((L & S) ? LANES + L : L + S)...});
-#endif
+  const I low = SHUFFLE(a, b, ((L & S) ? LANES + L - S : L)...);
+  b = SHUFFLE(a, b, ((L & S) ? LANES + L : L + S)...);
   a = low;
 }
 
@@ -82,11 +77,7 @@ inline F power_of_2(F x) {
 // Every lane's number joined with that of the lane S away from it, S halved each time.
 template <int S, int... L, typename Join>
 inline F joined(F x, const Join& join, std::integer_sequence<int, L...> lanes) {
-#if defined(__clang__)
-  x = join(x, __builtin_shufflevector(x, x, (L ^ S)...));
-#else
-  x = join(x, __builtin_shuffle(x, I{(L ^ S)...}));
-#endif
+  x = join(x, SHUFFLE(x, x, (L ^ S)...));
   if constexpr (S > 1) return joined<S / 2>(x, join, lanes);
   return x;
 }
@@ -104,7 +95,7 @@ inline float sum_of(F x) {
 inline void whole_numbers(const Score& s, int64_t head) {
   const int64_t half = s.dim / 2, heads = s.kv_heads * s.group;
   int64_t row = head * s.most_rows;
-  auto values = static_cast<float*>(own_memory(4 * s.dim));
+  auto values = reinterpret_cast<float*>(own_memory(4 * s.dim));
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t i = 0; i < std::min<int64_t>(s.lengths[b], s.queries); ++i)
       for (int64_t g = 0; g < s.group; ++g, ++row) {
@@ -182,7 +173,7 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
 // greatest logit of the block, and that logit.
 inline void score_block(const Score& s, int64_t head, int64_t block) {
   const int64_t half = s.dim / 2, tiles = (s.chunk + kTile - 1) / kTile, tokens = tiles * kTile;
-  auto keys = static_cast<I*>(own_memory(sizeof(I) * tokens * (half + 2 + kTogether)));
+  auto keys = reinterpret_cast<I*>(own_memory(sizeof(I) * tokens * (half + 2 + kTogether)));
   auto scale = reinterpret_cast<F*>(keys + tokens * half), bias = scale + tokens;
   F* logits = bias + tokens;
   unpack(s, head, block, keys, scale, bias);
@@ -222,7 +213,7 @@ inline void score_block(const Score& s, int64_t head, int64_t block) {
 
 // The masses of one sequence over one KV head's chunks, of all its rows together.
 inline void finish(const Score& s, int64_t b, int64_t head) {
-  auto masses = static_cast<F*>(own_memory(sizeof(F) * 2 * s.blocks + 4 * s.most_blocks));
+  auto masses = reinterpret_cast<F*>(own_memory(sizeof(F) * 2 * s.blocks + 4 * s.most_blocks));
   F* squares = masses + s.blocks;
   auto weights = reinterpret_cast<F*>(squares + s.blocks);
   auto weight = reinterpret_cast<const float*>(weights);
@@ -253,4 +244,64 @@ inline void finish(const Score& s, int64_t b, int64_t head) {
   float* out = s.out + (b * s.kv_heads + head) * s.chunks;
   std::memcpy(out, masses, 4 * s.chunks);
   if (s.peaks) std::memcpy(out + of_all, squares, 4 * s.chunks);
+}
+
+// int8 from memory as float32.
+inline F widened(const char* from) {
+#if defined(AVX512)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(AVX2)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  F found;
+  for (int l = 0; l < LANES; ++l) found[l] = static_cast<int8_t>(from[l]);
+  return found;
+#endif
+}
+
+// Two vectors of a row of weights [O, I]: bfloat16 at even and at odd places, or int8 as they come.
+template <bool kInt8>
+inline void weights_at(const char* from, F& a, F& b) {
+  if constexpr (kInt8) {
+    a = widened(from), b = widened(from + LANES);
+  } else {
+    I pairs;
+    std::memcpy(&pairs, from, sizeof(pairs));
+    a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
+  }
+}
+
+// A row of x as float32, in the order of `weights_at`.
+inline void spread(const Product& p, int64_t row) {
+  for (int64_t i = 0; i < p.inputs; ++i) {
+    const int64_t at = i % (2 * LANES), l = p.int8 ? at : at / 2 + at % 2 * LANES;
+    p.spread[row * p.inputs + i - at + l] = bfloat16(p.x[row * p.inputs + i]);
+  }
+}
+
+template <int R, bool kInt8>
+inline void few_rows(const Product& p, int64_t first, int64_t last) {
+  const int64_t steps = p.inputs / (2 * LANES), bytes = kInt8 ? 2 * LANES : 4 * LANES;
+  for (int64_t o = first; o < last; o += kTogether) {
+    const char* from = p.weight + o * steps * bytes;
+    F sums[R][kTogether] = {}, a, b;
+    for (int64_t i = 0; i < steps; ++i, from += bytes)
+      for (int k = 0; k < kTogether; ++k) {
+        weights_at<kInt8>(from + k * steps * bytes, a, b);
+        for (int r = 0; r < R; ++r) {
+          auto x = reinterpret_cast<const F*>(p.spread) + 2 * (r * steps + i);
+          sums[r][k] += x[0] * a, sums[r][k] += x[1] * b;
+        }
+      }
+    for (int r = 0; r < R; ++r)
+      for (int k = 0; k < kTogether; ++k)
+        p.out[r * p.outputs + o + k] = sum_of(sums[r][k]) * (kInt8 ? p.scale[o + k] : 1.0f);
+  }
+}
+
+template <int R = 1>
+inline void product(const Product& p, int64_t first, int64_t last) {
+  if constexpr (R < kMostRows)
+    if (R < p.rows) return product<R + 1>(p, first, last);
+  return p.int8 ? few_rows<R, true>(p, first, last) : few_rows<R, false>(p, first, last);
 }

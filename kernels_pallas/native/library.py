@@ -20,7 +20,7 @@ __all__ = ["LEVELS", "Native", "call", "find", "native", "required_level"]
 
 LEVELS = ("portable", "AVX2", "AVX-512")
 """What the kernels are compiled for, one for each set of instructions."""
-_FUNCTIONS = ("ckv_score",)
+_FUNCTIONS = ("ckv_score", "ckv_product")
 
 
 class Native(NamedTuple):

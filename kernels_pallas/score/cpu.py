@@ -23,7 +23,7 @@ __all__ = ["score"]
 _LANES = (4, 8, 16)  # 32-bit numbers of a vector, by level
 _TOGETHER = 4  # rows that go over keys at once
 _MOST = 256  # dims, with which sums of int32 are exact, and tokens of a chunk
-_SCRATCH = 5  # arrays in it, each at a multiple of 64 bytes
+_SCRATCH = 6  # arrays in it and one more, each at a multiple of 64 bytes
 
 
 def score(

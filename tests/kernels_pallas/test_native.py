@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, without_native
+from kernel_targets import CPU, NATIVE, V5E, without_native
 
 from ckv_jax.kernels_pallas.dispatch import Implementation, choices
 from ckv_jax.kernels_pallas.native import build, library
+from ckv_jax.kernels_pallas.native.product import few_rows
 from ckv_jax.kernels_pallas.score.api import Int4Keys, score
+from ckv_jax.model.matmul import matmul
 
 REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
 needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))
@@ -135,3 +137,35 @@ def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(NotImplementedError, match="without AVX-512"):
         library.required_level(2)
     assert library.required_level(0) == 0
+
+
+@pytest.mark.parametrize("implementation", NATIVE)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 576, 192), (2, 96, 36)])
+def test_few_rows_agree_with_float64(
+    implementation: str, rows: int, inputs: int, outputs: int
+) -> None:
+    if why := without_native(implementation):
+        pytest.skip(why)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 1, inputs)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((outputs, inputs)), jnp.bfloat16)
+    found = few_rows(x, weight, target=CPU, level=NATIVE[implementation])
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    alone = few_rows(x[:1], weight, target=CPU, level=NATIVE[implementation])
+    np.testing.assert_array_equal(found[:1], alone)
+
+
+@needs_library
+def test_one_row_of_a_model_is_the_native_kernels_and_what_it_does_not_take_is_xlas() -> None:
+    x, weight = jnp.ones((1, 1, 64), jnp.bfloat16), jnp.ones((36, 64), jnp.bfloat16)
+    with choices() as made:
+        for rows in (x, jnp.repeat(x, 3, axis=1), x.astype(jnp.float32), x[..., :40]):
+            whole = weight[:, : rows.shape[2]].astype(rows.dtype)
+            out = matmul(rows, whole, True, CPU)
+            np.testing.assert_array_equal(out, np.full(out.shape, rows.shape[2], np.float32))
+        matmul(x, weight.T, False, CPU)
+        matmul(x, weight, True, V5E)
+    assert [choice[:2] for choice in made] == [("few_rows", "cpu"), ("few_rows", "reference")]
+    assert "multiples of [4, 32]" in made[1].refused[0]
