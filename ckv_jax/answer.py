@@ -116,5 +116,6 @@ def answer_json(
         "decode_ms": outcome.decode_ms,
         "tokens_s": 1e3 * later / outcome.decode_ms if later and outcome.decode_ms else 0.0,
         "decode": trace.decode,
+        "decode_ssd_bytes": sum(token.ssd_reads * token.pack_bytes for token in trace.tokens),
         "finish_reason": outcome.finish_reason,
     }

@@ -74,6 +74,10 @@ class Engine(OpenEngine):
         """
         return self._questions.tokens(prefix, question)
 
+    def is_document(self, prefix: Prefix) -> bool:
+        """Whether a prefix is a document in the chat template, which questions continue."""
+        return self._questions.around(prefix) != ("", "")
+
     def check_prefix(self, prefix: Prefix) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs."""
         self._placement.check_prefix(prefix, self.config.salt)

@@ -64,7 +64,7 @@ class Questions:
         if not question.strip():
             raise ValueError("got an empty question, expected text")
         before, after = self.around(prefix)
-        if not after and not before:
+        if not (before or after):
             return tokenizer.encode(question)
         return tokenizer.encode_chat(f"{before}{tokenizer.as_text(question.strip())}{after}")
 

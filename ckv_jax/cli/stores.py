@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ckv_jax.cli.options import parse_size
-from ckv_jax.cli.output import number_of
+from ckv_jax.cli.output import byte_size, number_of
 from ckv_jax.storage.place.url import folder_of
 from ckv_jax.storage.tools import names
 
 if TYPE_CHECKING:
+    from ckv_jax.config import SystemConfig
     from ckv_jax.engine import Engine
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.prefix import Prefix
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "codec_name",
+    "figures",
     "find_prefix",
+    "generates",
     "is_store",
     "kv_bytes",
     "open_store",
@@ -86,6 +90,29 @@ def codec_name(prefix: Prefix) -> str:
 
     codec_of(prefix.layout)
     return prefix.layout.codec.partition(":")[0]
+
+
+def generates(system: SystemConfig) -> bool:
+    """Whether a system goes on after the first token."""
+    return system.executor is None and system.selector != "none"
+
+
+def figures(answer: Mapping[str, Any], *, direct: bool) -> str:
+    """One line about an answer as JSON. `direct`: whether reads went past the page cache."""
+    chunks = answer["chunks"]
+    share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
+    compiled = answer["compiled"]
+    read = answer["bytes"]["ssd"] + answer.get("decode_ssd_bytes", 0)
+    parts = [
+        f"first token {answer['ttft_ms'] / 1e3:.2f} s"
+        + (f" with {number_of(compiled, 'program')} compiled or loaded" if compiled else ""),
+        f"{answer['tokens_s']:.1f} tokens/s" if answer.get("tokens_s") else "",
+        f"{answer['whole_s']:.1f} s in all",
+        f"{share:.1%} of {number_of(answer['prefix_tokens'], 'token')} hold "
+        f"{answer['attention_mass']:.1%} of the attention",
+        f"{byte_size(read)} from {'SSD' if direct else 'the store'}",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def kv_bytes(prefix: Prefix) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from ckv_jax.errors import DeadlineExceeded
-from ckv_jax.server.http import ApiError, JsonResponse, invalid
+from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
 from ckv_jax.server.schema import Message, Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
@@ -42,17 +42,26 @@ class RetentionChange(Strict):
 
 
 class NewPrefix(RetentionChange):
-    """`POST /v1/prefixes`: a text, token ids, or the first messages of a chat."""
+    """`POST /v1/prefixes`: a document, bare text, token ids, or the first messages of a chat."""
 
+    document: Annotated[str, Field(min_length=1)] | None = None
+    """Stored as the chat template has it: a chat that begins with it reads it back."""
+    turn: Literal["system", "user"] | None = None
+    """The turn that the document stands in, see `Engine.ingest`."""
+    instructions: str = ""
+    """Text of the system turn, before a document that stands there."""
     text: Annotated[str, Field(min_length=1)] | None = None
+    """Stored as it is, for completions."""
     tokens: Tokens | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> NewPrefix:
-        given = [self.text, self.tokens, self.messages]
+        given = [self.document, self.text, self.tokens, self.messages]
         if sum(value is not None for value in given) != 1:
-            raise ValueError("expected one of text, tokens and messages")
+            raise ValueError("expected one of document, text, tokens and messages")
+        if self.document is None and (self.turn is not None or self.instructions):
+            raise ValueError("got turn or instructions without a document")
         return self
 
 
@@ -62,15 +71,22 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
     engine = service.engine
 
     def store(body: NewPrefix, tenant: Tenant) -> dict[str, Any]:
-        if body.messages is not None:
-            text: str | list[int] = service.parser.chat_text(body.messages)
+        late = partial(check_time, time.monotonic() + service.config.request_s)
+        if body.document is not None:
+            with client_errors():
+                prefix = engine.ingest(
+                    body.document,
+                    turn=body.turn,
+                    instructions=body.instructions,
+                    salt=tenant.salt,
+                    progress=late,
+                )
         else:
-            text = body.tokens or body.text or ""
-        prefix = engine.ingest(
-            service.parser.encode(text),
-            salt=tenant.salt,
-            progress=partial(check_time, time.monotonic() + service.config.request_s),
-        )
+            if body.messages is not None:
+                tokens = service.parser.chat_tokens(body.messages)
+            else:
+                tokens = service.parser.encode(body.tokens or body.text or "")
+            prefix = engine.ingest(tokens, salt=tenant.salt, progress=late)
         wish = body.applied_to(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish)

@@ -304,7 +304,7 @@ class RequestParser:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
         if isinstance(body, ChatRequest):
-            prompts = [self.encode(self.chat_text(body.messages))]
+            prompts = [self.chat_tokens(body.messages)]
             usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
             new_tokens = body.new_tokens or usual
         else:
@@ -354,8 +354,8 @@ class RequestParser:
             request_s=self._config.request_s,
         )
 
-    def chat_text(self, messages: list[Message]) -> str:
-        """Messages in the model's own chat template, up to the start of its answer."""
+    def chat_tokens(self, messages: list[Message]) -> np.ndarray:
+        """int32 [T]: messages in the model's own chat template, up to the start of its answer."""
         roles = {"developer": "system"}  # as chat templates name it
         with client_errors():
             return self._engine.chat(
