@@ -52,7 +52,7 @@ MODELS: Mapping[str, ModelConfig] = MappingProxyType(
 
 DTYPE = "bfloat16"
 PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
-CHUNK, PACK = 16, 4
+CHUNK, PACK = 8, 2
 BASELINE_CHUNK = 64
 BASELINE_TOKENS = 256
 """Tokens that 5% buys a baseline, rounded up."""
