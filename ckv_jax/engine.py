@@ -13,6 +13,7 @@ import numpy as np
 from ckv_jax.answer import Answer, room
 from ckv_jax.cache.widths import Widths
 from ckv_jax.config import check_budget
+from ckv_jax.errors import ContextOverflow
 from ckv_jax.ingest import Progress
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.opened import OpenEngine
@@ -55,9 +56,7 @@ class Engine(OpenEngine):
         """
         return self._placement.encode(text, begins=begins)
 
-    def chat(
-        self, messages: str | Several[dict[str, Any]], **template_values: Any
-    ) -> Tokens:
+    def chat(self, messages: str | Several[dict[str, Any]], **template_values: Any) -> Tokens:
         """Token ids int32 [n] of messages, by the tokenizer's own chat template.
 
         A string is one message of the user's. `template_values` are variables of the template, such
@@ -118,7 +117,10 @@ class Engine(OpenEngine):
             tokens = self.encode(document, begins=True) if placed is None else placed.tokens
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
-        self._placement.check_context(len(tokens), 0)
+        if len(tokens) > (limit := self.model_config.max_position_embeddings):
+            raise ContextOverflow(
+                f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context"
+            )
         salt = self.config.salt if salt is None else salt
         prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
         if placed is not None:

@@ -205,8 +205,7 @@ def ask(
 def _request(
     engine: Engine, stored: list[Prefix], question: str, recompute: float | None
 ) -> Request:
-    """A request over one prefix, or over several put together, as a question continues the first.
-    """
+    """A request over one prefix, or over several: a question continues the first."""
     from ckv_jax.parts.blend import Blend
     from ckv_jax.request import Request
 

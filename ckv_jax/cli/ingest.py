@@ -41,8 +41,8 @@ def ingest(
         str,
         typer.Argument(
             metavar="TEXTFILE",
-            help="The document, UTF-8; - reads it from stdin. With question and answer it has to fit "
-            "the model's context, which `ckv inspect CHECKPOINT` shows.",
+            help="The document, UTF-8; - reads it from stdin. With question and answer it has to "
+            "fit the model's context, which `ckv inspect CHECKPOINT` shows.",
         ),
     ],
     store: Store,

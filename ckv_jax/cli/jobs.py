@@ -62,7 +62,7 @@ class Job:
     question: str | tuple[int, ...]
     budget: float | str | None
     sampling: SamplingParams
-    bounded: bool
+    bounded: bool = True
     """Whether the line says how many tokens the answer may have."""
 
 

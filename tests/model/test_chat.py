@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ckv_jax.model.chat import ChatDocument, chat_document
@@ -99,7 +97,7 @@ def test_instructions_stand_before_the_document(tokenizer: Tokenizer) -> None:
 def test_without_a_system_turn_it_stands_in_the_users(tokenizer: Tokenizer) -> None:
     with_template(tokenizer, NO_SYSTEM + CHAT)
     assert tokenizer.decode(chat_document(tokenizer, "a cat").tokens) == "<user>a cat"
-    with pytest.raises(ValueError, match="system turn: the chat template refuses.*no system"):
+    with pytest.raises(ValueError, match=r"system turn: the chat template refuses.*no system"):
         chat_document(tokenizer, "a cat", turn="system")
 
 
@@ -120,7 +118,7 @@ def test_a_template_that_cannot_be_split_is_refused(
         chat_document(tokenizer, "the cat sat", turn="system")
 
 
-def test_what_is_no_document_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_is_no_document_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="empty document"):
         chat_document(tokenizer, " \n")
     with pytest.raises(ValueError, match="turn='boss', expected system or user"):
