@@ -342,7 +342,7 @@ class RequestParser:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
         if isinstance(body, ChatRequest):
-            prompts = [self.encode(self.chat_text(body.messages), "messages")]
+            prompts = [self.chat_tokens(body.messages)]
             usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
             new_tokens = body.new_tokens or usual
         else:
@@ -392,8 +392,9 @@ class RequestParser:
             request_s=self._config.request_s,
         )
 
-    def chat_text(self, messages: list[Message]) -> str:
-        """Messages in the model's own chat template, up to the start of its answer."""
+    def chat_tokens(self, messages: list[Message]) -> np.ndarray:
+        """int32 [T]: messages in the model's own chat template, up to the start of its answer."""
+        self.check_fits("\n".join([m.text for m in messages]), "messages")
         roles = {"developer": "system"}  # as chat templates name it
         with client_errors("messages"):
             return self._engine.chat(
@@ -401,10 +402,17 @@ class RequestParser:
             )
 
     def encode(self, text: str | list[int], field: str) -> np.ndarray:
-        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`.
+        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`."""
+        self.check_fits(text, field)
+        expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
+        with client_errors(field, expected):
+            tokens = self._engine.encode(text, begins=True)
+        if not len(tokens):
+            raise invalid(f"{field}: expected at least one token", param=field)
+        return tokens
 
-        What cannot fit the model's context is refused before it is encoded.
-        """
+    def check_fits(self, text: str | list[int], field: str) -> None:
+        """Refuses what cannot fit the model's context before it is encoded. Raises `ApiError`."""
         tokenizer, limit = self._engine.tokenizer, self._engine.model_config.max_position_embeddings
         assert tokenizer is not None
         if tokenizer.exceeds(text, limit) if isinstance(text, str) else len(text) > limit:
@@ -413,12 +421,6 @@ class RequestParser:
                 param=field,
                 code="context_length_exceeded",
             )
-        expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
-        with client_errors(field, expected):
-            tokens = self._engine.encode(text, begins=True)
-        if not len(tokens):
-            raise invalid(f"{field}: expected at least one token", param=field)
-        return tokens
 
     def _stored(self, tokens: np.ndarray, tenant: Tenant) -> Prefix:
         """The longest prefix of `tokens` int32 [T] that this tenant has stored."""
