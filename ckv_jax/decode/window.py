@@ -258,8 +258,8 @@ class BatchWindows:
             self._stride[place, : resident.num_chunks] = resident.page_stride
             self.lengths[place, : resident.num_chunks] = resident.chunk_lengths
         if self.held:
-            place, choice, slot = np.nonzero(self.kept.chunk >= 0)
-            packs = self.packs(place, choice, slot, self.kept.chunk[place, choice, slot])
+            held, choice, slot = np.nonzero(self.kept.chunk >= 0)
+            packs = self.packs(held, choice, slot, self.kept.chunk[held, choice, slot])
             self.put(packs, self._tiers.lookup(packs.page)[0])
 
     def state(self, choices: range) -> np.ndarray:
