@@ -47,16 +47,8 @@ inline void transpose(I* rows) {
   if constexpr (2 * S < LANES) transpose<2 * S>(rows);
 }
 
-// The greater of each lane; the second where they do not compare.
-inline F greater(F a, F b) {
-#if defined(AVX512)
-  return (F)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(AVX2)
-  return (F)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-  return a > b ? a : b;
-#endif
-}
+inline F greater(F a, F b) { return a > b ? a : b; }
+inline F sum(F a, F b) { return a + b; }
 
 // 2 to the power of x, off by 1e-7 of it at most; 0 below the normal numbers.
 inline F power_of_2(F x) {
@@ -85,10 +77,8 @@ inline F joined(F x, const Join& join, std::integer_sequence<int, L...> lanes) {
 inline float greatest(F x) {
   return joined<LANES / 2>(x, greater, std::make_integer_sequence<int, LANES>())[0];
 }
-
 inline float sum_of(F x) {
-  const auto add = [](F a, F b) { return a + b; };
-  return joined<LANES / 2>(x, add, std::make_integer_sequence<int, LANES>())[0];
+  return joined<LANES / 2>(x, sum, std::make_integer_sequence<int, LANES>())[0];
 }
 
 // A head's real queries as int16, in the order in which `unpack` leaves the keys' dims.
@@ -108,18 +98,12 @@ inline void whole_numbers(const Score& s, int64_t head) {
         }
         const float inverse = most > 0 ? 32767.0f / most : 0.0f;
         int32_t sum = 0;
-        auto rounded = [&](int64_t d) {
-          const float above = values[d] * inverse + 12582912.0f;
-          int32_t number;
-          std::memcpy(&number, &above, 4);
-          number -= 0x4b400000;
-          sum += number;
-          return number;
-        };
         int32_t* numbers = s.numbers + row * half;
         auto pair = [&](int64_t d) {
-          const int32_t low = rounded(d), high = rounded(d + 2);
+          const auto low = static_cast<int32_t>(std::nearbyint(values[d] * inverse));
+          const auto high = static_cast<int32_t>(std::nearbyint(values[d + 2] * inverse));
           *numbers++ = (low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16);
+          sum += low + high;
         };
         for (int64_t w = 0; w < s.key_bytes() / 4; ++w)
           for (int64_t from = 0; from < s.dim; from += s.int4 ? half : s.dim)
@@ -158,12 +142,10 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
       for (int l = 0; l < LANES; ++l) x[l] = load(from[l] + 4 * w, words);
       transpose(x);
       for (int64_t i = 0; i < words; ++i) {
-        if (s.int4) {
+        if (s.int4)
           for (int shift : {0, 8, 4, 12}) *to = (x[i] >> shift) & 0x000f000f, to += kTile;
-        } else {  // a byte's sign goes up through its int16
-          *to = (I)(((S)x[i] << 8) >> 8), to += kTile;
-          *to = (I)((S)x[i] >> 8), to += kTile;
-        }
+        else  // a byte's sign goes up through its int16
+          for (int up : {8, 0}) *to = (I)(((S)x[i] << up) >> 8), to += kTile;
       }
     }
   }
@@ -305,3 +287,7 @@ inline void product(const Product& p, int64_t first, int64_t last) {
     if (R < p.rows) return product<R + 1>(p, first, last);
   return p.int8 ? few_rows<R, true>(p, first, last) : few_rows<R, false>(p, first, last);
 }
+
+#undef LANES
+#undef AVX2
+#undef AVX512
