@@ -2,6 +2,7 @@
 
     python -m bench.gpu_qualify --out DIR            # 7B, 14B and 32B; resumes where it stopped
     python -m bench.gpu_qualify --tiny --out DIR     # every stage on a toy, under 2 minutes
+    python -m bench.gpu_qualify --first --out DIR    # the first ten minutes: see bench.gpu_first
 
 Stages write DIR/<stage>.json and are skipped when that is there: host-to-device bandwidth, disk
 bandwidth, the kernels, and for each model the time to first token of every system with both floors,
@@ -21,12 +22,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import jax
-import numpy as np
-
+from bench import gpu_first
 from bench.common import (
     Json,
     Setting,
+    amount,
     budget_share,
     positive,
     result_folder,
@@ -35,6 +35,7 @@ from bench.common import (
     table,
 )
 from bench.disk import FILE_BYTES, Disk
+from bench.gpu_first import copies
 from bench.json_file import read_json, write_text
 from bench.kernels import kernel_rows
 from bench.lab import Lab
@@ -46,33 +47,6 @@ TINY = dataclasses.replace(FULL, model="tiny", prefix_tokens=400, repeats=2, bud
 BLOCKS = (16 << 10, 32 << 10, 64 << 10, 128 << 10, 1 << 20)
 COPY_BYTES = 256 << 20
 STAGE_LIMIT_S = 9 * 60
-
-
-def copies(size: int) -> Json:
-    """Host-to-device GB/s, from pageable and from pinned memory."""
-    device = jax.devices()[0]
-    rows = np.ones(size, np.uint8)
-    found = {"pageable": _rate(lambda: jax.device_put(rows, device), size)}
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" in kinds and device.platform != "cpu":
-        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        there = jax.sharding.SingleDeviceSharding(device)
-        staged = jax.device_put(rows, pinned).block_until_ready()
-        found["pinned"] = _rate(lambda: jax.device_put(staged, there), size)
-        found["through pinned"] = _rate(
-            lambda: jax.device_put(jax.device_put(rows, pinned), there), size
-        )
-    return {"gb_per_s": found, "bytes": size}
-
-
-def _rate(copy: Callable[[], jax.Array], size: int) -> float:
-    copy().block_until_ready()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        copy().block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return size / best / 1e9
 
 
 def disk_bandwidth(folder: Path, seconds: float, file_bytes: int) -> Json:
@@ -119,6 +93,23 @@ def stages(args: argparse.Namespace) -> dict[str, Callable[[], Json]]:
     return found
 
 
+def first(args: argparse.Namespace) -> None:
+    """The stages of `bench.gpu_first`, on the first of the models."""
+    base = TINY if args.tiny else dataclasses.replace(FULL, model=args.models[0])
+    base = dataclasses.replace(
+        base,
+        systems=tuple(args.systems or gpu_first.SYSTEMS),
+        repeats=args.repeats or base.repeats,
+        budgets=tuple(args.budgets or FULL.budgets),
+        folder=args.out / "scratch",
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    small = 16 if args.tiny else 1
+    gpu_first.run(
+        args.out / "first.json", base, limit_s=args.limit_s, only=args.only or (), small=small
+    )
+
+
 def report(results: dict[str, Json]) -> str:
     """One text with every figure and the floors beside it."""
     parts = []
@@ -157,6 +148,8 @@ def main() -> None:
         "--out", type=result_folder, required=True, help="folder of results; resumes from it"
     )
     p.add_argument("--tiny", action="store_true", help="a toy model, for any machine")
+    p.add_argument("--first", action="store_true", help="the stages of bench.gpu_first alone")
+    p.add_argument("--limit-s", type=amount, default=540.0, help="of --first (default 540)")
     p.add_argument("--models", nargs="+", choices=PUBLISHED, default=["7B", "14B", "32B"])
     p.add_argument("--systems", nargs="+", type=system_name, metavar="SYSTEM")
     p.add_argument("--budgets", type=budget_share, nargs="+")
@@ -165,12 +158,15 @@ def main() -> None:
     p.add_argument("--repeats", type=positive)
     p.add_argument("--only", nargs="+", help="run only these stages")
     args = p.parse_args()
+    if args.first:
+        return first(args)
     runs = stages(args)
     unknown = sorted({*(args.only or ())} - runs.keys())
     if unknown:
         p.error(f"got stages {', '.join(unknown)}, expected some of {', '.join(runs)}")
     # Models have stages of their own; everything else must be as before to be put together.
-    said = {k: v for k, v in vars(args).items() if k not in ("out", "models", "only")}
+    apart = ("out", "models", "only", "first", "limit_s")
+    said = {k: v for k, v in vars(args).items() if k not in apart}
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Json] = {}
     for name, run in runs.items():

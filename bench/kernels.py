@@ -47,7 +47,8 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose
 
-CHUNK = 16
+CHUNK = 8
+"""Tokens of a chunk of the preset `ckv`."""
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu", "cpu": "cpu"}
 DIGESTS, FEW = 3, (4, 16)
@@ -192,6 +193,16 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
             flop=2 * queries * heads * dim * tokens,
         )
+        if kind == "int4":  # as the preset `ckv` scores
+            yield Call(
+                kernel="score int4 peaks",
+                budget=None,
+                has=implementations(probe),
+                run=partial(_score, peaks=True),
+                operands=(q, probe, count, lengths),
+                size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
+                flop=2 * queries * heads * dim * tokens,
+            )
     digests = [dict(_probes(rng, random(tokens, kv_heads, dim)))["int4"] for _ in range(DIGESTS)]
     for few in FEW:
         last, of_few = q[:, -few:], jnp.full(1, min(few, queries), jnp.int32)
@@ -199,7 +210,9 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             kernel=f"score {DIGESTS} int4 by {few}",
             budget=None,
             has=implementations(digests[0]),
-            run=lambda name, q, probes, *a: sum(_score(name, q, probe, *a) for probe in probes),
+            run=lambda name, q, probes, *a: sum(
+                _score(name, q, probe, *a, peaks=True) for probe in probes
+            ),
             operands=(last, digests, count, of_few),
             size=last.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(digests)),
             flop=2 * DIGESTS * last.shape[1] * heads * dim * tokens,
@@ -217,7 +230,13 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
 
 
 def _score(
-    name: Implementation, q: jax.Array, probe: Probe, count: jax.Array, lengths: jax.Array
+    name: Implementation,
+    q: jax.Array,
+    probe: Probe,
+    count: jax.Array,
+    lengths: jax.Array,
+    *,
+    peaks: bool = False,
 ) -> jax.Array:
     return score(
         q,
@@ -225,6 +244,7 @@ def _score(
         num_tokens=count,
         q_lengths=lengths,
         chunk_tokens=CHUNK,
+        peaks=peaks,
         target=Target.here(),
         implementation=name,
     )

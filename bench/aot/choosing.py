@@ -58,9 +58,11 @@ def _anew(
             lambda: ChoiceCalls(sizes.layers).choose(
                 layers, sizes.hidden(prefixes, 1), cast(np.ndarray, np.zeros(prefixes, np.int32)),
                 each, [OfPrefix(cast(Resident, _Resident), probes)] * prefixes, each, each, window,
-                0, before, Rule(n=n, chunk_tokens=CHUNK, stages=stages), KEEP[preset.keep],
+                0, before,
+                Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
+                KEEP[preset.keep],
             ),
-            kernels=0 if kind in ("means", "bounds") else prefixes * calls,
+            kernels=0 if sizes.by_reference(kind) else prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,
             room=16 * prefixes * tokens * sizes.config.num_heads,

@@ -58,18 +58,20 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
     decode do."""
 
     def program(sizes: Sizes) -> Program:
-        layers = [0, 1, 2] if kind in ("int8", "int4", "pq") else [0]
+        digest = kind in ("int8", "int4", "pq")
+        layers = [0, 1] if digest else [0]
         tokens = sizes.chunks * CHUNK
-        window = None if kind == "keys" else 4
+        window = None if kind == "keys" else 16
         probes = [sizes.probe(kind, tokens) for _ in layers]
         return of(
             sizes,
             lambda: sizes.layers.select(
                 sizes.layers.scorer(layers, probes), sizes.hidden(1, SUFFIX), ints(1), ints(1),
                 ints(), ints(), ints(1),
-                Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window),
+                Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window, peaks=digest),
+                Share(abstract((1,), jnp.float32), ints(1)),
             ),
-            kernels=0 if kind in LANDMARKS else len(layers),
+            kernels=0 if sizes.by_reference(kind) else len(layers),
             sums=1,
             tokens=SUFFIX,
             room=8 * tokens * sizes.config.num_heads * (window or SUFFIX) // 16,
@@ -83,14 +85,14 @@ def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
     one has everything scored."""
 
     def program(sizes: Sizes) -> Program:
-        layers, tokens = [0, 1, 2], sizes.chunks * CHUNK
+        layers, tokens = [0, 1], sizes.chunks * CHUNK
         stages = Stages(Coarse(), 64, batch > 1)
         return of(
             sizes,
             lambda: sizes.layers.select(
                 sizes.layers.scorer(layers, [sizes.probe("int4", tokens) for _ in layers]),
                 sizes.hidden(batch, SUFFIX), ints(batch), ints(batch), ints(), ints(), ints(batch),
-                Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=4, stages=stages),
+                Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=4, peaks=True, stages=stages),
                 Share(abstract((batch,), jnp.float32), ints(batch)),
             ),
             kernels=1 + len(layers) * (1 + stages.some_whole),
@@ -104,12 +106,11 @@ def _select_in_two_stages(batch: int) -> Callable[[Sizes], Program]:
 
 def _run(batch: int) -> Callable[[Sizes], Program]:
     def program(sizes: Sizes) -> Program:
-        pool, slots = sizes.pool(), ints(CALL_LAYERS // PACK, batch, sizes.chosen)
+        pool, tables = sizes.pool(), ints(CALL_LAYERS // PACK + 1, batch, sizes.chosen)
         return of(
             sizes,
             lambda: sizes.layers.run(
-                range(CALL_LAYERS), sizes.hidden(batch, SUFFIX), ints(batch), pool, slots,
-                ints(batch, sizes.chosen),
+                range(CALL_LAYERS), sizes.hidden(batch, SUFFIX), ints(batch), pool, tables
             ),
             kernels=CALL_LAYERS,
             sums=2 * CALL_LAYERS,

@@ -52,7 +52,7 @@ MODELS: Mapping[str, ModelConfig] = MappingProxyType(
 
 DTYPE = "bfloat16"
 PREFIX, SUFFIX, BUDGET = 5008, 32, 0.05
-CHUNK, PACK = 16, 4
+CHUNK, PACK = 8, 2
 BASELINE_CHUNK = 64
 BASELINE_TOKENS = 256
 """Tokens that 5% buys a baseline, rounded up."""
@@ -159,6 +159,10 @@ class Sizes:
     def rows(self, batch: int, length: int) -> Any:
         """Keys or values [B, R, K*D]."""
         return self.split((batch, length, self.row), DTYPE, HEADS)
+
+    def by_reference(self, kind: str) -> bool:
+        """Whether no kernel scores such a probe here, on purpose."""
+        return kind in LANDMARKS or (kind == "pq" and self.target.platform == "gpu")
 
     def probe(self, kind: str, tokens: int) -> Probe:
         """A probe of so many keys, or of the chunks that they make."""

@@ -44,9 +44,8 @@ class DevicePool:
         self._read = jax.jit(lambda pages, slots: pages[slots])
         device = next(iter(self._pages.devices()))
         kinds = {memory.kind for memory in device.addressable_memories()}
-        pinned = not target.in_host_memory and "pinned_host" in kinds
         here = self._pages.sharding
-        if pinned:  # pageable copies reach a tenth of the bus
+        if target.platform == "tpu" and "pinned_host" in kinds:
             self._way = [here.with_memory_kind("pinned_host"), here]
         elif shardings.mesh is not None:  # each device its part
             self._way = [here]

@@ -21,7 +21,7 @@ import numpy as np
 from ckv_jax.buckets import bucket
 from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.memory.device import Decode
-from ckv_jax.memory.host import aligned_bytes
+from ckv_jax.memory.host import PageLocked, aligned_bytes
 from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory, job_packs
 from ckv_jax.memory.pages import slot_shape
@@ -77,7 +77,8 @@ def landing_for(
     """The landing that suits the pool of `memory` and the codec of `layout`."""
     if isinstance(memory.pool, MappedPool) and codec is None:
         return InPool(memory, memory.pool, layout, host_bytes)
-    return HostBlocks(memory, layout, host_bytes, codec)
+    locked = PageLocked() if memory.target.platform == "gpu" else None
+    return HostBlocks(memory, layout, host_bytes, codec, locked)
 
 
 def landings_for(
@@ -181,12 +182,18 @@ class HostBlocks:
     """
 
     def __init__(
-        self, memory: Memory, layout: Layout, host_bytes: int, codec: Codec | None
+        self,
+        memory: Memory,
+        layout: Layout,
+        host_bytes: int,
+        codec: Codec | None,
+        locked: PageLocked | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
         self._packs = bucket(job_packs(layout))
         self._decode = None if codec is None else decoding(codec, layout)
+        self._locked = locked
         self._most = max(1, host_bytes // (self._packs * layout.stored_bytes))
         self._made = 0
         self._free: list[np.ndarray] = []
@@ -207,7 +214,10 @@ class HostBlocks:
             return Room(self._free.pop(), np.arange(n, dtype=np.int32))
         self._made += 1
         size = self._packs * self._layout.stored_bytes
-        block: Any = aligned_bytes(size).view(self._layout.stored_dtype)
+        block: Any = aligned_bytes(size)
+        if self._locked is not None and self._made <= self._most:  # one more goes with its read
+            self._locked.lock(block)
+        block = block.view(self._layout.stored_dtype)
         shape = (self._packs, *self._layout.stored_shape)
         return Room(block.reshape(shape), np.arange(n, dtype=np.int32))
 
@@ -237,6 +247,8 @@ class HostBlocks:
         """See `Landing`."""
         self._free.clear()
         self._busy.clear()
+        if self._locked is not None:
+            self._locked.close()
 
     def give_back(self, room: Room, settled: Settled | None) -> None:
         """See `Landing`."""

@@ -56,6 +56,7 @@ class Memory:
                 f"least one chunk of one layer group, {layout.pack_bytes} bytes"
             )
         policy = POLICIES[system.policy] if isinstance(system.policy, str) else system.policy
+        self.target = target
         self.tiers = Tiers(device, host, work, policy)
         self._slot_shape = slot_shape(layout)
         self.host = HostPool(host, self._slot_shape, layout.numpy_dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
 from ckv_jax.pipeline.probes import Probes
 from ckv_jax.reads.resident import Resident
-from ckv_jax.selection.base import Selection, Share
+from ckv_jax.selection.base import Share
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,13 +124,12 @@ class Batch:
             lengths[:, member.real] = np.where(ids >= 0, member.resident.chunk_lengths[ids], 0)
         return lengths
 
-    def masses(self, picks: Sequence[Sequence[Selection]]) -> np.ndarray:
+    def masses(self, found: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
         """Share of attention float32 [P, B] that each row's selection of P periods covers, given
-        each member's; the mean of its choices."""
-        mass = np.zeros((len(picks), len(self.lengths)), np.float32)
-        for member, mine in zip(self.members, zip(*picks, strict=True), strict=True):
-            found = np.stack([pick.mass for pick in mine])
-            by_row = found.reshape(len(picks), len(member.rows), -1).mean(axis=2)
+        each member's [b * J]; the mean of its choices."""
+        mass = np.zeros((len(found), len(self.lengths)), np.float32)
+        for member, mine in zip(self.members, zip(*found, strict=True), strict=True):
+            by_row = np.stack(mine).reshape(len(found), len(member.rows), -1).mean(axis=2)
             mass[:, member.real] = by_row[:, member.lengths > 0]
         return mass
 

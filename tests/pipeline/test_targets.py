@@ -22,6 +22,7 @@ from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.pieces import Pieces
 from ckv_jax.pipeline.programs import Programs
+from ckv_jax.selection.base import Share
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 
@@ -56,7 +57,7 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
     with layers.programs.watch(traced):
         hidden = layers.embed(whole(1, SUFFIX))
         pages = shaped(64, 4, 2, CHUNK, width)
-        hidden, _ = layers.run(both, hidden, start, pages, whole(1, 1, CHUNKS), whole(1, CHUNKS))
+        hidden, _ = layers.run(both, hidden, start, pages, whole(2, 1, CHUNKS))
         rows = shaped(1, 512, width)
         none = (shaped(1, 4, 2, 1, width), whole(1, 1, 0), whole(1, 0))
         layers.extend(both, hidden, start, ((rows, rows),) * 2, start, *none, context=512)
@@ -67,14 +68,16 @@ def test_no_program_falls_back_to_a_reference(model: str, target: Target) -> Non
         codes = shaped(tokens, kv_heads, dim // 2, dtype=jnp.uint8)
         scale = shaped(tokens, kv_heads, dtype=jnp.float32)
         for probe in (Keys(shaped(tokens, kv_heads, dim)), Int4Keys(codes, scale)):
+            share = Share(shaped(1, dtype=jnp.float32), whole(1))
             layers.select(
                 layers.scorer([0], [probe]), hidden, start, lengths, whole(), whole(), whole(1),
-                Rule(n=8, chunk_tokens=CHUNK),
+                Rule(n=8, chunk_tokens=CHUNK), share,
             )  # fmt: skip
             layers.select(
                 layers.scorer(both, [probe] * 2), shaped(2, SUFFIX, config.hidden_size), whole(2),
-                whole(2), whole(), whole(), np.ones(2, np.int32),
+                whole(2), whole(), whole(), whole(2),
                 Rule(n=8, chunk_tokens=CHUNK, window=4, stages=Stages(Coarse(), 8, True)),
+                Share(shaped(2, dtype=jnp.float32), whole(2)),
             )  # fmt: skip
         pieces = Pieces(layers)
         part = pieces.open(0, hidden, start)
