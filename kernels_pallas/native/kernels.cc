@@ -38,10 +38,6 @@ template <typename F>
 void in_parallel(ffi::ThreadPool& pool, int64_t n, const F& f) {
   struct Shared { std::atomic<int64_t> next{0}, done{0}; };
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
-  if (helpers < 1) {
-    for (int64_t i = 0; i < n; ++i) f(i);
-    return;
-  }
   auto shared = std::make_shared<Shared>();
   auto work = [shared, n, &f] {  // one that begins late finds no task, and does not look at f
     for (int64_t i; (i = shared->next.fetch_add(1)) < n; shared->done.fetch_add(1)) f(i);
@@ -75,16 +71,19 @@ struct Score {
   const uint8_t* codes;  // [T, K, W], or heads first: [K, T, W]
   const float* scale;    // [T, K], or heads first: [K, T]
   const int32_t* lengths;
-  int64_t tokens, num_tokens, chunk, chunks, rows, most_rows, blocks, most_blocks, lanes;
+  int64_t tokens, num_tokens, chunk, chunks, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
-  int32_t* numbers;          // [K, rows, D / 2]: pairs of int16
-  int32_t* base;             // [K, rows]: what a row's sums begin with
+  int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each
+  int32_t *base, *two;  // [K, rows]: what belongs to a row's sums; whether it has both numbers
   float *unit, *sums, *tops;  // [K, rows]; [K, rows, blocks, lanes]; [K, rows, most_blocks]
   float* out;                 // [1 or 2, B, K, M]
   int64_t key_bytes() const { return int4 ? dim / 2 : dim; }
+  int64_t length(int64_t b) const { return std::clamp<int64_t>(lengths[b], 0, queries); }
 };
 
 constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
+constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
+constexpr float kFar = 8;  // a query's largest number over the root of the mean square
 constexpr int kMostRows = 4;
 constexpr int64_t kOutputs = 32;  // of one task, a multiple of kTogether
 
@@ -153,9 +152,8 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
   s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
   s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.tokens);
   s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
-  for (int64_t b = 0; b < s.batch; ++b)
-    s.rows += s.group * std::clamp<int64_t>(s.lengths[b], 0, s.queries);
-  s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
+  for (int64_t b = 0; b < s.batch; ++b) s.most_rows += s.group * s.length(b);
+  s.most_rows = (s.most_rows + kTogether - 1) / kTogether * kTogether;
   s.lanes = level == 2 ? 16 : level == 1 ? 8 : 4;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
@@ -166,7 +164,7 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
     at = aligned(at + 4 * rows * of_row);
   };
   take(s.sums, s.blocks * s.lanes), take(s.tops, s.most_blocks);
-  take(s.numbers, s.dim / 2), take(s.base, 1), take(s.unit, 1);
+  take(s.numbers, s.dim / 2), take(s.base, 1), take(s.unit, 1), take(s.two, 1);
   if (at > reinterpret_cast<char*>(scratch->typed_data()) + scratch->element_count())
     return ffi::Error::Internal("got too little scratch");
   in_parallel(pool, s.kv_heads, [&](int64_t head) { AT(level, whole_numbers)(s, head); });
@@ -193,7 +191,6 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 }  // namespace
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ckv_product, product,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::AnyBuffer>()
