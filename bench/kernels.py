@@ -51,7 +51,7 @@ CHUNK = 8
 """Tokens of a chunk of the preset `ckv`."""
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
 KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu", "cpu": "cpu"}
-DIGESTS, FEW = 3, (4, 16)
+DIGESTS, FEW = 2, (4, 16)
 """Layers whose digests are scored together, and the last queries that do so: a token's in decode,
 and a suffix's (`ckv`)."""
 COLUMNS = (
@@ -193,21 +193,11 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
             size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
             flop=2 * queries * heads * dim * tokens,
         )
-        if kind == "int4":  # as the preset `ckv` scores
-            yield Call(
-                kernel="score int4 peaks",
-                budget=None,
-                has=implementations(probe),
-                run=partial(_score, peaks=True),
-                operands=(q, probe, count, lengths),
-                size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
-                flop=2 * queries * heads * dim * tokens,
-            )
     digests = [dict(_probes(rng, random(tokens, kv_heads, dim)))["int4"] for _ in range(DIGESTS)]
     for few in FEW:
         last, of_few = q[:, -few:], jnp.full(1, min(few, queries), jnp.int32)
         yield Call(
-            kernel=f"score {DIGESTS} int4 by {few}",
+            kernel=f"score {DIGESTS} int4 peaks by {few}",
             budget=None,
             has=implementations(digests[0]),
             run=lambda name, q, probes, *a: sum(

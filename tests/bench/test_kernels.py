@@ -12,7 +12,7 @@ from bench.kept import Kept
 from bench.kernels import main
 
 KERNELS = {"gather", "attend", "score keys", "score int8", "score int4", "score pq", "select",
-           "score int4 peaks", "score 3 int4 by 4", "score 3 int4 by 16"}  # fmt: skip
+           "score 2 int4 peaks by 4", "score 2 int4 peaks by 16"}  # fmt: skip
 
 
 def test_every_kernel_is_measured_against_the_ceilings(
