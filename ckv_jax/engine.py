@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from ckv_jax.cache.widths import Widths
 from ckv_jax.config import check_budget
 from ckv_jax.ingest import Progress
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
@@ -52,17 +53,18 @@ class Engine(OpenEngine):
         """
         return self._placement.encode(text, begins=begins)
 
-    def chat(self, messages: str | Several[dict[str, str]]) -> str:
+    def chat(self, messages: str | Several[dict[str, Any]], **template: Any) -> str:
         """Messages as text for the model to go on from, by the tokenizer's own template.
 
-        A string is one message of the user's. Raises `ValueError` for messages that the template
+        A string is one message of the user's. `template`: variables of the template, such as
+        Qwen3's `enable_thinking`. Raises `ValueError` for messages that the template
         refuses, `CheckpointError` if there is no template.
         """
         if self.tokenizer is None:
             raise ValueError("got messages, expected token ids: this engine has no tokenizer")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self.tokenizer.apply_chat(messages)
+        return self.tokenizer.apply_chat(messages, **template)
 
     def check_prefix(self, prefix: Prefix) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs."""
@@ -198,6 +200,21 @@ class Engine(OpenEngine):
             return self._submit(asked, ways, listener)
 
         return AsyncTokenStream(submit)
+
+    def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
+        """How likely each token of a text is after those before it, by a dense prefill.
+
+        Returns at once; cancelling the future ends the computation. The result is a `Logprobs` for
+        every token but the first, each with the `top` likeliest. Nothing comes from the store.
+        """
+        tokens = self.encode(text, begins=True)
+        if not len(tokens):
+            raise ValueError("got an empty text, expected at least one token")
+        check_whole("top", top, least=0, most=MOST_LOGPROBS)
+        self._placement.check_context(len(tokens), 0)
+        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
+        return job.future
 
     def recompute(self, request: Request) -> Result:
         """The same request with nothing from the store: a dense prefill of all its tokens.

@@ -17,7 +17,8 @@ from starlette.routing import Route
 from ckv_jax.errors import Cancelled, DeadlineExceeded
 from ckv_jax.server.delivery import Client
 from ckv_jax.server.http import ApiError, JsonResponse, invalid
-from ckv_jax.server.schema import Messages, Seconds, Strict, Tokens
+from ckv_jax.server.messages import Messages
+from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.index.wishes import MOST_PRIORITY, Wish
@@ -65,11 +66,11 @@ def prefix_routes(service: Service) -> list[Route]:
 
     def store(body: NewPrefix, tenant: Tenant, given_up: threading.Event) -> dict[str, Any]:
         if body.messages is not None:
-            tokens = service.parser.encode(service.parser.chat_text(body.messages), "messages")
+            tokens = service.parser.encode(service.parser.messages_text(body.messages), "messages")
         elif body.text is not None:
             tokens = service.parser.encode(body.text, "text")
         else:
-            tokens = service.parser.encode(body.tokens, "tokens")
+            tokens = service.parser.encode(body.tokens or [], "tokens")
         until = time.monotonic() + service.config.request_s
 
         def check(done: int, total: int) -> None:
