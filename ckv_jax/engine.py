@@ -16,7 +16,7 @@ from ckv_jax.config import check_budget
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
@@ -287,6 +287,21 @@ class Engine(OpenEngine):
             return self._submit(asked, ways, listener)
 
         return AsyncTokenStream(submit)
+
+    def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
+        """How likely each token of a text is after those before it, by a dense prefill.
+
+        Returns at once; cancelling the future ends the computation. The result is a `Logprobs` for
+        every token but the first, each with the `top` likeliest. Nothing comes from the store.
+        """
+        tokens = self.encode(text, begins=True)
+        if not len(tokens):
+            raise ValueError("got an empty text, expected at least one token")
+        check_whole("top", top, least=0, most=MOST_LOGPROBS)
+        self._placement.check_context(len(tokens), 0)
+        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
+        return job.future
 
     def recompute(self, request: Request) -> Result:
         """The same request with nothing from the store: a dense prefill of all its tokens.

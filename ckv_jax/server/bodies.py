@@ -249,6 +249,9 @@ def _of_validation(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:200]
     kind = str(first["type"])
+    if kind == "extra_forbidden":
+        message = f"this server knows no field {where!r}"
+        return invalid(message, param=where, code="unknown_parameter")
     if kind == "missing":
         return invalid(f"{where} is missing", param=where, code="missing")
     if kind == "value_error":

@@ -17,7 +17,8 @@ from starlette.routing import Route
 from ckv_jax.errors import Cancelled, DeadlineExceeded
 from ckv_jax.server.delivery import Client
 from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
-from ckv_jax.server.schema import Messages, Seconds, Strict, Tokens
+from ckv_jax.server.messages import Messages
+from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.index.wishes import MOST_PRIORITY, Wish
@@ -88,7 +89,7 @@ def prefix_routes(service: Service) -> list[Route]:
             with client_errors("document"):
                 prefix = ingest(body.document, turn=body.turn, instructions=body.instructions)
         elif body.messages is not None:
-            prefix = ingest(service.parser.chat_tokens(body.messages))
+            prefix = ingest(service.parser.message_tokens(body.messages))
         elif body.text is not None:
             prefix = ingest(service.parser.encode(body.text, "text"))
         else:
