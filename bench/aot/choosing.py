@@ -62,7 +62,7 @@ def _anew(
                 Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
                 KEEP[preset.keep],
             ),
-            kernels=0 if kind in ("means", "bounds") else prefixes * calls,
+            kernels=0 if sizes.by_reference(kind) else prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,
             room=16 * prefixes * tokens * sizes.config.num_heads,

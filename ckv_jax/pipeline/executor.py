@@ -374,9 +374,10 @@ class Executor(ReprefillExecutor):
     def _book(self, batch: Batch, picks: list[list[Selection]], booked: list[int]) -> None:
         """Records what the periods selected since the last time; `booked` has those before."""
         of_size: dict[int, list[int]] = {}
-        for period in range(len(booked), len(picks)):
+        first = len(booked)
+        picks[first:] = jax.device_get(picks[first:])  # at once: a wait for each takes as long
+        for period in range(first, len(picks)):
             booked.append(period)
-            picks[period] = jax.device_get(picks[period])  # all arrays at once
             of_size.setdefault(self._plan.by_period[period].groups.shape[1], []).append(period)
         parts = self._plan.parts
         for periods in of_size.values():

@@ -121,6 +121,8 @@ def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -
 def test_agrees_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
 ) -> None:
+    if kind == "pq" and implementation == "mosaic_gpu":
+        pytest.skip("the reference scores these on a GPU")
     case, rng = CASES[name], np.random.default_rng(0)
     probe, keys = make_probe(rng, kind, case)
     q = make_queries(rng, case)
