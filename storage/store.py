@@ -383,6 +383,13 @@ class ChunkStore(OpenStore):
         """What is wanted of prefixes, by id."""
         return self._run("reading wishes", self.bounds.wishes)
 
+    def sizes(self) -> dict[str, tuple[int, float]]:
+        """(bytes, time of last use in seconds since the epoch) of each segment, by id."""
+        return self._run(
+            "adding up",
+            lambda: {each.id: (each.bytes, each.used) for each in self.index.catalog.entries()},
+        )
+
     def evict_to(self, max_bytes: int) -> int:
         """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""
         seconds = self.config.write_s

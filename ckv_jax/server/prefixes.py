@@ -18,30 +18,34 @@ from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
 from ckv_jax.server.schema import Message, Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
-from ckv_jax.storage.index.wishes import MOST_PRIORITY, Wish
+from ckv_jax.storage.index.wishes import MOST_LETTERS, MOST_PRIORITY, Wish
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
-class RetentionChange(Strict):
-    """How long a prefix is to be kept; fields that are not given stay as they are."""
+class PrefixChange(Strict):
+    """A prefix's name and how long it is to be kept; fields that are not given stay as they are."""
 
+    name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
+    """What people call it; "": nothing any more."""
     pinned: bool | None = None
     retain_s: Seconds | None = None
     priority: Priority | None = None
 
     def applied_to(self, before: Wish) -> Wish:
         """`before` with these changes. `retain_s: null` means for ever."""
-        given = self.model_fields_set & {"pinned", "retain_s", "priority"}
+        given = self.model_fields_set & {"name", "pinned", "retain_s", "priority"}
         changes = {name: getattr(self, name) for name in given}
-        for name in ("pinned", "priority"):
+        for name in ("name", "pinned", "priority"):
             if changes.get(name, 0) is None:
                 del changes[name]
-        return replace(before, **changes)
+        with client_errors():
+            return replace(before, **changes)
 
 
-class NewPrefix(RetentionChange):
+class NewPrefix(PrefixChange):
     """`POST /v1/prefixes`: a document, bare text, token ids, or the first messages of a chat."""
 
     document: Annotated[str, Field(min_length=1)] | None = None
@@ -89,23 +93,23 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
             prefix = engine.ingest(tokens, salt=tenant.salt, progress=late)
         wish = body.applied_to(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish)
+        return describe(prefix, wish, engine.store.sizes())
 
     def check_time(until: float, done: int, tokens: int) -> None:
         """Ends an ingest that is late; called after each block."""
         if done < tokens and time.monotonic() > until:
             raise DeadlineExceeded(f"got {done} of {tokens} tokens computed in time")
 
-    def change(prefix_id: str, body: RetentionChange, tenant: Tenant) -> dict[str, Any]:
+    def change(prefix_id: str, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
         wish = body.applied_to(wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish)
+        return describe(prefix, wish, engine.store.sizes())
 
     def listed(tenant: Tenant) -> list[dict[str, Any]]:
-        wishes = engine.store.wishes()
+        wishes, sizes = engine.store.wishes(), engine.store.sizes()
         found = engine.store.prefixes(salt=tenant.salt)
-        return [describe(prefix, wishes.get(prefix.id, Wish())) for prefix in found]
+        return [describe(prefix, wishes.get(prefix.id, Wish()), sizes) for prefix in found]
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
@@ -121,10 +125,12 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(409, message, code="in_use", retry_s=1)
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
-    def find(prefix_id: str, tenant: Tenant) -> Prefix:
-        if not prefix_id.isalnum() or len(prefix_id) < 8:
-            raise invalid("a prefix is named by at least 8 digits of its id", param="id")
-        return engine.store.prefix(prefix_id, salt=tenant.salt)
+    def find(name: str, tenant: Tenant) -> Prefix:
+        with client_errors():
+            prefix = find_prefix(engine.store, name, salt=tenant.salt)
+        if len(name) < 8 and wish_of(prefix).name != name:
+            raise invalid("expected a prefix's name, or at least 8 digits of its id", param="id")
+        return prefix
 
     def wish_of(prefix: Prefix) -> Wish:
         return engine.store.wishes().get(prefix.id, Wish())
@@ -143,23 +149,23 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
         data = await run_in_threadpool(listed, service.tenant(http))
         return JsonResponse({"object": "list", "data": data})
 
-    @router.get("/{prefix_id}")
+    @router.get("/{prefix_id:path}")
     async def one(prefix_id: str, http: Request) -> Response:
-        """One prefix, by its id or the start of it."""
+        """One prefix, by its name, its id or the start of that."""
 
         def look(tenant: Tenant) -> Mapping[str, Any]:
             prefix = find(prefix_id, tenant)
-            return describe(prefix, wish_of(prefix))
+            return describe(prefix, wish_of(prefix), engine.store.sizes())
 
         return JsonResponse(await run_in_threadpool(look, service.tenant(http)))
 
-    @router.patch("/{prefix_id}")
-    async def patch(prefix_id: str, body: RetentionChange, http: Request) -> Response:
+    @router.patch("/{prefix_id:path}")
+    async def patch(prefix_id: str, body: PrefixChange, http: Request) -> Response:
         """Pins or unpins a prefix, sets its time to live or its priority."""
         tenant = service.tenant(http)
         return JsonResponse(await run_in_threadpool(change, prefix_id, body, tenant))
 
-    @router.delete("/{prefix_id}")
+    @router.delete("/{prefix_id:path}")
     async def remove(prefix_id: str, http: Request) -> Response:
         """Removes a prefix, the turns that continue it, and the segments that only it needs."""
         return JsonResponse(await run_in_threadpool(delete, prefix_id, service.tenant(http)))
@@ -167,11 +173,19 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
     app.include_router(router)
 
 
-def describe(prefix: Prefix, wish: Wish) -> dict[str, Any]:
-    """A prefix as JSON."""
+def describe(
+    prefix: Prefix, wish: Wish, sizes: Mapping[str, tuple[int, float]]
+) -> dict[str, Any]:
+    """A prefix as JSON. `bytes` counts whole segments, which others may share; `last_used` in
+    seconds since the epoch. `sizes`: see `ChunkStore.sizes`."""
+    found = [sizes[span.segment_id] for span in prefix.spans if span.segment_id in sizes]
     return {
         "id": prefix.id,
         "object": "prefix",
+        "name": wish.name,
+        "begins": wish.begins,
+        "bytes": sum(count for count, _ in found),
+        "last_used": int(max((used for _, used in found), default=0)),
         "tokens": prefix.num_tokens,
         "chunks": prefix.num_chunks,
         "pinned": wish.pinned,
