@@ -37,6 +37,8 @@ class OpenStore:
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
         self._proof = Proof(self.index.report, place.patience)
         self.bounds = Bounds(self.files, self.index, config, self._counts)
+        if not readonly:
+            self._counts.add("swept", self.bounds.sweep())
 
     @classmethod
     def open(

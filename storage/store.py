@@ -380,7 +380,7 @@ class ChunkStore(OpenStore):
         return self._run("noting a wish", work)
 
     def wishes(self) -> dict[str, Wish]:
-        """What is wanted of prefixes, by id."""
+        """What is wanted of prefixes of all tenants, by id."""
         return self._run("reading wishes", self.bounds.wishes)
 
     def sizes(self) -> dict[str, tuple[int, float]]:
@@ -389,6 +389,10 @@ class ChunkStore(OpenStore):
             "adding up",
             lambda: {each.id: (each.bytes, each.used) for each in self.index.catalog.entries()},
         )
+
+    def wish_of(self, prefix: Prefix) -> Wish:
+        """What is wanted of one prefix."""
+        return self._run("reading a wish", lambda: self.bounds.wish_of(prefix.id))
 
     def evict_to(self, max_bytes: int) -> int:
         """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""

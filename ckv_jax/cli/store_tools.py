@@ -195,7 +195,9 @@ def prune(
 
 def pin(
     store: _StoreArgument,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="A name, an id, or the start of one.")],
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="A name, an id, or the start of one.")
+    ],
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
     json: Json = False,
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,75 @@ _CUT = "\ufdd0\ufdd1"  # not characters, so that no text holds them
 
 _WHOLE = "tokenizer.json"
 _PARTS = ("vocab.json", "merges.txt")
+_NORMALIZERS = frozenset(("NFC", "Prepend"))
+_PRE_TOKENIZERS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"))
+_NFC = 3  # bytes of a text for each of its composed form, at most: three letters of one syllable
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+_WORD_END = re.compile("[A-Za-z0-9][ \u0120\u2581]")  # a space as byte-level and as SentencePiece
+_PIECE = 1 << 18
+_SURE = 2
 _EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
            "chat_template.jinja")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBounds:
+    """What one id of a tokenizer stands for at most; None and False where that is not known."""
+
+    max_bytes: int | None
+    """UTF-8 bytes of text."""
+    splits_words: bool
+    """Whether no id holds the end of a word, a letter or digit of ASCII, and a space after it."""
+
+    @classmethod
+    def of(cls, backend: str) -> TokenBounds:
+        """From the JSON of a `tokenizers.Tokenizer`."""
+        values = json.loads(backend)
+        model = values["model"]
+        vocab = model.get("vocab", ())
+        names = [entry[0] for entry in vocab] if isinstance(vocab, list) else list(vocab)
+        added = values.get("added_tokens") or []
+        names += [token["content"] for token in added]
+        keeps = (
+            values.get("truncation") is None
+            and _keeps_all(values.get("normalizer"), "normalizers", _NORMALIZERS)
+            and _keeps_all(values.get("pre_tokenizer"), "pretokenizers", _PRE_TOKENIZERS)
+            and not any(token["lstrip"] or token["rstrip"] for token in added)
+        )
+        every_byte = model.get("byte_fallback") and set(names) >= _BYTES
+        unknown = {"BPE": model.get("unk_token"), "Unigram": True}.get(model["type"], True)
+        if not keeps or (unknown and not every_byte):
+            return cls(None, False)
+        longest = max(len(name.encode("utf-8", "surrogatepass")) for name in names)
+        return cls(_NFC * longest, not any(map(_WORD_END.search, names)))
+
+    def least(self, text: bytes) -> int:
+        """The fewest ids of a text in UTF-8; 0 where nothing is known."""
+        if self.max_bytes is None:
+            return 0
+        count = -(-len(text) // self.max_bytes)
+        if not self.splits_words:
+            return count
+        ends = 0
+        for at in range(0, len(text), _PIECE):
+            piece = np.frombuffer(text[at : at + _PIECE + 1], np.uint8)
+            lower = piece | 0x20
+            word = ((lower >= ord("a")) & (lower <= ord("z"))) | (
+                (piece >= ord("0")) & (piece <= ord("9"))
+            )
+            ends += int(np.count_nonzero(word[:-1] & (piece[1:] == ord(" "))))
+        return max(count, ends)
+
+
+def _keeps_all(part: Any, several: str, known: frozenset[str]) -> bool:
+    """Whether a normalizer or pre-tokenizer drops nothing of a text."""
+    if part is None:
+        return True
+    if part["type"] == "Sequence":
+        return all(_keeps_all(one, several, known) for one in part[several])
+    if part["type"] == "Replace":
+        return part["pattern"] == {"String": " "} and bool(part["content"])
+    return part["type"] in known and part.get("behavior") != "Removed"
 
 
 class Tokenizer:
@@ -75,6 +145,31 @@ class Tokenizer:
         if front and ids[: len(front)] == front:
             rest = ids[len(front) :]
         return np.asarray([*front, *rest] if begins and ids else rest, np.int32)
+
+    @cached_property
+    def bounds(self) -> TokenBounds:
+        """What one id stands for at most."""
+        return TokenBounds.of(self._backend.backend_tokenizer.to_str())
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether a text is more than so many ids, found without encoding it as a whole.
+
+        False proves nothing. Encoding takes a hundred times the memory of the text: a long one is
+        counted by what one id can hold at most, then piece by piece.
+        """
+        if len(text) <= tokens:
+            return False
+        data = text.encode("utf-8", "surrogatepass")
+        if self.bounds.least(data) > tokens:
+            return True
+        if len(text) <= _PIECE:
+            return False
+        count = 0
+        for at in range(0, len(text), _PIECE):
+            count += len(self._backend.encode(text[at : at + _PIECE], add_special_tokens=False))
+            if count > _SURE * tokens:  # where pieces meet, ids may differ: never by as much
+                return True
+        return False
 
     def as_text(self, text: str) -> str:
         """Marks names of control tokens in a text, so that `encode_chat` takes them for text."""

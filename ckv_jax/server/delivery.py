@@ -85,14 +85,14 @@ class Client:
         self._send_s = send_s
         self._started = False  # a status has been sent: an error can only go into the body
 
-    async def whole(self, value: Mapping[str, Any]) -> None:
+    async def whole(self, value: Mapping[str, Any], status: int = 200) -> None:
         """Sends one JSON object, and nothing else."""
         body = encode(value)
         headers = [
             (b"content-type", b"application/json; charset=utf-8"),
             (b"content-length", b"%d" % len(body)),
         ]
-        await self._start(200, headers)
+        await self._start(status, headers)
         await self._body(body, more=False)
 
     async def event(self, value: Mapping[str, Any]) -> None:

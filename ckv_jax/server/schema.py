@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
@@ -28,7 +35,7 @@ _MOST_PROMPTS = 256
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=3.2e9, allow_inf_nan=False)]
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -36,6 +43,37 @@ class Strict(BaseModel):
     """A body without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _token_ids(value: Any) -> list[int]:
+    """A list of token ids; the first that is none ends the check."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a list of token ids, at least one")
+    if not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("expected token ids, which are whole numbers from 0 on")
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    """A text, token ids, or a list of either, by its first item."""
+    if isinstance(value, str):
+        return value
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str | list):
+        if len(value) > _MOST_PROMPTS:
+            raise ValueError(f"expected at most {_MOST_PROMPTS} prompts")
+        if isinstance(first, list):
+            return [_token_ids(tokens) for tokens in value]
+        if not all(isinstance(text, str) for text in value):
+            raise ValueError("expected texts alone, or token ids alone")
+        return value
+    if first is None:
+        raise ValueError("expected a text, token ids, or a list of either")
+    return _token_ids(value)
+
+
+Tokens = Annotated[Any, BeforeValidator(_token_ids)]
+"""Token ids."""
 
 
 class CkvOptions(Strict):
@@ -53,7 +91,10 @@ class CkvOptions(Strict):
     @field_validator("budget", mode="before")
     @classmethod
     def _a_budget(cls, value: Any) -> Any:
-        return None if value is None else check_budget(value)
+        try:
+            return None if value is None else check_budget(value)
+        except (ValueError, TypeError):
+            raise ValueError("expected a share in (0, 1], or mass:SHARE[:LEAST-MOST]") from None
 
     @model_validator(mode="after")
     def _one_mass(self) -> CkvOptions:
@@ -104,6 +145,9 @@ class Message(Strict):
         return "".join(part.text for part in self.content)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+
+
 class TextFormat(Strict):
     """The one supported value of `response_format`."""
 
@@ -120,8 +164,8 @@ class GenerationRequest(Strict):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    n: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     presence_penalty: Literal[0] | None = None
@@ -149,8 +193,8 @@ class GenerationRequest(Strict):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Messages
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: TextFormat | None = None
@@ -180,12 +224,8 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=_MOST_PROMPTS)]
-    )
+    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    """A text, token ids, or a list of either."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -288,7 +328,7 @@ class RequestParser:
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 for a name that is none of `models`."""
         if name not in self.models:
-            message = f"there is no model {name[:200]!r} here, but {', '.join(self.models)}"
+            message = f"there is no such model here, but {', '.join(self.models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def check(self, body: ChatRequest | CompletionRequest) -> None:
@@ -296,9 +336,7 @@ class RequestParser:
         self.check_model(body.model)
         most = self._config.max_choices
         if body.num_generations > most:
-            raise invalid(
-                f"got {body.num_generations} generations, expected at most {most}", param="n"
-            )
+            raise invalid(f"n: prompts times n may be at most {most}", param="n")
 
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
@@ -308,7 +346,7 @@ class RequestParser:
             usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
             new_tokens = body.new_tokens or usual
         else:
-            prompts = [self.encode(prompt) for prompt in body.prompts]
+            prompts = [self.encode(prompt, "prompt") for prompt in body.prompts]
             new_tokens = body.new_tokens
         for tokens in prompts:
             if len(tokens) + new_tokens > limit:
@@ -325,7 +363,7 @@ class RequestParser:
             for name in ("temperature", "top_p", "top_k")
             if (value := getattr(body, name)) is not None
         }
-        with client_errors():
+        with client_errors("stop"):
             sampling = dataclasses.replace(
                 self._engine.default_sampling,
                 max_tokens=new_tokens,
@@ -356,19 +394,33 @@ class RequestParser:
 
     def chat_tokens(self, messages: list[Message]) -> np.ndarray:
         """int32 [T]: messages in the model's own chat template, up to the start of its answer."""
+        self.check_fits("\n".join([m.text for m in messages]), "messages")
         roles = {"developer": "system"}  # as chat templates name it
-        with client_errors():
+        with client_errors("messages"):
             return self._engine.chat(
                 [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
             )
 
-    def encode(self, text: str | list[int]) -> np.ndarray:
-        """int32 [T]: the tokens of a prompt or a prefix. Raises `ApiError`."""
-        with client_errors():
+    def encode(self, text: str | list[int], field: str) -> np.ndarray:
+        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`."""
+        self.check_fits(text, field)
+        expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
+        with client_errors(field, expected):
             tokens = self._engine.encode(text, begins=True)
         if not len(tokens):
-            raise invalid("got an empty text, expected at least one token")
+            raise invalid(f"{field}: expected at least one token", param=field)
         return tokens
+
+    def check_fits(self, text: str | list[int], field: str) -> None:
+        """Refuses what cannot fit the model's context before it is encoded. Raises `ApiError`."""
+        tokenizer, limit = self._engine.tokenizer, self._engine.model_config.max_position_embeddings
+        assert tokenizer is not None
+        if tokenizer.exceeds(text, limit) if isinstance(text, str) else len(text) > limit:
+            raise invalid(
+                f"{field}: more tokens than the {limit} that this model's context has room for",
+                param=field,
+                code="context_length_exceeded",
+            )
 
     def _stored(self, tokens: np.ndarray, tenant: Tenant) -> Prefix:
         """The longest prefix of `tokens` int32 [T] that this tenant has stored."""

@@ -6,31 +6,37 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import numpy as np
-from fastapi import Request
 from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ckv_jax import request as engine_request
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import TokenEvent
+from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
+from ckv_jax.server.ingests import INGEST_THREADS, Ingests
 from ckv_jax.server.metrics import Metrics
 from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
 from ckv_jax.server.tenants import Admission, Tenant, Tenants
-from ckv_jax.server.write_behind import WriteBehind
+from ckv_jax.server.write_behind import Turns, WriteBehind
 from ckv_jax.storage.index.wishes import Wish
 
+LEAST_ITEMS = 4096
+"""Of lists in bodies, however small the context is."""
 _WARM_BATCH = 2
 _WARM_SUFFIX = 64
 _WARM_ANSWER = 64
@@ -68,9 +74,19 @@ class Service:
         self.engine = engine
         self.config = config
         self.started = int(time.time())
-        self.admission = Admission(config.max_requests)
+        self.admission = Admission(config.max_requests, tenants.share(config.max_requests))
+        self.ingests = Ingests(tenants.share(INGEST_THREADS))
+        self.bodies = Bodies(
+            Limits(
+                max_bytes=config.max_body_bytes,
+                items=max(limit, LEAST_ITEMS),
+                text_bytes=text_bytes(engine.tokenizer, limit),
+            ),
+            config.body_s,
+        )
+        self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
         self.parser = RequestParser(engine, config)
-        self.write_behind = WriteBehind(engine, config)
+        self.write_behind = WriteBehind(engine, config, tenants.share(config.write_behind_bytes))
         self.metrics = Metrics(engine, self.admission, self.write_behind)
         self._tenants = tenants
         self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
@@ -98,9 +114,13 @@ class Service:
         http.state.record.fields["tenant"] = tenant.name
         return tenant
 
-    async def answer(self, http: Request, body: ChatRequest | CompletionRequest) -> Response:
+    async def answer(
+        self, http: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Response:
         """The response to a chat or a completion."""
         tenant = self.tenant(http)
+        prompts = 1 if kind is ChatRequest else self.config.max_choices
+        body = await self.bodies.parse(http, kind, prompts=prompts)
         self.parser.check(body)
         record: RequestRecord = http.state.record
 
@@ -114,25 +134,30 @@ class Service:
                 )
                 send = send_stream if body.stream else send_whole
                 observer = RequestObserver(http, record, metrics=self.metrics, tracer=self._tracer)
-                with observer.reporting(request):
-                    async with self._events(request, observer) as events:
+                with observer.reporting(request), self.write_behind.turns(request) as turns:
+                    async with self._events(request, observer, turns) as events:
                         generations = await send(events, request, form, client)
-                    self.write_behind.submit(request, generations)
+                    self.write_behind.submit(turns, generations)
+
+        return self.delivery(http, deliver)
+
+    def delivery(self, http: Request, deliver: Callable[[Client], Awaitable[None]]) -> Response:
+        """A response that runs `deliver` until it ends or the client is gone."""
 
         def undelivered(reason: str) -> None:
-            record.undelivered = reason
+            http.state.record.undelivered = reason
 
         return Delivery(deliver, undelivered=undelivered, send_s=self.config.send_s)
 
     @asynccontextmanager
     async def _events(
-        self, request: ParsedRequest, observer: RequestObserver
+        self, request: ParsedRequest, observer: RequestObserver, turns: Turns
     ) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The engine's events of a request; leaving the context early cancels its generations."""
         stream = self.engine.agenerate(
             request.engine_requests(),
             request.sampling,
-            keep_kv=self.write_behind.keep_kv(request),
+            keep_kv=turns.keep_kv,
         )
         observer.submitted(request)  # before the engine's thread gets on with it
         async with stream:
@@ -167,6 +192,9 @@ class Service:
     def close(self) -> None:
         """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
         those that wait are dropped."""
+        self.scrapes.shutdown(wait=False, cancel_futures=True)
+        self.ingests.close()
+        self.bodies.close()
         self.write_behind.close(self._left_s)
 
     @property
@@ -175,6 +203,12 @@ class Service:
         if self._end_at is None:
             return self.config.drain_s
         return max(0.0, self._end_at - time.monotonic())
+
+
+def text_bytes(tokenizer: Tokenizer, tokens: int) -> int | None:
+    """UTF-8 bytes of a text above which it is more than so many tokens; None: unknown."""
+    longest = tokenizer.bounds.max_bytes
+    return None if longest is None else longest * tokens
 
 
 def warm_up(engine: Engine, config: ServerConfig) -> None:

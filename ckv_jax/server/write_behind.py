@@ -8,7 +8,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
 from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
 _log = logging.getLogger("ckv_jax.server")
@@ -36,7 +38,8 @@ class WriteBehind:
     ("slow_disk").
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, share: int | None = None) -> None:
+        """`share`: of `write_behind_bytes` that one tenant may hold; None: all."""
         self.cost = WriteCost()
         self.skipped: Counter[str] = Counter()
         self.stored_tokens = 0
@@ -44,7 +47,9 @@ class WriteBehind:
         self.failed = 0
         self._engine = engine
         self._config = config
-        self._waiting_bytes = 0
+        self._share = share
+        self._held: Counter[str] = Counter()  # bytes by tenant
+        self._token_bytes = kv_bytes(engine.layout)
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._pending = 0
@@ -54,33 +59,56 @@ class WriteBehind:
         self._thread = threading.Thread(target=self._run, name="ckv-write-behind", daemon=True)
         self._thread.start()
 
-    def keep_kv(self, request: ParsedRequest) -> list[bool]:
-        """For each generation, whether its KV has to be kept until it ends."""
-        keep = [False] * request.num_generations
-        for i, prompt in enumerate(request.prompts):
-            first = i * request.choices
-            reason = self._skip_reason(prompt, request.sampling[first].max_tokens, request.budget)
-            if reason is None:
-                keep[first] = True
-            else:
-                self.skipped[reason] += 1
-        return keep
+    @contextmanager
+    def turns(self, request: ParsedRequest) -> Iterator[Turns]:
+        """What `request` leaves to be written; memory for it is reserved within the context, and
+        for what was submitted until it is written."""
+        turns = Turns(self, request)
+        try:
+            yield turns
+        finally:
+            for num_bytes in turns.reserved:
+                self.release(request.tenant.name, num_bytes)
+
+    def reserve(self, request: ParsedRequest, prompt: Prompt, new_tokens: int) -> int:
+        """Bytes for the KV of one turn, 0 if it is not to be stored."""
+        reason = self._skip_reason(prompt, new_tokens, request.budget)
+        if reason is None:
+            computed = len(prompt.tokens) - prompt.prefix.num_tokens + new_tokens
+            num_bytes, tenant = computed * self._token_bytes, request.tenant.name
+            most = self._config.write_behind_bytes
+            share = most if self._share is None else self._share
+            with self._lock:
+                held = self._held.total()
+                fits = held + num_bytes <= most and self._held[tenant] + num_bytes <= share
+                if fits or not held:  # one alone may be larger than all that may wait
+                    self._held[tenant] += num_bytes
+                    return num_bytes
+            reason = "busy"
+        self.skipped[reason] += 1
+        return 0
+
+    def release(self, tenant: str, num_bytes: int) -> None:
+        """Gives reserved bytes back."""
+        with self._lock:
+            self._held[tenant] -= num_bytes
+            if not self._held[tenant]:
+                del self._held[tenant]
 
     def _skip_reason(self, prompt: Prompt, new_tokens: int, budget: float | str) -> str | None:
-        """Why a turn is not stored; None: it is."""
+        """Why a turn is not stored; None: it is, if there is room."""
         stored = prompt.prefix.num_tokens
         most = len(prompt.tokens) + new_tokens - stored
         if len(prompt.tokens) < self._config.store_tokens or most < self._config.turn_tokens:
             return "short"
         if stored and not Budget.of(budget).exact:
             return "approximate"
-        if self._waiting_bytes >= self._config.write_behind_bytes:
-            return "busy"
         return "slow_disk" if self._config.guard_disk and not self.cost.worth_writing() else None
 
-    def submit(self, request: ParsedRequest, generations: Sequence[Generation]) -> None:
+    def submit(self, turns: Turns, generations: Sequence[Generation]) -> None:
         """Queues what one finished request leaves to be written; returns at once."""
-        for generation in generations:
+        request = turns.request
+        for index, generation in enumerate(generations):
             answer = generation.completion()
             computed = len(answer.suffix)
             self.cost.computed(computed, generation.trace.ttft_ms / 1e3)
@@ -92,9 +120,8 @@ class WriteBehind:
             if computed + len(answer.token_ids) < self._config.turn_tokens:
                 self.skipped["short"] += 1
                 continue
-            with self._lock:
-                self._waiting_bytes += answer.kv.nbytes
-            self._put(partial(self._store, generation, answer.kv.nbytes, request.retain_s))
+            held = turns.take(index)
+            self._put(partial(self._store, generation, request, held))
         if request.retain_s is not None:
             for prompt in request.prompts:
                 if prompt.prefix.num_tokens:
@@ -150,7 +177,8 @@ class WriteBehind:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=left)
 
-    def _store(self, generation: Generation, num_bytes: int, retain_s: float | None) -> None:
+    def _store(self, generation: Generation, request: ParsedRequest, num_bytes: int) -> None:
+        retain_s = request.retain_s
         try:
             began = time.perf_counter()
             prefix = self._engine.append(generation)
@@ -161,21 +189,49 @@ class WriteBehind:
             if retain_s is not None:
                 self._retain(prefix, retain_s, new=True)
         finally:
-            with self._lock:
-                self._waiting_bytes -= num_bytes
+            self.release(request.tenant.name, num_bytes)
 
     def _retain(self, prefix: Prefix, retain_s: float, *, new: bool = False) -> None:
         """Sets the time to live of a new prefix, and extends that of one that has one: no request
         shortens what was set before."""
         store = self._engine.store
-        known = store.wishes().get(prefix.id)
-        if known is None:
+        known = store.wish_of(prefix)
+        if known == Wish():
             wish = Wish(retain_s=retain_s) if new else None
         else:
             longer = known.retain_s is not None and known.retain_s < retain_s
             wish = replace(known, retain_s=retain_s) if longer else None
         if wish is not None:
             store.set_wish(prefix.id, wish, salt=prefix.salt)
+
+
+class Turns:
+    """The turns of one request, each with the bytes reserved for its KV."""
+
+    def __init__(self, write_behind: WriteBehind, request: ParsedRequest) -> None:
+        self.request = request
+        self.reserved = [0] * request.num_generations
+        """Bytes, by generation; 0: it is not stored."""
+        for i, prompt in enumerate(request.prompts):
+            first = i * request.choices
+            new_tokens = request.sampling[first].max_tokens
+            self.reserved[first] = write_behind.reserve(request, prompt, new_tokens)
+
+    @property
+    def keep_kv(self) -> list[bool]:
+        """For each generation, whether its KV has to be kept until it ends."""
+        return [num_bytes > 0 for num_bytes in self.reserved]
+
+    def take(self, index: int) -> int:
+        """Bytes of a generation that the caller releases from now on."""
+        taken, self.reserved[index] = self.reserved[index], 0
+        return taken
+
+
+def kv_bytes(layout: Layout) -> int:
+    """Bytes of one token's keys and values."""
+    heads = layout.num_kv_heads * layout.head_dim
+    return 2 * layout.num_layers * heads * layout.numpy_dtype.itemsize
 
 
 class WriteCost:

@@ -57,7 +57,8 @@ def wish_for(
 ) -> str:
     """Change what is wanted of a prefix, see `Wish`; None leaves a part as it is.
 
-    `prefix`: a name, an id, or the start of one. Returns its whole id. Raises as `find_prefix` does.
+    `prefix`: a name, an id, or the start of one. Returns its whole id. Raises what `find_prefix`
+    does.
     """
     found = find_prefix(store, prefix).id
     changes = {"pinned": pinned, "retain_s": retain_s, "priority": priority}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from ckv_jax.server.app import bind, url_of
 
@@ -70,7 +70,7 @@ class Served:
 
 
 @contextmanager
-def in_thread(app: FastAPI) -> Iterator[str]:
+def in_thread(app: Starlette) -> Iterator[str]:
     """Serves `app` from a thread of this process; yields its URL."""
     with bind("127.0.0.1", 0) as bound:
         config = uvicorn.Config(
