@@ -1,14 +1,69 @@
-"""One answer as JSON: the object that `ckv ask`, `ckv batch` and `ckv demo` print."""
+"""An answer: for a program, and as JSON for `ckv ask`, `ckv batch` and `ckv demo`."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ckv_jax.engine import Engine
+from ckv_jax.errors import ContextOverflow
 from ckv_jax.request import Generation, Result
 from ckv_jax.storage.prefix import Prefix
 
-__all__ = ["answer_json"]
+if TYPE_CHECKING:
+    from ckv_jax.engine import Engine
+
+__all__ = ["MAX_TOKENS", "Answer", "answer_json", "room"]
+
+MAX_TOKENS = 256
+"""Tokens of an answer, at most, where the caller sets no bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to one question, see `Engine.ask`."""
+
+    text: str
+    """The answer, up to its end or to the bound on its tokens."""
+    coverage: float
+    """Share of the question's attention that the chunks it read hold; 1.0: nothing was left out."""
+    timings: Mapping[str, float]
+    """Milliseconds: `queued`, `first_token`, `decode` (from the first token to the last)."""
+    generation: Generation
+    """All else: tokens, why it ended, what was read."""
+
+    @classmethod
+    def of(cls, generation: Generation) -> Answer:
+        """Raises the generation's error, if it has one."""
+        trace = generation.trace
+        return cls(
+            text=generation.text.strip(),
+            coverage=trace.attention_mass,
+            timings={
+                "queued": generation.queued_ms,
+                "first_token": trace.ttft_ms,
+                "decode": generation.decode_ms,
+            },
+            generation=generation,
+        )
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+
+def room(prefix: int, question: int, limit: int) -> int:
+    """Tokens of an answer after so many of a prefix and a question: 256, or what fits `limit`.
+
+    Raises `ContextOverflow` where none fits.
+    """
+    if (left := limit - prefix - question) < 1:
+        raise ContextOverflow(
+            f"got a question of {question} tokens after {prefix} stored ones, expected at most "
+            f"{max(0, limit - prefix - 1)}: the model's context has room for {limit} together with "
+            "the answer"
+        )
+    return min(MAX_TOKENS, left)
 
 
 def answer_json(
@@ -61,5 +116,6 @@ def answer_json(
         "decode_ms": outcome.decode_ms,
         "tokens_s": 1e3 * later / outcome.decode_ms if later and outcome.decode_ms else 0.0,
         "decode": trace.decode,
+        "decode_ssd_bytes": sum(token.ssd_reads * token.pack_bytes for token in trace.tokens),
         "finish_reason": outcome.finish_reason,
     }

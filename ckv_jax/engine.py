@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ckv_jax.answer import Answer, room
 from ckv_jax.cache.widths import Widths
 from ckv_jax.config import check_budget
+from ckv_jax.errors import ContextOverflow
 from ckv_jax.ingest import Progress
 from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.opened import OpenEngine
@@ -24,6 +26,7 @@ from ckv_jax.serving.streams import Item, Submit, TokenStream, results
 from ckv_jax.serving.warmup import warm
 from ckv_jax.serving.ways import Way, sampled, several
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
@@ -53,18 +56,26 @@ class Engine(OpenEngine):
         """
         return self._placement.encode(text, begins=begins)
 
-    def chat(self, messages: str | Several[dict[str, Any]], **template: Any) -> str:
-        """Messages as text for the model to go on from, by the tokenizer's own template.
+    def chat(self, messages: str | Several[dict[str, Any]], **template_values: Any) -> Tokens:
+        """Token ids int32 [n] of messages, by the tokenizer's own chat template.
 
-        A string is one message of the user's. `template`: variables of the template, such as
-        Qwen3's `enable_thinking`. Raises `ValueError` for messages that the template
-        refuses, `CheckpointError` if there is no template.
+        A string is one message of the user's. `template_values` are variables of the template, such
+        as `enable_thinking`; with `add_generation_prompt=False` no answer begins. Names of control
+        tokens within messages are text. Raises `ValueError` for messages that the template refuses,
+        `CheckpointError` if there is no template.
         """
-        if self.tokenizer is None:
-            raise ValueError("got messages, expected token ids: this engine has no tokenizer")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        return self.tokenizer.apply_chat(messages, **template)
+        return self._questions.chat(messages, **template_values)
+
+    def question(self, prefix: Prefix, question: str) -> Tokens:
+        """Token ids int32 [n] of a question after a stored document, up to where its answer begins.
+
+        As the document's chat template has it; after bare text, the question as it is.
+        """
+        return self._questions.tokens(prefix, question)
+
+    def is_document(self, prefix: Prefix) -> bool:
+        """Whether a prefix is a document in the chat template, which questions continue."""
+        return self._questions.around(prefix) != ("", "")
 
     def check_prefix(self, prefix: Prefix) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs."""
@@ -72,24 +83,49 @@ class Engine(OpenEngine):
 
     def ingest(
         self,
-        text: TextOrIds,
+        document: TextOrIds,
         *,
+        raw: bool = False,
+        turn: str | None = None,
+        instructions: str = "",
         progress: Progress | None = None,
         grouping: Progress | None = None,
         salt: str | None = None,
     ) -> Prefix:
-        """Computes and stores the KV of a text, or of what of it is not stored yet.
+        """Computes and stores the KV of a document, or of what of it is not stored yet.
 
-        A block at a time between the tokens of others; `progress` is called in this thread.
-        `grouping`: where chunks are of alike tokens, told at the end of runs that are grouped, in
-        another thread. `salt`: whose prefix it is; None: the engine's.
+        Where the tokenizer has a chat template, a text is stored as the template renders it, up to
+        the document's end; `ask` and `question` continue it. Token ids are stored as they are.
+
+        Args:
+            document: text, or token ids.
+            raw: store bare text, without the template; names of control tokens are such tokens.
+            turn: "system" or "user", the turn that the document stands in; None: the system turn,
+                or the user's where the template takes no document in a system turn.
+            instructions: text of the system turn, before a document that stands there.
+            progress: called in this thread, block by block between the tokens of others.
+            grouping: called in another thread at the end of runs that are grouped, where chunks are
+                of alike tokens.
+            salt: the tenant's; None: the engine's.
         """
-        tokens = self.encode(text, begins=True)
+        if not isinstance(document, str) or raw:
+            if turn is not None or instructions:
+                raise ValueError("got turn or instructions for bare text, expected neither")
+            placed, tokens = None, self.encode(document, begins=True)
+        else:
+            placed = self._questions.document(document, turn=turn, instructions=instructions)
+            tokens = self.encode(document, begins=True) if placed is None else placed.tokens
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
-        self._placement.check_context(len(tokens), 0)
+        if len(tokens) > (limit := self.model_config.max_position_embeddings):
+            raise ContextOverflow(
+                f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context"
+            )
         salt = self.config.salt if salt is None else salt
-        return self._ingest.store(tokens, progress, grouping, salt=salt)
+        prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
+        if placed is not None:
+            self._questions.note(prefix, placed)
+        return prefix
 
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
@@ -104,6 +140,34 @@ class Engine(OpenEngine):
         return self._ingest.append(generation.completion(), exact=exact)
 
     # -- requests ---------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        prefix: Prefix | str,
+        question: str,
+        *,
+        budget: float | str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Answer:
+        """The answer to a question about a stored document.
+
+        Args:
+            prefix: a handle from `ingest`, an id or the start of one, or a name.
+            question: text.
+            budget: see `Request.budget`; None: the engine's.
+            sampling: None: the likeliest tokens, up to the answer's end, at most 256.
+
+        Raises what is wrong with the request.
+        """
+        if isinstance(prefix, str):
+            prefix = find_prefix(self.store, prefix, salt=self.config.salt)
+        suffix = self.question(prefix, question)
+        if sampling is None:
+            limit = self.model_config.max_position_embeddings
+            sampling = SamplingParams(max_tokens=room(prefix.num_tokens, len(suffix), limit))
+        request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
+        (generation,) = self.generate(request, sampling).results()
+        return Answer.of(generation)
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""

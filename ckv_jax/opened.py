@@ -22,6 +22,7 @@ from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.questions import Questions
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prompts import Prompts
@@ -93,6 +94,7 @@ class OpenEngine:
             layout=self.layout, codec=self.system.coder,
         )  # fmt: skip
         self._prompts = Prompts(self._ingest, self._scheduler)
+        self._questions = Questions(tokenizer, store)
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()

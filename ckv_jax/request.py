@@ -35,8 +35,8 @@ class Request:
     computed again. Nothing of it is stored."""
     blend: Blend = _BLEND
     """What of the `parts` is computed again."""
-    suffix: str | Sequence[int]
-    """Text, or token ids."""
+    suffix: str | Sequence[int] | np.ndarray
+    """Text, or token ids, such as those of `Engine.question`."""
     budget: float | str | None = None
     """Share of the prefix in (0, 1]; or "mass:0.95": in every period as many chunks as hold that
     share of the attention of the queries that select, "mass:0.95:0.02-0.5": between two and fifty

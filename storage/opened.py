@@ -79,6 +79,11 @@ class OpenStore:
             raise
         return made[0]
 
+    @property
+    def reads_past_cache(self) -> bool:
+        """Whether reads go past the page cache, so that they come from the disk."""
+        return self._place.direct
+
     def stats(self) -> dict[str, int]:
         """Counters since `open`: hits, misses, bad_packs, gone, unread, quarantined, evicted, …"""
         found = {name: self._counts[name] for name in _COUNTERS}

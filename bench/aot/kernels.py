@@ -112,7 +112,8 @@ def _score(kind: str) -> Callable[[Sizes], Program]:
         length = SUFFIX if kind == "keys" else 4
         q, probe = sizes.queries(1, length), sizes.probe(kind, sizes.chunks * CHUNK)
         return Program(
-            jitted=jax.jit(scored), args=(q, probe, ints(), ints(1)), named={}, kernels=1,
+            jitted=jax.jit(scored), args=(q, probe, ints(), ints(1)), named={},
+            kernels=0 if sizes.by_reference(kind) else 1,
             tokens=length, must_read=nbytes((q, probe)) + 4 * sizes.chunks,
             example=lambda: (
                 *jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (q, probe)),

@@ -71,7 +71,7 @@ def _select(kind: str) -> Callable[[Sizes], Program]:
                 Rule(n=sizes.chosen, chunk_tokens=CHUNK, window=window, peaks=digest),
                 Share(abstract((1,), jnp.float32), ints(1)),
             ),
-            kernels=0 if kind in LANDMARKS else len(layers),
+            kernels=0 if sizes.by_reference(kind) else len(layers),
             sums=1,
             tokens=SUFFIX,
             room=8 * tokens * sizes.config.num_heads * (window or SUFFIX) // 16,

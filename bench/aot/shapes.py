@@ -160,6 +160,10 @@ class Sizes:
         """Keys or values [B, R, K*D]."""
         return self.split((batch, length, self.row), DTYPE, HEADS)
 
+    def by_reference(self, kind: str) -> bool:
+        """Whether no kernel scores such a probe here, on purpose."""
+        return kind in LANDMARKS or (kind == "pq" and self.target.platform == "gpu")
+
     def probe(self, kind: str, tokens: int) -> Probe:
         """A probe of so many keys, or of the chunks that they make."""
         heads, dim = self.config.num_kv_heads, self.config.head_dim

@@ -68,24 +68,35 @@ for _command in (
     app.command(_command.__name__, help=_help)(_command)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
+def _print_version(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import version
 
-        typer.echo(f"ckv {version('ckv-jax')}")
-        raise typer.Exit
+    typer.echo(f"ckv {version('ckv-jax')}")
+    if context.params["verbose"]:
+        from ckv_jax.kernels_pallas.native.library import LEVELS, native
+
+        typer.echo(f"jax {version('jax')}, jaxlib {version('jaxlib')}")
+        found = native()
+        typer.echo(
+            f"native kernels of a CPU: {LEVELS[found.level]}, {found.path}"
+            if found.path
+            else f"native kernels of a CPU: none, JAX's own run ({found.refused})"
+        )
+    raise typer.Exit
 
 
 @app.callback()
 def _root(
+    verbose: Annotated[  # eager: known when the version is printed
+        bool, typer.Option("--verbose", "-v", is_eager=True, help="With --version: of what runs.")
+    ] = False,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, typer.Option("--version", callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    del version
+    del verbose, version
 
 
 def main() -> None:

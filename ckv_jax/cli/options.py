@@ -184,6 +184,8 @@ def read_text(source: str) -> str:
         raise ValueError(
             f"{source} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from error
+    if "\0" in text:
+        raise ValueError(f"{source} is not text: it holds a NUL at character {text.index(chr(0))}")
     if not text.strip():
         raise ValueError(f"the text in {'stdin' if source == '-' else source} is empty")
     return text

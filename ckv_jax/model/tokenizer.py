@@ -23,6 +23,8 @@ from ckv_jax.validate import check_text
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
 
+_CUT = "\ufdd0\ufdd1"  # not characters, so that no text holds them
+
 _WHOLE = "tokenizer.json"
 _PARTS = ("vocab.json", "merges.txt")
 _NORMALIZERS = frozenset(("NFC", "Prepend"))
@@ -117,6 +119,14 @@ class Tokenizer:
         self._front: list[int] = next(
             (whole[:at] for at in range(added + 1) if whole[at : at + len(plain)] == plain), []
         )
+        self._line: list[int] = backend.encode("\n", add_special_tokens=False)
+        spaced = [*self._line, *plain] != backend.encode("\na", add_special_tokens=False)
+        self._spaced = spaced  # a SentencePiece tokenizer puts a space before a text
+        control = [
+            token.content for token in backend.added_tokens_decoder.values() if token.special
+        ]
+        names = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        self._control = re.compile(names) if names else None
 
     @property
     def vocab_size(self) -> int:
@@ -167,6 +177,27 @@ class Tokenizer:
                 return True
         return False
 
+    def as_text(self, text: str) -> str:
+        """Marks names of control tokens in a text, so that `encode_chat` takes them for text."""
+        if self._control is None:
+            return text
+        return self._control.sub(lambda name: f"{name[0][:1]}{_CUT}{name[0][1:]}", text)
+
+    def encode_chat(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " n"]:
+        """Token ids, int32, of text of a chat template; names marked by `as_text` are text.
+
+        A text that does not begin a sequence goes on within a line: no space comes before it.
+        """
+        pieces = text.split(_CUT)
+        ids = [self.encode(pieces[0], begins=True)] if begins else []
+        return np.concatenate([*ids, *map(self._encode_on, pieces[len(ids) :])]).astype(np.int32)
+
+    def _encode_on(self, text: str) -> Int[np.ndarray, " n"]:
+        if not self._spaced:
+            return self.encode(text)
+        ids, line = self.encode(f"\n{text}"), self._line
+        return ids[len(line) :] if ids[: len(line)].tolist() == line else self.encode(text)
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of token ids, byte for byte; a split character shows as U+FFFD."""
         text: str = self._backend.decode(
@@ -207,6 +238,27 @@ class Tokenizer:
         """Turns the ids that follow others into text one at a time, special tokens included."""
         return Detokenizer(self._backend.backend_tokenizer, after=after)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat` has a template to apply."""
+        return bool(self._backend.chat_template)
+
+    def chat_ids(self, messages: Sequence[dict[str, Any]], **values: Any) -> Int[np.ndarray, " n"]:
+        """Token ids, int32, of `apply_chat`; names of control tokens in messages are text."""
+        return self.encode_chat(self.apply_chat(self._as_texts(messages), **values), begins=True)
+
+    def _as_texts(self, value: Any) -> Any:
+        """`as_text` of every string in a value, keys and roles apart."""
+        if isinstance(value, str):
+            return self.as_text(value)
+        if isinstance(value, Mapping):
+            return {
+                key: each if key == "role" else self._as_texts(each) for key, each in value.items()
+            }
+        if isinstance(value, Sequence):
+            return [self._as_texts(each) for each in value]
+        return value
+
     def has_token(self, text: str) -> bool:
         """Whether a text is one id."""
         return self._backend.backend_tokenizer.token_to_id(text) is not None
@@ -222,12 +274,12 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        **template: Any,
+        **values: Any,
     ) -> str:
         """The tokenizer's own chat template over `{"role", "content"}` messages, as text.
 
-        `template`: variables of the template. Raises `ValueError` for messages the template refuses
-        and `CheckpointError` if the tokenizer has no template.
+        `values`: variables of the template, such as `enable_thinking`. Raises `ValueError` for
+        messages the template refuses and `CheckpointError` if the tokenizer has no template.
         """
         if not isinstance(messages, Sequence):
             raise ValueError(f"got messages={messages!r}, expected a list of them")
@@ -248,7 +300,7 @@ class Tokenizer:
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **template,
+                **values,
             )
         except (TemplateError, TypeError) as error:  # TypeError: what it joins is no text
             raise ValueError(f"the chat template refuses these messages: {error}") from error

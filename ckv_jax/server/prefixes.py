@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from ckv_jax.errors import Cancelled, DeadlineExceeded
 from ckv_jax.server.delivery import Client
-from ckv_jax.server.http import ApiError, JsonResponse, invalid
+from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
 from ckv_jax.server.messages import Messages
 from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
@@ -45,17 +45,26 @@ class RetentionChange(Strict):
 
 
 class NewPrefix(RetentionChange):
-    """`POST /v1/prefixes`: a text, token ids, or the first messages of a chat."""
+    """`POST /v1/prefixes`: a document, bare text, token ids, or the first messages of a chat."""
 
+    document: Annotated[str, Field(min_length=1)] | None = None
+    """Stored as the chat template has it: a chat that begins with it reads it back."""
+    turn: Literal["system", "user"] | None = None
+    """The turn that the document stands in, see `Engine.ingest`."""
+    instructions: str = ""
+    """Text of the system turn, before a document that stands there."""
     text: Annotated[str, Field(min_length=1)] | None = None
+    """Stored as it is, for completions."""
     tokens: Tokens | None = None
     messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one(self) -> NewPrefix:
-        given = [self.text, self.tokens, self.messages]
+        given = [self.document, self.text, self.tokens, self.messages]
         if sum(value is not None for value in given) != 1:
-            raise ValueError("expected one of text, tokens and messages")
+            raise ValueError("expected one of document, text, tokens and messages")
+        if self.document is None and (self.turn is not None or self.instructions):
+            raise ValueError("got turn or instructions without a document")
         return self
 
 
@@ -65,12 +74,6 @@ def prefix_routes(service: Service) -> list[Route]:
     ingests = service.ingests
 
     def store(body: NewPrefix, tenant: Tenant, given_up: threading.Event) -> dict[str, Any]:
-        if body.messages is not None:
-            tokens = service.parser.encode(service.parser.messages_text(body.messages), "messages")
-        elif body.text is not None:
-            tokens = service.parser.encode(body.text, "text")
-        else:
-            tokens = service.parser.encode(body.tokens or [], "tokens")
         until = time.monotonic() + service.config.request_s
 
         def check(done: int, total: int) -> None:
@@ -80,7 +83,17 @@ def prefix_routes(service: Service) -> list[Route]:
             if done < total and time.monotonic() > until:
                 raise DeadlineExceeded(f"got {done} of {total} tokens computed in time")
 
-        prefix = engine.ingest(tokens, salt=tenant.salt, progress=check)
+        ingest = partial(engine.ingest, salt=tenant.salt, progress=check)
+        if body.document is not None:
+            service.parser.check_fits(body.instructions + body.document, "document")
+            with client_errors("document"):
+                prefix = ingest(body.document, turn=body.turn, instructions=body.instructions)
+        elif body.messages is not None:
+            prefix = ingest(service.parser.messages_tokens(body.messages))
+        elif body.text is not None:
+            prefix = ingest(service.parser.encode(body.text, "text"))
+        else:
+            prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish)

@@ -35,7 +35,6 @@ from ckv_jax.server.messages import (
     Tolerant,
     check_template_kwargs,
     effort,
-    render,
 )
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.prefix import Prefix
@@ -306,7 +305,7 @@ class Prompt:
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
     text: str = ""
-    """As it was given, or as the chat template made it; empty for token ids."""
+    """As it was given; empty for token ids and chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,12 +386,12 @@ class RequestParser:
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
-        texts: list[str | list[int]]
         if isinstance(body, ChatRequest):
-            field, texts = "messages", [self.chat_text(body)]
+            field, texts = "messages", [""]
+            prompts = [self.chat_tokens(body)]
         else:
-            field, texts = "prompt", body.prompts
-        prompts = [self.encode(text, field) for text in texts]
+            field, texts = "prompt", [t if isinstance(t, str) else "" for t in body.prompts]
+            prompts = [self.encode(prompt, field) for prompt in body.prompts]
         usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
         new_tokens = usual if body.new_tokens is None else body.new_tokens
         for tokens in prompts:
@@ -434,7 +433,7 @@ class RequestParser:
                 Prompt(
                     tokens=tokens,
                     prefix=self._stored(tokens[:-1], tenant),
-                    text=text if isinstance(text, str) else "",
+                    text=text,
                 )
                 for tokens, text in zip(prompts, texts, strict=True)
             ],
@@ -452,25 +451,36 @@ class RequestParser:
             silent=new_tokens == 0,
         )
 
-    def chat_text(self, body: ChatRequest) -> str:
-        """A chat in the model's own template, up to the start of its answer."""
+    def chat_tokens(self, body: ChatRequest) -> np.ndarray:
+        """int32 [T]: a chat in the model's own template, up to the start of its answer."""
         assert self._engine.tokenizer is not None
-        template = {
-            **self._config.chat_template_kwargs,
-            **effort(self._engine.tokenizer, body.reasoning_effort),
-            **(body.chat_template_kwargs or {}),
-        }
-        return render(self._engine, body.messages, **template)
+        return self.messages_tokens(
+            body.messages,
+            **{
+                **effort(self._engine.tokenizer, body.reasoning_effort),
+                **(body.chat_template_kwargs or {}),
+            },
+        )
 
-    def messages_text(self, messages: list[Message]) -> str:
-        """The same of messages alone, with the server's own variables of the template."""
-        return render(self._engine, messages, **self._config.chat_template_kwargs)
+    def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
+        """The same of messages; `template`: its variables, beside the server's own."""
+        self.check_fits("\n".join([message.text for message in messages]), "messages")
+        values = {**self._config.chat_template_kwargs, **template}
+        with client_errors("messages"):
+            return self._engine.chat([message.rendered() for message in messages], **values)
 
     def encode(self, text: str | list[int], field: str) -> np.ndarray:
-        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`.
+        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`."""
+        self.check_fits(text, field)
+        expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
+        with client_errors(field, expected):
+            tokens = self._engine.encode(text, begins=True)
+        if not len(tokens):
+            raise invalid(f"{field}: expected at least one token", param=field)
+        return tokens
 
-        What cannot fit the model's context is refused before it is encoded.
-        """
+    def check_fits(self, text: str | list[int], field: str) -> None:
+        """Refuses what cannot fit the model's context before it is encoded. Raises `ApiError`."""
         tokenizer, limit = self._engine.tokenizer, self._engine.model_config.max_position_embeddings
         assert tokenizer is not None
         if tokenizer.exceeds(text, limit) if isinstance(text, str) else len(text) > limit:
@@ -479,12 +489,6 @@ class RequestParser:
                 param=field,
                 code="context_length_exceeded",
             )
-        expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
-        with client_errors(field, expected):
-            tokens = self._engine.encode(text, begins=True)
-        if not len(tokens):
-            raise invalid(f"{field}: expected at least one token", param=field)
-        return tokens
 
     def _stored(self, tokens: np.ndarray, tenant: Tenant) -> Prefix:
         """The longest prefix of `tokens` int32 [T] that this tenant has stored."""

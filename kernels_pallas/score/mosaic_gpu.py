@@ -54,8 +54,8 @@ def score(
 
     Raises:
       NotImplementedError: queries other than bfloat16 or float16, keys of another dtype than the
-        queries, D not a multiple of 64 up to 256, sub-vectors that are not an even number up to 16
-        of 8 dims each (product quantisation), or peaks of chunks that a block of keys cuts.
+        queries, D not a multiple of 64 up to 256, product-quantised keys, or peaks of chunks that a
+        block of keys cuts.
     """
     require_wgmma(target)
     blocks = blocks or gpu_blocks(target).score
@@ -152,7 +152,6 @@ def _stream(
         plgpu.copy_gmem_to_smem(rows_ref.at[b, head, tile], q_smem, start_barrier)
         if lse is not None:
             plgpu.copy_gmem_to_smem(probe_refs[-1].at[b, head, tile], lse_smem, start_barrier)
-        plan.prepare(probe_refs, scratch, head, start_barrier)
         for ahead in range(blocks.steps):
             pl.when(begin + ahead < end)(functools.partial(load, begin + ahead, ahead))
         plgpu.barrier_wait(start_barrier)
@@ -214,7 +213,7 @@ def _stream(
         scratch_types=(
             plgpu.SMEM((_ROWS, dim), rows.dtype, transforms=plan.transforms),
             plgpu.SMEM((_ROWS,), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + (lse is not None) + plan.prepared),
+            plgpu.Barrier(num_arrivals=1 + (lse is not None)),
             plgpu.Barrier(num_arrivals=plan.loaded, num_barriers=blocks.steps),
             *plan.scratch,
         ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -16,16 +16,11 @@ from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys, Keys, PqKeys,
 
 __all__ = ["KeyBlocks", "key_blocks"]
 
-_SUBSPACES = 16  # whose codebooks, 8 KiB each, fit into shared memory
-_STRIP = 32  # columns of one-hot codes made at a time
-_PAIR = 16  # dims of the two sub-vectors that one product-quantisation matmul decodes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyBlocks:
     """How a kernel loads and decodes one probe; `refs` are the operands, `scratch` as listed.
 
-    prepare(refs, scratch, head, barrier) starts `prepared` copies, once a thread block;
     load(refs, scratch, head, first, slot, barrier) starts `loaded` copies of the keys from
     `first` on; decode(scratch, slot) gives references to parts of keys [keys, D / parts], side by
     side, and their scales or None.
@@ -35,8 +30,6 @@ class KeyBlocks:
     scratch: tuple[Any, ...]
     transforms: tuple[Any, ...]
     loaded: int
-    prepared: int
-    prepare: Callable[[Sequence[Any], Sequence[Any], Array, Any], None]
     load: Callable[[Sequence[Any], Sequence[Any], Array, Array, Array | int, Any], None]
     decode: Callable[[Sequence[Any], Array], tuple[list[Any], Array | None]]
 
@@ -55,17 +48,15 @@ def key_blocks(probe: TokenProbe, dtype: Any, keys: int, steps: int) -> KeyBlock
             return _scaled(probe, dtype, keys, steps, _int8)
         case Int4Keys():
             return _scaled(probe, dtype, keys, steps, _int4)
-        case PqKeys():
-            return _product(probe, dtype, keys, steps)
+        case PqKeys():  # a kernel that decoded by matmul took 4.6 times as long on an H200
+            raise NotImplementedError(
+                "got product-quantised keys, which the reference scores sooner"
+            )
 
 
 def _swizzled(width: int) -> tuple[Any, ...]:
     """The layout WGMMA wants of 16-bit operands, in tiles `width` elements wide."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
-
-
-def _nothing(refs: Sequence[Any], scratch: Sequence[Any], head: Array, barrier: Any) -> None:
-    pass
 
 
 def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
@@ -87,8 +78,6 @@ def _full(probe: Keys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
         scratch=(plgpu.SMEM((steps, keys, probe.shape[2]), dtype, transforms=_swizzled(64)),),
         transforms=_swizzled(64),
         loaded=1,
-        prepared=0,
-        prepare=_nothing,
         load=load,
         decode=lambda scratch, slot: ([scratch[0].at[slot]], None),
     )
@@ -141,79 +130,6 @@ def _scaled(
         ),
         transforms=tiled,
         loaded=2,
-        prepared=0,
-        prepare=_nothing,
-        load=load,
-        decode=decode,
-    )
-
-
-def _product(probe: PqKeys, dtype: Any, keys: int, steps: int) -> KeyBlocks:
-    """Decodes by matmul: one-hot codes [keys, 256] times a codebook [256, 16], whose other half
-    of columns is zero, so that two sub-vectors fill one tile.
-    """
-    kv_heads, subspaces, size, width = probe.codebooks.shape
-    if 2 * width != _PAIR or subspaces % 2 or subspaces > _SUBSPACES:
-        raise NotImplementedError(
-            f"got {subspaces} sub-vectors of {width} dims, expected an even number up to "
-            f"{_SUBSPACES}, of 8 dims"
-        )
-    books = jnp.zeros((kv_heads, subspaces // 2, 2, size, 2, width), dtype)
-    halves = probe.codebooks.astype(dtype).reshape(kv_heads, subspaces // 2, 2, size, width)
-    for i in range(2):
-        books = books.at[:, :, i, :, i].set(halves[:, :, i])
-    books = books.reshape(kv_heads, subspaces, size, _PAIR)
-
-    def prepare(refs: Sequence[Any], scratch: Sequence[Any], head: Array, on: Any) -> None:
-        for m in range(subspaces):
-            plgpu.copy_gmem_to_smem(refs[1].at[head, m], scratch[1].at[m], on)
-
-    def load(
-        refs: Sequence[Any],
-        scratch: Sequence[Any],
-        head: Array,
-        first: Array,
-        slot: Array | int,
-        on: Any,
-    ) -> None:
-        plgpu.copy_gmem_to_smem(refs[0].at[head, :, pl.ds(first, keys)], scratch[0].at[slot], on)
-
-    def decode(scratch: Sequence[Any], slot: Array) -> tuple[list[Any], None]:
-        codes, book, one_hot, decoded = scratch
-
-        def decode_pair(pair: Array, carry: None) -> None:
-            def dot(acc_ref: Any) -> Any:
-                for i in range(2):
-                    code = codes[slot, 2 * pair + i].astype(jnp.int32)
-                    for first in range(0, size, _STRIP):  # all at once would not fit registers
-                        entry = lax.broadcasted_iota(jnp.int32, (keys, _STRIP), 1) + first
-                        hit = entry == lax.broadcast_in_dim(code, entry.shape, (0,))
-                        strip = jnp.where(hit, 1.0, 0.0).astype(dtype)
-                        one_hot[:, pl.ds(first, _STRIP)] = strip
-                    plgpu.commit_smem()
-                    plgpu.wgmma(acc_ref, one_hot, book.at[2 * pair + i])
-                    plgpu.wgmma_wait(0)
-                return acc_ref[...]
-
-            part = pl.run_scoped(dot, plgpu.WGMMAAccumulatorRef((keys, _PAIR), jnp.float32))
-            decoded[pair] = part.astype(dtype)
-
-        lax.fori_loop(0, subspaces // 2, decode_pair, None)  # unrolled, it would not fit registers
-        plgpu.commit_smem()
-        return [decoded.at[pair] for pair in range(subspaces // 2)], None
-
-    return KeyBlocks(
-        operands=(probe.codes.transpose(1, 2, 0), books),
-        scratch=(
-            plgpu.SMEM((steps, subspaces, keys), jnp.uint8),
-            plgpu.SMEM((subspaces, size, _PAIR), dtype, transforms=_swizzled(_PAIR)),
-            plgpu.SMEM((keys, size), dtype, transforms=_swizzled(_PAIR)),
-            plgpu.SMEM((subspaces // 2, keys, _PAIR), dtype, transforms=_swizzled(_PAIR)),
-        ),
-        transforms=_swizzled(_PAIR),
-        loaded=1,
-        prepared=subspaces,
-        prepare=prepare,
         load=load,
         decode=decode,
     )

@@ -38,7 +38,7 @@ from ckv_jax.storage.place.workspace import (
 from ckv_jax.storage.segment import manifest as manifests
 
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
-_LARGEST_PIN = 4096
+_LARGEST_PIN = 65536
 
 
 class LocalFiles:

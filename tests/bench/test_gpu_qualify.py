@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_qualify
+from bench import gpu_first, gpu_qualify
 from bench.common import BASELINES, OURS
 
 pytestmark = [
@@ -62,3 +62,32 @@ def test_tiny_runs_all_stages_and_resumes(
     with pytest.raises(SystemExit):
         gpu_qualify.main()
     assert "name another --out" in capsys.readouterr().err
+
+
+def test_first_answers_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["gpu_qualify", "--tiny", "--first", "--systems", "ckv", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    gpu_qualify.main()
+    found = json.loads((tmp_path / "first.json").read_text())
+    stages = ("device", "host", "copies", "numerics", "first_token", "profile", "host_profile")
+    assert [found[name].get("error") for name in (*stages, "decode")] == [None] * 8
+    assert all(row["us"] > 0 for row in found["numerics"]["rows"])
+    rows = {(row["from"], row["budget"]): row for row in found["first_token"]["rows"]}
+    assert rows["ssd", 0.25]["ssd_bytes"] > 0 == rows["device", 0.25]["ssd_bytes"]
+    assert rows["device", 0.25]["calls"] > 0
+    assert {row["compiled"] for row in found["decode"]["rows"]} == {0}
+
+
+def test_a_stage_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device fell off the bus")
+
+    monkeypatch.setattr(gpu_first, "host", fail)
+    words = ["gpu_qualify", "--tiny", "--first", "--only", "host", "copies", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    gpu_qualify.main()
+    found = json.loads((tmp_path / "first.json").read_text())
+    assert "the device fell off the bus" in found["host"]["error"]
+    assert found["copies"]["gb_per_s"]["pageable"] > 0

@@ -110,7 +110,7 @@ def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, 
     def ask(of: Path) -> tuple[int, int, str]:
         code, out, err = here(
             "ask", home / "checkpoint", "why?", "--store", of, "--prefix", "handbook",
-            "--budget", 1, "--no-warm-up", "--json",
+            "--budget", 1, "--max-tokens", 1, "--json",
         )  # fmt: skip
         assert code == 0
         found = json.loads(out)

@@ -23,12 +23,17 @@ def shaped(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 @pytest.fixture(params=list(PLATFORMS))
-def lower(request: pytest.FixtureRequest) -> Callable[..., None]:
+def name(request: pytest.FixtureRequest) -> str:
+    """An implementation for an accelerator."""
+    return str(request.param)
+
+
+@pytest.fixture
+def lower(name: str) -> Callable[..., None]:
     """lower(function, *shapes) lowers function(..., target=..., implementation=...)."""
-    platform, custom_call = PLATFORMS[request.param]
+    platform, custom_call = PLATFORMS[name]
 
     def check(function: Callable[..., Any], *args: Any) -> None:
-        name = request.param
         run = jax.jit(lambda *a: function(*a, target=OF[name], implementation=name))
         traced = run.trace(*args)
         assert custom_call in traced.lower(lowering_platforms=(platform,)).as_text()
@@ -69,7 +74,7 @@ def test_attend(
 
 
 @pytest.mark.parametrize("kind", [Keys, Int8Keys, Int4Keys, PqKeys])
-def test_score(lower: Callable[..., None], kind: type[Probe]) -> None:
+def test_score(lower: Callable[..., None], name: str, kind: type[Probe]) -> None:
     scale = shaped(jnp.float32, TOKENS, KV_HEADS)
     parts: dict[type[Probe], tuple[jax.ShapeDtypeStruct, ...]] = {
         Keys: (shaped(jnp.bfloat16, TOKENS, KV_HEADS, DIM),),
@@ -92,4 +97,8 @@ def test_score(lower: Callable[..., None], kind: type[Probe]) -> None:
         )
 
     q = shaped(jnp.bfloat16, 1, QUERIES, HEADS, DIM)
+    if kind is PqKeys and name == "mosaic_gpu":
+        with pytest.raises(NotImplementedError, match="product-quantised"):
+            lower(run, q, shaped(jnp.int32), shaped(jnp.int32, 1), *parts[kind])
+        return
     lower(run, q, shaped(jnp.int32), shaped(jnp.int32, 1), *parts[kind])

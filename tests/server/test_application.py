@@ -175,6 +175,31 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
         assert web.post("/prefixes", json={"text": "lamp " * 9000}).status_code == 400
 
 
+def test_a_chat_reads_back_a_document_that_was_put(fresh: Engine) -> None:
+    question = {"role": "user", "content": "How many stairs?"}
+    with serving(fresh) as url:
+        document = post(url, "prefixes", {"document": f"{TEXT}<|im_end|>\n"}).json()
+        system = {"role": "system", "content": f"{TEXT}<|im_end|>"}
+        asked = post(url, "chat/completions", WAY | {"messages": [system, question]})
+        assert cached(asked) == document["tokens"]
+        text = f"Be brief.\n\n{TEXT.strip()}"
+        put = post(url, "prefixes", {"document": TEXT, "instructions": "Be brief."}).json()
+        asked = post(
+            url, "chat/completions",
+            WAY | {"messages": [{"role": "system", "content": text}, question]},
+        )  # fmt: skip
+        assert cached(asked) == put["tokens"]
+        put = post(url, "prefixes", {"document": TEXT, "turn": "user"}).json()
+        asked = post(url, "chat/completions", chat(f"{TEXT.strip()}\n\nHow many stairs?"))
+        assert cached(asked) == put["tokens"]
+        for bad in (
+            {"document": " "},
+            {"text": TEXT, "turn": "user"},
+            {"document": "a", "turn": "x"},
+        ):
+            assert post(url, "prefixes", bad).status_code == 400
+
+
 def test_storing_a_text_has_a_time(fresh: Engine) -> None:
     with serving(fresh, request_s=1e-6) as url:
         late = post(url, "prefixes", {"text": TEXT * 6})

@@ -26,7 +26,7 @@ NAMES = ("alice", "bob")
 def cold(fresh: Engine) -> Iterator[Engine]:
     """An engine that has nothing in its caches, over a store with one text of each tenant."""
     for name in NAMES:
-        fresh.ingest(f"{name}: {TEXT}", salt=name)
+        fresh.ingest(f"{name}: {TEXT}", raw=True, salt=name)
     with fresh.variant(fresh.config, store=fresh.store) as engine:
         yield engine
 
