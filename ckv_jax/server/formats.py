@@ -15,7 +15,6 @@ from ckv_jax.request import Generation
 from ckv_jax.server.messages import Reasoning, reasons, split
 from ckv_jax.server.schema import ParsedRequest, Prompt
 
-_MARK_END = 64  # characters of a prompt's end that tell whether the answer begins with reasoning
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 
 
@@ -168,7 +167,7 @@ class ChatFormat(ResponseFormat):
 
     def __init__(self, request: ParsedRequest, engine: Engine) -> None:
         super().__init__(request, engine)
-        self._prompt_end = request.prompts[0].text[-_MARK_END:]
+        self._prompt_end = self._tokenizer.decode(request.prompts[0].tokens[-LAST_TOKENS:].tolist())
         self._reasoning: list[Reasoning] | None = None
         if reasons(self._tokenizer):
             self._reasoning = [Reasoning(self._prompt_end) for _ in request.sampling]

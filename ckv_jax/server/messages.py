@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ckv_jax.engine import Engine
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.server.bodies import Limits, load_json
-from ckv_jax.server.http import ApiError, client_errors
+from ckv_jax.server.http import ApiError
 
 _ROLES = {"developer": "system", "function": "tool"}  # as chat templates name them
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -128,15 +126,6 @@ def check_template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
         if not name.isidentifier() or name in _RESERVED:
             raise ValueError("expected names of variables of the chat template")
     return dict(values)
-
-
-def render(engine: Engine, messages: Sequence[Message], **template: Any) -> np.ndarray:
-    """Token ids int32 [T]: messages in the model's chat template, up to the start of its answer.
-
-    Raises `ApiError` for messages that the template refuses.
-    """
-    with client_errors("messages"):
-        return engine.chat([message.rendered() for message in messages], **template)
 
 
 def effort(tokenizer: Tokenizer, level: str | None) -> dict[str, Any]:

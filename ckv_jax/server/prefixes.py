@@ -93,11 +93,11 @@ def prefix_routes(service: Service) -> list[Route]:
             with client_errors("document"):
                 prefix = ingest(body.document, turn=body.turn, instructions=body.instructions)
         elif body.messages is not None:
-            prefix = ingest(service.parser.message_tokens(body.messages))
+            prefix = ingest(service.parser.messages_tokens(body.messages))
         elif body.text is not None:
             prefix = ingest(service.parser.encode(body.text, "text"))
         else:
-            prefix = ingest(service.parser.encode(body.tokens, "tokens"))
+            prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish, engine.store.sizes())

@@ -35,14 +35,11 @@ from ckv_jax.server.messages import (
     Tolerant,
     check_template_kwargs,
     effort,
-    render,
 )
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.prefix import Prefix
 
 _MOST_STOPS = 16
-_PROMPT_END = 32
-"""Tokens of a chat's end that may hold the mark which opens a reasoning."""
 _MOST_PROMPTS = 256
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -308,7 +305,7 @@ class Prompt:
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
     text: str = ""
-    """As it was given, or as the chat template made it; empty for token ids."""
+    """As it was given; empty for token ids and chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,14 +386,12 @@ class RequestParser:
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
-        texts: list[str | list[int]]
         if isinstance(body, ChatRequest):
-            field, prompts = "messages", [self.chat_tokens(body)]
-            assert self._engine.tokenizer is not None
-            texts = [self._engine.tokenizer.decode(prompts[0][-_PROMPT_END:])]
+            field, texts = "messages", [""]
+            prompts = [self.chat_tokens(body)]
         else:
-            field, texts = "prompt", body.prompts
-            prompts = [self.encode(text, field) for text in texts]
+            field, texts = "prompt", [t if isinstance(t, str) else "" for t in body.prompts]
+            prompts = [self.encode(prompt, field) for prompt in body.prompts]
         usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
         new_tokens = usual if body.new_tokens is None else body.new_tokens
         for tokens in prompts:
@@ -438,7 +433,7 @@ class RequestParser:
                 Prompt(
                     tokens=tokens,
                     prefix=self._stored(tokens[:-1], tenant),
-                    text=text if isinstance(text, str) else "",
+                    text=text,
                 )
                 for tokens, text in zip(prompts, texts, strict=True)
             ],
@@ -459,16 +454,20 @@ class RequestParser:
     def chat_tokens(self, body: ChatRequest) -> np.ndarray:
         """int32 [T]: a chat in the model's own template, up to the start of its answer."""
         assert self._engine.tokenizer is not None
-        template = {
-            **effort(self._engine.tokenizer, body.reasoning_effort),
-            **(body.chat_template_kwargs or {}),
-        }
-        return self.message_tokens(body.messages, **template)
+        return self.messages_tokens(
+            body.messages,
+            **{
+                **effort(self._engine.tokenizer, body.reasoning_effort),
+                **(body.chat_template_kwargs or {}),
+            },
+        )
 
-    def message_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
-        """int32 [T]: the same of messages; `template`: beside the server's own variables."""
-        self.check_fits("\n".join([str(message.rendered()) for message in messages]), "messages")
-        return render(self._engine, messages, **(self._config.chat_template_kwargs | template))
+    def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
+        """The same of messages; `template`: its variables, beside the server's own."""
+        self.check_fits("\n".join([message.text for message in messages]), "messages")
+        values = {**self._config.chat_template_kwargs, **template}
+        with client_errors("messages"):
+            return self._engine.chat([message.rendered() for message in messages], **values)
 
     def encode(self, text: str | list[int], field: str) -> np.ndarray:
         """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`."""
