@@ -17,7 +17,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -56,13 +55,12 @@ def answer(
 ) -> tuple[int, float, float]:
     """(first token, budget, bytes read) of one question in an engine that has nothing cached."""
     with engine.variant(engine.config) as fresh:
-        before = fresh.stats().read_bytes
         if fidelity is not None:
             budget = budget_for(fresh, prefix, suffix, fidelity)
         assert budget is not None
         [result] = fresh.reprefill([Request(prefix=prefix, suffix=suffix, budget=budget)])
         result.raise_for_error()
-        return result.token_id, budget, fresh.stats().read_bytes - before
+        return result.token_id, budget, fresh.stats().reads * fresh.layout.pack_bytes
 
 
 def rows_of(engine: Engine, texts: dict[str, np.ndarray], args: argparse.Namespace) -> list[Json]:
