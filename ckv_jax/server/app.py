@@ -47,13 +47,14 @@ def create_app(
 
     Raises `ValueError` for an engine that cannot generate text.
     """
-    service = Service(engine, config, tenants or Tenants(), tracing)
+    tenants = tenants or Tenants()
+    service = Service(engine, config, tenants, tracing)
     app = Starlette(
         routes=[*model_routes(service), *prefix_routes(service), *status_routes(service)],
         middleware=[
             Middleware(log_requests, ended=service.request_ended),
             *_for_browsers(config),
-            *([Middleware(check_host, allowed=config.allowed_hosts)] if not tenants else []),
+            *([Middleware(check_host, allowed=config.allowed_hosts)] if tenants.open else []),
         ],
     )
     app.state.service = service

@@ -44,7 +44,9 @@ def test_a_body_has_a_size_and_a_time(engine: Engine) -> None:
         assert chunked.status_code == 413
         where = urlsplit(url)
         with socket.create_connection((where.hostname, where.port)) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90\r\n\r\n{"
+            )
             assert b"408" in slow.recv(1000)
         assert post(url, "chat/completions", chat("Hello")).status_code == 200
 

@@ -154,7 +154,7 @@ def test_which_hosts_are_answered(host: str, answered: bool) -> None:
 
 def test_a_name_of_strangers_is_refused_where_no_key_is_needed(engine: Engine) -> None:
     evil = {"host": "evil.example"}
-    with serving(engine) as url:
+    with serving(engine, Tenants()) as url:
         refused = httpx.get(f"{url}/v1/models", headers=evil)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
         assert httpx.get(f"{url}/v1/models").status_code == 200
