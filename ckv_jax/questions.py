@@ -11,7 +11,6 @@ import numpy as np
 from ckv_jax.errors import CheckpointError
 from ckv_jax.model.chat import ChatDocument, chat_document
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
 
@@ -44,7 +43,7 @@ class Questions:
 
     def note(self, prefix: Prefix, document: ChatDocument) -> None:
         """Notes how a question continues a document that was stored as `prefix`."""
-        before = self._store.wishes().get(prefix.id, Wish())
+        before = self._store.wish_of(prefix)
         wish = replace(before, before=document.before, after=document.after)
         if wish != before:
             self._store.set_wish(prefix.id, wish, salt=prefix.salt)
@@ -54,7 +53,7 @@ class Questions:
         """The text before a question and the text after it; both "" after bare text."""
         key = prefix.id, prefix.salt
         if key not in self._known:
-            wish = self._store.wishes().get(prefix.id, Wish())
+            wish = self._store.wish_of(prefix)
             self._known[key] = wish.before, wish.after
         return self._known[key]
 

@@ -27,11 +27,11 @@ class Request:
     """One suffix over one prefix, or over several put one after the other."""
 
     prefix: Prefix | str | Sequence[int] | None = None
-    """A handle from `Engine.ingest`, its id, or token ids of which as much is used as is stored;
-    None: there are `parts`."""
+    """A handle from `Engine.ingest`, its id or name, or token ids of which as much is used as is
+    stored; None: there are `parts`."""
     parts: Sequence[Prefix | str] | None = None
-    """In place of a prefix: stored prefixes, each a handle or an id, in the order in which their
-    texts are to be read. Their keys are moved to their places, and `blend` says how much is
+    """In place of a prefix: stored prefixes, each a handle, an id or a name, in the order in which
+    their texts are to be read. Their keys are moved to their places, and `blend` says how much is
     computed again. Nothing of it is stored."""
     blend: Blend = _BLEND
     """What of the `parts` is computed again."""

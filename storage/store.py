@@ -383,6 +383,13 @@ class ChunkStore(OpenStore):
         """What is wanted of prefixes of all tenants, by id."""
         return self._run("reading wishes", self.bounds.wishes)
 
+    def sizes(self) -> dict[str, tuple[int, float]]:
+        """(bytes, time of last use in seconds since the epoch) of each segment, by id."""
+        return self._run(
+            "adding up",
+            lambda: {each.id: (each.bytes, each.used) for each in self.index.catalog.entries()},
+        )
+
     def wish_of(self, prefix: Prefix) -> Wish:
         """What is wanted of one prefix."""
         return self._run("reading a wish", lambda: self.bounds.wish_of(prefix.id))

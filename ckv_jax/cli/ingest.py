@@ -169,7 +169,7 @@ def ingest(
             terminal.warn("interrupted: nothing of this text was kept; run the command again")
             raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
-        before = engine.store.wishes().get(prefix.id, Wish())
+        before = engine.store.wish_of(prefix)
         engine.store.set_wish(prefix.id, replace(before, **retention))
         try:
             unique = bool(name) and find_prefix(engine.store, name, salt=salt) == prefix

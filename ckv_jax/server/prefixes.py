@@ -17,33 +17,38 @@ from starlette.routing import Route
 from ckv_jax.errors import Cancelled, DeadlineExceeded
 from ckv_jax.server.delivery import Client
 from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
-from ckv_jax.server.schema import Messages, Seconds, Strict, Tokens
+from ckv_jax.server.messages import Messages
+from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
-from ckv_jax.storage.index.wishes import MOST_PRIORITY, Wish
+from ckv_jax.storage.index.wishes import MOST_LETTERS, MOST_PRIORITY, Wish
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
-class RetentionChange(Strict):
-    """How long a prefix is to be kept; fields that are not given stay as they are."""
+class PrefixChange(Strict):
+    """A prefix's name and how long it is to be kept; fields that are not given stay as they are."""
 
+    name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
+    """What people call it; "": nothing any more."""
     pinned: bool | None = None
     retain_s: Seconds | None = None
     priority: Priority | None = None
 
     def applied_to(self, before: Wish) -> Wish:
         """`before` with these changes. `retain_s: null` means for ever."""
-        given = self.model_fields_set & {"pinned", "retain_s", "priority"}
+        given = self.model_fields_set & {"name", "pinned", "retain_s", "priority"}
         changes = {name: getattr(self, name) for name in given}
-        for name in ("pinned", "priority"):
+        for name in ("name", "pinned", "priority"):
             if changes.get(name, 0) is None:
                 del changes[name]
-        return replace(before, **changes)
+        with client_errors("name"):
+            return replace(before, **changes)
 
 
-class NewPrefix(RetentionChange):
+class NewPrefix(PrefixChange):
     """`POST /v1/prefixes`: a document, bare text, token ids, or the first messages of a chat."""
 
     document: Annotated[str, Field(min_length=1)] | None = None
@@ -88,28 +93,28 @@ def prefix_routes(service: Service) -> list[Route]:
             with client_errors("document"):
                 prefix = ingest(body.document, turn=body.turn, instructions=body.instructions)
         elif body.messages is not None:
-            prefix = ingest(service.parser.chat_tokens(body.messages))
+            prefix = ingest(service.parser.messages_tokens(body.messages))
         elif body.text is not None:
             prefix = ingest(service.parser.encode(body.text, "text"))
         else:
-            prefix = ingest(service.parser.encode(body.tokens, "tokens"))
+            prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish)
+        return describe(prefix, wish, engine.store.sizes())
 
-    def change(prefix_id: str, body: RetentionChange, tenant: Tenant) -> dict[str, Any]:
+    def change(prefix_id: str, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish)
+        return describe(prefix, wish, engine.store.sizes())
 
     def listed(tenant: Tenant) -> list[dict[str, Any]]:
-        found = engine.store.prefixes(salt=tenant.salt)
-        return [describe(prefix, engine.store.wish_of(prefix)) for prefix in found]
+        sizes, found = engine.store.sizes(), engine.store.prefixes(salt=tenant.salt)
+        return [describe(prefix, engine.store.wish_of(prefix), sizes) for prefix in found]
 
     def look(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        return describe(prefix, engine.store.wish_of(prefix))
+        return describe(prefix, engine.store.wish_of(prefix), engine.store.sizes())
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
@@ -125,10 +130,12 @@ def prefix_routes(service: Service) -> list[Route]:
             raise ApiError(409, message, code="in_use", retry_s=1)
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
-    def find(prefix_id: str, tenant: Tenant) -> Prefix:
-        if not prefix_id.isalnum() or len(prefix_id) < 8:
-            raise invalid("a prefix is named by at least 8 digits of its id", param="id")
-        return engine.store.prefix(prefix_id, salt=tenant.salt)
+    def find(name: str, tenant: Tenant) -> Prefix:
+        with client_errors("id"):
+            prefix = find_prefix(engine.store, name, salt=tenant.salt)
+        if len(name) < 8 and engine.store.wish_of(prefix).name != name:
+            raise invalid("expected a prefix's name, or at least 8 digits of its id", param="id")
+        return prefix
 
     async def post(http: Request) -> Response:
         """Stores a prefix and returns once it is stored; 503 if that takes longer than an answer
@@ -149,14 +156,14 @@ def prefix_routes(service: Service) -> list[Route]:
         return JsonResponse({"object": "list", "data": data})
 
     async def one(http: Request) -> Response:
-        """One prefix, by its id or the start of it."""
+        """One prefix, by its name, its id or the start of that."""
         tenant = service.tenant(http)
         return JsonResponse(await run_in_threadpool(look, http.path_params["id"], tenant))
 
     async def patch(http: Request) -> Response:
-        """Pins or unpins a prefix, sets its time to live or its priority."""
+        """Names, pins or unpins a prefix, sets its time to live or its priority."""
         tenant = service.tenant(http)
-        body = await service.bodies.parse(http, RetentionChange)
+        body = await service.bodies.parse(http, PrefixChange)
         found = await run_in_threadpool(change, http.path_params["id"], body, tenant)
         return JsonResponse(found)
 
@@ -168,17 +175,23 @@ def prefix_routes(service: Service) -> list[Route]:
     return [
         Route("/v1/prefixes", post, methods=["POST"]),
         Route("/v1/prefixes", get, methods=["GET"]),
-        Route("/v1/prefixes/{id}", one, methods=["GET"]),
-        Route("/v1/prefixes/{id}", patch, methods=["PATCH"]),
-        Route("/v1/prefixes/{id}", remove, methods=["DELETE"]),
+        Route("/v1/prefixes/{id:path}", one, methods=["GET"]),
+        Route("/v1/prefixes/{id:path}", patch, methods=["PATCH"]),
+        Route("/v1/prefixes/{id:path}", remove, methods=["DELETE"]),
     ]
 
 
-def describe(prefix: Prefix, wish: Wish) -> dict[str, Any]:
-    """A prefix as JSON."""
+def describe(prefix: Prefix, wish: Wish, sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """A prefix as JSON. `bytes` counts whole segments, which others may share; `last_used` in
+    seconds since the epoch. `sizes`: see `ChunkStore.sizes`."""
+    found = [sizes[span.segment_id] for span in prefix.spans if span.segment_id in sizes]
     return {
         "id": prefix.id,
         "object": "prefix",
+        "name": wish.name,
+        "begins": wish.begins,
+        "bytes": sum(count for count, _ in found),
+        "last_used": int(max((used for _, used in found), default=0)),
         "tokens": prefix.num_tokens,
         "chunks": prefix.num_chunks,
         "pinned": wish.pinned,

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -141,9 +142,12 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
         assert put.status_code == 201
         prefix = put.json()
         assert prefix["pinned"] and prefix["tokens"] > 128
-        assert web.post("/prefixes", json={"text": TEXT}).json() == prefix  # it stays pinned
-        assert web.get("/prefixes").json()["data"] == [prefix]
-        assert web.get(f"/prefixes/{prefix['id'][:12]}").json() == prefix
+        again = web.post("/prefixes", json={"text": TEXT}).json()
+        now = {"last_used": again["last_used"]}
+        assert again == prefix | now  # it stays pinned
+        assert [p | now for p in web.get("/prefixes").json()["data"]] == [again]
+        assert web.get(f"/prefixes/{prefix['id'][:12]}").json() | now == again
+        assert prefix["bytes"] > 0 and abs(prefix["last_used"] - time.time()) < 600
         asked = web.post("/completions", json=WAY | {"prompt": onward})
         assert cached(asked) >= prefix["tokens"] // 16 * 16 - 16
         wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
@@ -173,6 +177,25 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
             assert web.post("/prefixes", json=bad).status_code == 400
         assert web.get("/prefixes/..%2f..%2f").status_code in (400, 404)
         assert web.post("/prefixes", json={"text": "lamp " * 9000}).status_code == 400
+
+
+def test_a_prefix_has_a_name(fresh: Engine) -> None:
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        first = web.post("/prefixes", json={"text": TEXT, "name": "stairs/of the lamp"}).json()
+        path = "/prefixes/stairs%2Fof the lamp"
+        assert web.get(path).json()["id"] == first["id"]
+        assert web.patch(path, json={"name": "stairs"}).json()["name"] == "stairs"
+        assert web.get(path).status_code == 404
+        second = web.post("/prefixes", json={"text": f"So. {TEXT}", "name": "stairs"}).json()
+        several = web.get("/prefixes/stairs")
+        assert several.status_code == 400
+        for one in (first, second):
+            assert one["id"][:12] in several.json()["error"]["message"]
+        assert web.patch(f"/prefixes/{second['id']}", json={"name": ""}).json()["name"] == ""
+        assert web.get(f"/prefixes/{first['id'][:3]}").status_code in (400, 404)
+        assert web.patch("/prefixes/stairs", json={"name": "a\nb"}).status_code == 400
+        assert web.delete("/prefixes/stairs").json()["id"] == first["id"]
+        assert web.get("/prefixes/stairs").status_code == 404
 
 
 def test_a_chat_reads_back_a_document_that_was_put(fresh: Engine) -> None:
