@@ -268,11 +268,12 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
         """The hidden state that enters the first layer."""
-        rows = self.embedding[...][tokens]
-        if not self.int8:
+        rows: Array = self.embedding[...][tokens]
+        scale = getattr(self, "embedding_scale", None)
+        if scale is None:
             return rows
-        scale = self.embedding_scale[...][tokens]
-        return (rows.astype(jnp.float32) * scale[..., None]).astype(self.dtype)
+        wide: Array = rows.astype(jnp.float32) * scale[...][tokens][..., None]
+        return wide.astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
         """Final norm and head, float32."""
