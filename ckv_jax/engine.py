@@ -12,6 +12,7 @@ import numpy as np
 
 from ckv_jax.answer import Answer, room
 from ckv_jax.cache.widths import Widths
+from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.ingest import Progress
@@ -127,6 +128,16 @@ class Engine(OpenEngine):
             self._questions.note(prefix, placed)
         return prefix
 
+    def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
+        """The passages of the prefix that an answer attended to most, at most so many.
+
+        Found by at most five short re-prefills over the same prefix. Empty over several documents,
+        and with systems that score no chunks. Attention is evidence of reading, not proof. Raises
+        what is wrong with the generation.
+        """
+        check_whole("most", most, least=0)
+        return self._citations.of(generation, most, self.reprefill)
+
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
 
@@ -167,7 +178,7 @@ class Engine(OpenEngine):
             sampling = SamplingParams(max_tokens=room(prefix.num_tokens, len(suffix), limit))
         request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
         (generation,) = self.generate(request, sampling).results()
-        return Answer.of(generation)
+        return Answer.of(generation, lambda: self.citations(generation))
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""

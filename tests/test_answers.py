@@ -114,6 +114,9 @@ def test_every_way_of_asking_gives_the_same_answers(
     assert "Zephyra" in answers[0]
     assert engine.ask("pump", next(iter(QUESTIONS))).text.startswith(answers[0])
 
+    sure = engine.ask(prefix, "How long does the warranty last?", sampling=sampling)
+    assert any("The warranty lasts seven years." in passage.text for passage in sure.citations)
+
     ask = ("ask", smollm2, *store, "--prefix", "pump", "--budget", 1, "--max-tokens", TOKENS)
     for question, answer in zip(QUESTIONS, answers, strict=True):
         code, out, err = here(*ask, question)

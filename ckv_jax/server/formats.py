@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ckv_jax.answer import LOW_COVERAGE
 from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.model.tokenizer import Tokenizer
@@ -243,13 +244,15 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     """
     trace = generation.trace
     answer = generation.completion()
+    cited = {"citations": request.cited[choice]} if choice in request.cited else {}
     return {
         "budget": request.budget,
         "attention_covered": trace.attention_mass,
+        "low_coverage": trace.attention_mass < LOW_COVERAGE,
         "prefix_tokens": answer.prefix.num_tokens,
         "ssd_bytes": trace.of(answer.prefix.id, "ssd"),
         "chunks_recomputed": trace.of(answer.prefix.id, "recomputed_chunks"),
         "ttft_ms": trace.ttft_ms,
         "queued_ms": generation.queued_ms,
         "ended_by": answer.finish_reason,
-    }
+    } | cited

@@ -87,6 +87,9 @@ class CkvOptions(Strict):
     of the prefix that may be read for that."""
     retain_s: Seconds | None = None
     """Seconds after its last use for which the stored part of this prompt is kept."""
+    citations: Annotated[int, Field(ge=0, le=20)] = 0
+    """Passages of the stored part of the prompt that the answer attended to most, at most so many,
+    see `Engine.citations`."""
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -285,6 +288,10 @@ class ParsedRequest:
     retain_s: float | None
     include_usage: bool
     request_s: float
+    citations: int = 0
+    """Passages wanted of each generation."""
+    cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Those found, by the place of the generation."""
     arrived: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
@@ -390,6 +397,7 @@ class RequestParser:
             retain_s=body.ckv.retain_s,
             include_usage=body.include_usage,
             request_s=self._config.request_s,
+            citations=body.ckv.citations,
         )
 
     def chat_tokens(self, messages: list[Message]) -> np.ndarray:

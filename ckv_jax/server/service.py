@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 from opentelemetry import trace
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckv_jax import request as engine_request
+from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
@@ -161,7 +163,20 @@ class Service:
         )
         observer.submitted(request)  # before the engine's thread gets on with it
         async with stream:
-            yield observer.observe(stream)
+            events = observer.observe(stream)
+            yield self._cited(request, events) if request.citations else events
+
+    async def _cited(
+        self, request: ParsedRequest, events: AsyncIterator[TokenEvent]
+    ) -> AsyncIterator[TokenEvent]:
+        """The same events; the citations of a generation are found before its last one."""
+        async for event in events:
+            ended = event.generation
+            if ended is not None and ended.error is None:
+                cite = partial(self.engine.citations, ended, most=request.citations)
+                found = await run_in_threadpool(cite)
+                request.cited[event.index] = citations_json(found)
+            yield event
 
     def request_ended(self, record: RequestRecord) -> None:
         """Counts a request of any kind, which is over."""
