@@ -15,7 +15,7 @@ from bench.common import Json
 from bench.measure import Compilations
 from bench.memory import release_heap, status_mb
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.pipeline.kv_rows import rows_bucket
+from ckv_jax.decode.decoder import rows_bucket
 
 QUESTION = 8
 """Tokens of a text that are re-prefilled; those after them are decoded."""

@@ -15,8 +15,9 @@ from ckv_jax.cache.widths import Widths
 from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
 from ckv_jax.errors import ContextOverflow
+from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
@@ -165,7 +166,9 @@ class Engine(OpenEngine):
         Args:
             prefix: a handle from `ingest`, an id or the start of one, or a name.
             question: text.
-            budget: see `Request.budget`; None: the engine's.
+            budget: see `Request.budget`; None: the engine's. "fidelity:0.95": the smallest one
+                whose first token is full attention's with that probability, see `calibrate`;
+                "auto": "fidelity:0.98".
             sampling: None: the likeliest tokens, up to the answer's end, at most 256.
 
         Raises what is wrong with the request.
@@ -176,9 +179,29 @@ class Engine(OpenEngine):
         if sampling is None:
             limit = self.model_config.max_position_embeddings
             sampling = SamplingParams(max_tokens=room(prefix.num_tokens, len(suffix), limit))
+        if (wanted := fidelity_of(budget)) is not None:
+            budget = budget_for(self, prefix, suffix.tolist(), wanted)
         request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
         (generation,) = self.generate(request, sampling).results()
         return Answer.of(generation, lambda: self.citations(generation))
+
+    def calibrate(
+        self,
+        prefix: Prefix,
+        *,
+        questions: int | Several[str] = 200,
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
+
+        Args:
+            questions: how many passages of the prefix to begin again; or questions of your own, for
+                whose kind the probability then holds.
+            progress: called with how many requests are done, and all of them.
+
+        Raises `ValueError` for a prefix of fewer than 512 tokens.
+        """
+        return calibrate(self, prefix, questions=questions, progress=progress)
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
@@ -275,6 +298,21 @@ class Engine(OpenEngine):
             return self._submit(asked, ways, listener)
 
         return AsyncTokenStream(submit)
+
+    def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
+        """How likely each token of a text is after those before it, by a dense prefill.
+
+        Returns at once; cancelling the future ends the computation. The result is a `Logprobs` for
+        every token but the first, each with the `top` likeliest. Nothing comes from the store.
+        """
+        tokens = self.encode(text, begins=True)
+        if not len(tokens):
+            raise ValueError("got an empty text, expected at least one token")
+        check_whole("top", top, least=0, most=MOST_LOGPROBS)
+        self._placement.check_context(len(tokens), 0)
+        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
+        return job.future
 
     def recompute(self, request: Request) -> Result:
         """The same request with nothing from the store: a dense prefill of all its tokens.

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.cache import Tiers
 from ckv_jax.config import SystemConfig
-from ckv_jax.pipeline.choices import Choices
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.reads.packs import Packs
 from ckv_jax.selection.coarse import Coarse
 from ckv_jax.selection.select import Select
@@ -110,12 +110,12 @@ def test_logits_are_the_same_bits_whatever_is_kept_where(
         assert other.stats().pinned_packs == other.stats().running == 0
 
 
-def test_a_period_asks_the_caches_once_for_all_rows_and_heads(
+def test_caches_are_asked_once_for_all_rows_and_heads(
     engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Counter[str] = Counter()
-    periods = 0
-    choose = Choices.choose
+    tokens = periods = 0
+    select, finish = DecodeSelection.select, DecodeSelection.finish
 
     def watched(owner: type, name: str) -> None:
         real = getattr(owner, name)
@@ -126,25 +126,33 @@ def test_a_period_asks_the_caches_once_for_all_rows_and_heads(
 
         monkeypatch.setattr(owner, name, call)
 
-    def counting(*args: Any) -> bool:
+    def counting(*args: Any) -> Any:
         nonlocal periods
         before, periods = made.copy(), periods + 1
-        chosen = choose(*args)
+        found = select(*args)
         now = made - before
-        # Two calls choose: one for the prefix of two rows, one for that of the third.
-        assert now["demand"] <= 2 and now["collect"] <= 2 and now["keep"] <= 1
-        assert now["record"] == 1
-        assert now["pin"] <= 4 and now["unpin"] <= 3
-        return chosen
+        # Two calls select: one for the prefix of two rows, one for that of the third.
+        assert now["demand"] <= 2 and now["collect"] <= 2
+        assert now["pin"] <= 4 and now["unpin"] <= 2
+        assert now["keep"] == now["record"] == 0
+        return found
+
+    def ended(*args: Any) -> None:
+        nonlocal tokens
+        before, tokens = made.copy(), tokens + 1
+        finish(*args)
+        now = made - before
+        assert now["record"] == 1 and now["keep"] <= 1 and now["pin"] <= 1 and now["unpin"] <= 1
 
     for name in ("demand", "collect", "keep"):
         watched(Packs, name)
     for name in ("record", "pin", "unpin"):
         watched(Tiers, name)
-    monkeypatch.setattr(Choices, "choose", counting)
+    monkeypatch.setattr(DecodeSelection, "select", counting)
+    monkeypatch.setattr(DecodeSelection, "finish", ended)
     with variant(engine, device_cache_bytes=0, window=1.0) as other:
         told(other, asked(prefixes))
-    assert made["demand"] > periods > 0
+    assert made["demand"] > periods > tokens > 0
 
 
 def test_near_misses_that_are_read_decide_nothing(

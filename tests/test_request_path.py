@@ -1,7 +1,7 @@
-"""What one request passes through in Python, counted: every call, class and file of the project.
+"""What a request and a token pass through in Python, counted: calls, classes and files.
 
-All threads count, from the call of `Engine.reprefill` to its return, and so do values and private
-classes. Nothing is timed. `python tests/test_request_path.py` prints the counts and the names.
+All threads count, from the call of the engine to its return, and so do values and private classes.
+Nothing is timed. `python tests/test_request_path.py` prints the counts and the names.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 import ckv_jax
-from ckv_jax import Engine, EngineConfig, Request, kernels_pallas, storage
+from ckv_jax import Engine, EngineConfig, Request, SamplingParams, kernels_pallas, storage
 from ckv_jax.systems import SYSTEMS
 
 ROOTS = tuple(f"{Path(part.__path__[0])}/" for part in (ckv_jax, storage, kernels_pallas))
 REFERENCE = Path(ckv_jax.__path__[0]) / "data" / "reference"
 COLD = {"device_cache_bytes": 0, "host_cache_bytes": 0}
 SELECTIONS = 8
+T = TypeVar("T")
 
 
 class Passed:
@@ -50,27 +54,59 @@ class Passed:
         return sorted({file for file, _ in self.calls})
 
 
-def passed(folder: Path, **config: int) -> Passed:
-    """By a request at 25% over the reference checkpoint, asked before: everything is compiled."""
+@contextmanager
+def engine_of(folder: Path, found: Passed, **config: int) -> Iterator[tuple[Engine, Request]]:
+    """An engine over the reference checkpoint, whose threads all count, and a request at 25%."""
     system = dataclasses.replace(SYSTEMS["ckv"], speculate_always=bool(config))  # else a clock says
     engine_config = EngineConfig(system=system, budget=0.25, **config)
-    found = Passed()
     threading.setprofile(found)
     try:
         with Engine.from_pretrained(REFERENCE, store=folder, config=engine_config) as engine:
             tokens = np.random.default_rng(0).integers(5, 200, 1024).tolist()
-            request = Request(prefix=engine.ingest(tokens), suffix=[7, 8, 9, 10])
-            for last in (False, False, False, True):
-                found.on = last
-                sys.setprofile(found if last else None)
-                [result] = engine.reprefill([request])
-                sys.setprofile(None)
-                found.on = False
-                result.raise_for_error()
-            assert len(result.trace.period_attention_mass) == SELECTIONS
+            yield engine, Request(prefix=engine.ingest(tokens), suffix=[7, 8, 9, 10])
     finally:
         threading.setprofile(None)
+
+
+def counted(found: Passed, call: Callable[[], T]) -> T:
+    """What a call returns; `found` has what it passed."""
+    found.calls.clear()
+    found.on = True
+    sys.setprofile(found)
+    try:
+        return call()
+    finally:
+        sys.setprofile(None)
+        found.on = False
+
+
+def passed(folder: Path, **config: int) -> Passed:
+    """By a request that was asked before: everything is compiled."""
+    found = Passed()
+    with engine_of(folder, found, **config) as (engine, request):
+        for _ in range(3):
+            engine.reprefill([request])
+        [result] = counted(found, lambda: engine.reprefill([request]))
+        result.raise_for_error()
+        assert len(result.trace.period_attention_mass) == SELECTIONS
     return found
+
+
+def token_calls(folder: Path) -> float:
+    """By one token of a generation that was made before, the mean of 16."""
+    found, calls = Passed(), []
+    with engine_of(folder, found) as (engine, request):
+
+        def generate(tokens: int) -> None:
+            [made] = engine.generate(request, SamplingParams(max_tokens=tokens)).results()
+            assert len(made.token_ids) == tokens
+
+        for tokens in (40, 24, 8):
+            generate(tokens)
+        for tokens in (8, 24):
+            counted(found, lambda: generate(tokens))  # noqa: B023
+            calls.append(found.calls.total())
+    return (calls[1] - calls[0]) / 16
 
 
 @pytest.mark.parametrize(
@@ -87,6 +123,11 @@ def test_a_request_passes_few_calls_classes_and_files(
     assert len(found.files) <= files, found.files
 
 
+def test_a_token_passes_few_calls(tmp_path: Path) -> None:
+    """Of which most are of each of its selections."""
+    assert token_calls(tmp_path / "store") <= 80 + 32 * SELECTIONS
+
+
 if __name__ == "__main__":
     for title, caches in (("all in memory", {}), ("nothing cached", COLD)):
         with tempfile.TemporaryDirectory() as temporary:
@@ -95,3 +136,5 @@ if __name__ == "__main__":
             f"{title}: {it.calls.total()} calls, {len(it.classes)} classes, {len(it.files)} files"
         )
         print("  " + " ".join(it.classes))
+    with tempfile.TemporaryDirectory() as temporary:
+        print(f"one token: {token_calls(Path(temporary) / 'store'):.0f} calls")

@@ -12,26 +12,13 @@ import numpy as np
 from bench.aot.program import Program, of
 from bench.aot.shapes import CHUNK, PREFIX, SUFFIX, Sizes, abstract, ints
 from ckv_jax.buckets import choice_bucket
-from ckv_jax.cache.window import KEEP, Window
+from ckv_jax.decode.eviction import KEEP, Window
+from ckv_jax.decode.scoring import Scoring
 from ckv_jax.model.sampling import SamplingArrays, sample
-from ckv_jax.pipeline.choice_calls import ChoiceCalls, OfPrefix
 from ckv_jax.pipeline.executor import latest
-from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.coarse import Coarse, Stages
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.systems import system_named
-
-
-class _Prefix:
-    """Of a `Resident` what a choice asks for."""
-
-    num_tokens = PREFIX
-    layout = type("Layout", (), {"chunk_tokens": CHUNK})
-
-
-class _Resident:
-    prefix = _Prefix
-    num_chunks = -(-PREFIX // CHUNK)
 
 
 def _anew(
@@ -50,18 +37,20 @@ def _anew(
         slots = max(n, choice_bucket(round(sizes.chosen * max(1.0, preset.window))))
         window = Window(*(ints(prefixes, slots) for _ in Window._fields))
         probes = [sizes.probe(kind, tokens) for _ in layers]
-        each = ints(prefixes)
-        before = cast(Any, abstract((prefixes, sizes.chunks), jnp.float32))
+        queries = preset.decode.queries or 1
+        recent = cast(Any, abstract((queries * (queries > 1), prefixes, sizes.chunks), jnp.float32))
         calls = len(layers) + (stages is not None)
+        places = np.arange(prefixes, dtype=np.int32)
+        scoring = Scoring(sizes.layers)
+        call = scoring.call(
+            layers, places, [(probes, ())] * prefixes, [PREFIX] * prefixes,
+            [-(-PREFIX // CHUNK)] * prefixes, places, places,
+            Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
+            KEEP[preset.keep],
+        )  # fmt: skip
         return of(
             sizes,
-            lambda: ChoiceCalls(sizes.layers).choose(
-                layers, sizes.hidden(prefixes, 1), cast(np.ndarray, np.zeros(prefixes, np.int32)),
-                each, [OfPrefix(cast(Resident, _Resident), probes)] * prefixes, each, each, window,
-                0, before,
-                Rule(n=n, chunk_tokens=CHUNK, peaks=preset.decode.peaks, stages=stages),
-                KEEP[preset.keep],
-            ),
+            lambda: scoring.select(call, sizes.hidden(prefixes, 1), places, window, 0, recent),
             kernels=0 if sizes.by_reference(kind) else prefixes * calls,
             sums=prefixes * (1 + (stages is not None)),
             tokens=prefixes,

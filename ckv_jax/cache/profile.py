@@ -9,7 +9,7 @@ import numpy as np
 
 from ckv_jax.cache.replay import misses_by_width
 from ckv_jax.cache.widths import TIMES, Widths, spread
-from ckv_jax.cache.window import Keep
+from ckv_jax.decode.eviction import Keep
 
 __all__ = ["FIRST", "Recorded", "widths_of"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from ckv_jax.cache.window import Choice, Keep, Window, advance, empty_window
+from ckv_jax.decode.eviction import Choice, Keep, Window, advance, empty_window
 
 __all__ = ["misses_by_width", "replay"]
 

@@ -79,6 +79,15 @@ def serve(
             "--max-requests", metavar="N", help="Answers under way at once; more get status 429."
         ),
     ] = 64,
+    chat_template_kwargs: Annotated[
+        str,
+        typer.Option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables of the chat template where a request gives none, such as "
+            '{"enable_thinking": false}.',
+        ),
+    ] = "{}",
     warm_up: Annotated[
         int,
         typer.Option(
@@ -136,6 +145,7 @@ def serve(
     try:
         from ckv_jax.server.app import bind, create_app, run
         from ckv_jax.server.config import ServerConfig
+        from ckv_jax.server.messages import parse_template_kwargs
         from ckv_jax.server.observability import log_to_stderr
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
@@ -148,6 +158,7 @@ def serve(
         sparse_budget=parse_budget(sparse_budget),
         max_tokens=max_tokens,
         max_requests=max_requests,
+        chat_template_kwargs=parse_template_kwargs(chat_template_kwargs),
         warm_tokens=warm_up,
         store_tokens=store_tokens,
         guard_disk=guard_disk,

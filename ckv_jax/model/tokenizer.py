@@ -31,6 +31,12 @@ _NORMALIZERS = frozenset(("NFC", "Prepend"))
 _PRE_TOKENIZERS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"))
 _NFC = 3  # bytes of a text for each of its composed form, at most: three letters of one syllable
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_REST = [byte for byte in range(256) if byte not in _PLAIN]
+_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + place): byte for place, byte in enumerate(_REST)
+}
+"""The letters that byte-level vocabularies write bytes as."""
 _WORD_END = re.compile("[A-Za-z0-9][ \u0120\u2581]")  # a space as byte-level and as SentencePiece
 _PIECE = 1 << 18
 _SURE = 2
@@ -201,6 +207,23 @@ class Tokenizer:
         )
         return text
 
+    def decode_bytes(self, token_id: int, text: str) -> bytes:
+        """The bytes of an id whose text is `text`, also where that shows part of a character."""
+        if "\ufffd" not in text:
+            return text.encode("utf-8", "surrogatepass")
+        name: str = self._backend.backend_tokenizer.id_to_token(token_id) or ""
+        if name in _BYTES:
+            return bytes([int(name[3:5], 16)])
+        if self._byte_level and all(letter in _BYTE_OF for letter in name):
+            return bytes(_BYTE_OF[letter] for letter in name)
+        return text.encode("utf-8", "surrogatepass")
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        decoder = json.loads(self._backend.backend_tokenizer.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteLevel" for part in parts)
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, as HF has them, to a folder."""
         self._backend.save_pretrained(str(folder))
@@ -235,6 +258,16 @@ class Tokenizer:
         if isinstance(value, Sequence):
             return [self._as_texts(each) for each in value]
         return value
+
+    def has_token(self, text: str) -> bool:
+        """Whether a text is one id."""
+        return self._backend.backend_tokenizer.token_to_id(text) is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        found = self._backend.chat_template or ""
+        return found if isinstance(found, str) else "".join(map(str, found.values()))
 
     def apply_chat(
         self,

@@ -378,24 +378,23 @@ class Executor(ReprefillExecutor):
 
     def _book(self, batch: Batch, picks: list[list[Selection]], booked: list[int]) -> None:
         """Records what the periods selected since the last time; `booked` has those before."""
-        of_size: dict[int, list[int]] = {}
-        first = len(booked)
-        picks[first:] = jax.device_get(picks[first:])  # at once: a wait for each takes as long
-        for period in range(first, len(picks)):
-            booked.append(period)
-            of_size.setdefault(self._plan.by_period[period].groups.shape[1], []).append(period)
-        parts = self._plan.parts
-        for periods in of_size.values():
-            groups = np.concatenate([self._plan.by_period[period].groups for period in periods])
-            for which, member in enumerate(batch.members):
-                mine = [picks[period][which] for period in periods]
-                together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
-                self._residents.record_all(groups, [(member.resident, together)])
-                for period, pick in zip(periods, mine, strict=True):
-                    ids = np.asarray(pick.ids)
-                    member.resident.latest[period] = ids.reshape(-1, parts, ids.shape[1])
-                    if period == 0:
-                        self.ahead.remember(member.resident, pick)
+        periods, parts = range(len(booked), len(picks)), self._plan.parts
+        booked.extend(periods)
+        if not periods:
+            return
+        picks[periods.start :] = jax.device_get(picks[periods.start :])  # one wait for all
+        groups = self._plan.group_table[periods.start * parts : periods.stop * parts]
+        chosen = []
+        for which, member in enumerate(batch.members):
+            mine = [picks[period][which] for period in periods]
+            together = Selection._make(_together(one, parts) for one in zip(*mine, strict=True))
+            chosen.append((member.resident, together))
+            for period, pick in zip(periods, mine, strict=True):
+                ids = np.asarray(pick.ids)
+                member.resident.latest[period] = ids.reshape(-1, parts, ids.shape[1])
+                if period == 0:
+                    self.ahead.remember(member.resident, pick)
+        self._residents.record_all(groups, chosen)
 
 
 def _together(several: Sequence[Array], parts: int) -> np.ndarray:

@@ -93,26 +93,23 @@ class Packs:
             self._demand(missing)
         return count
 
-    def ahead(
-        self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False, apart: bool = False
-    ) -> None:
+    def ahead(self, which: int, group: int, chunks: np.ndarray, *, sure: bool = False) -> None:
         """The same at low priority, where there is room; may turn out not to be used, unless it is
-        `sure` to be demanded. `apart`: each pack by itself, as they will not be wanted together."""
+        `sure` to be demanded."""
+        missing = self._absent(self._table.codes(which, group, chunks))
+        self._read_early(self._parts(missing), len(missing), sure=sure)
+
+    def near_misses(self, which: Which, group: Which, chunks: np.ndarray) -> None:
+        """Reads these ahead, each by itself as they will not be wanted together, in place of all
+        others that are read ahead; what of those has come is offered to the caches."""
         codes = self._table.codes(which, group, chunks)
-        device, host = self._tiers.lookup(self._table.pages(codes))
-        absent = (device < 0) & (host < 0) & (self._table.read[codes] == 0)
-        missing = codes[absent & ~self._table.known(codes)]
-        if not len(missing):
-            return
-        spare = 2 * (1 if apart else len(missing))  # for two demands of this size
-        self._make_room(len(missing) + spare, wait=False)
-        reads = []
-        for part in missing[:, None] if apart else self._parts(missing):
-            room = self._landing.take(len(part), demand=False, spare=spare)
-            if room is None:
-                break
-            reads.append(self._read(room, part, demanded=False, sure=sure))
-        self._start(reads)
+        kept = set(self._table.reads(codes))
+        for number, (job, _) in list(self._begun.items()):
+            if number in kept or job.demanded or job.state is State.RUNNING:
+                continue
+            self._count_unused(number)
+            self._give_to_caches(number)
+        self._read_early(list(self._absent(codes)[:, None]), 1)
 
     def collect(
         self, which: Which, group: Which, chunks: np.ndarray, *, stage: str = "critical_io_wait"
@@ -187,16 +184,7 @@ class Packs:
         self._tiers.unpin(*counted(table.pages(pinned)))
         table.clear(held)
 
-    def only_ahead(self, which: int, group: int, chunks: np.ndarray) -> None:
-        """Gives up what was read ahead of a group, except these chunks, and reads under way."""
-        kept = set(self._table.reads(self._table.codes(which, group, chunks)))
-        for number in self._table.reads(self._table.of_group(which, group)):
-            job = self._begun[number][0]
-            if number not in kept and not job.demanded and job.state is not State.RUNNING:
-                self._count_unused(number)
-                self._withdraw(number)
-
-    def tell(self, trace: Trace) -> None:
+    def report_to(self, trace: Trace) -> None:
         """What is counted from now on goes to `trace`."""
         self._trace = trace
 
@@ -217,6 +205,41 @@ class Packs:
         self._done.clear()
         self._memory.trim()
         self._memory.flush()
+
+    def _absent(self, codes: np.ndarray) -> np.ndarray:
+        """Those of some packs that are neither cached nor held nor being read."""
+        device, host = self._tiers.lookup(self._table.pages(codes))
+        absent = (device < 0) & (host < 0) & (self._table.read[codes] == 0)
+        missing: np.ndarray = codes[absent & ~self._table.known(codes)]
+        return missing
+
+    def _read_early(self, parts: list[np.ndarray], size: int, *, sure: bool = False) -> None:
+        """Starts reads that nobody waits for, while there is room for two demands of `size`."""
+        if not parts:
+            return
+        self._make_room(sum(map(len, parts)) + 2 * size, wait=False)
+        reads = []
+        for part in parts:
+            room = self._landing.take(len(part), demand=False, spare=2 * size)
+            if room is None:
+                break
+            reads.append(self._read(room, part, demanded=False, sure=sure))
+        self._start(reads)
+
+    def _give_to_caches(self, number: int) -> None:
+        """Ends a read that nobody waits for; its packs stay where they are worth more than what is
+        cached."""
+        job, codes = self._begun[number]
+        if job.state is not State.ENDED or not job.ok.all() or job.settled is not None:
+            self._withdraw(number)
+            return
+        try:
+            slots = self._landing.place(job.room, np.arange(len(codes)))
+        except PoolExhausted:
+            self._withdraw(number)
+            return
+        self._end(number)
+        self._memory.admit(self._table.pages(codes), slots)
 
     def _parts(self, codes: np.ndarray) -> list[np.ndarray]:
         """What one read each brings."""

@@ -134,37 +134,28 @@ class Residents:
     def record_all(
         self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
     ) -> None:
-        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4), and what
-        `observe_all` says of the others.
+        """I_j += A_j and F_j += 1 for the packs of every critical chunk (§4.4); where the policy
+        says so, I_j += A_j for the others.
 
         `groups` int [G]: the layer groups of a choice, or [J, G], of J choices, which stand one
-        after the other in selections. `chosen`: each prefix once, with what its rows chose; a pack
-        that several share is used once.
+        after the other in selections, -1 past their end. `chosen`: each prefix once, with what its
+        rows chose; a pack that several share is used once. Hits and misses are counted by where
+        packs are now.
         """
-        self.record_used(groups, chosen)
-        self.observe_all(groups, chosen)
-
-    def record_used(
-        self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
-    ) -> None:
-        """Of `record_all` what is to be done before the packs come: hits and misses are counted by
-        where they are now."""
         table = np.atleast_2d(np.asarray(groups))
         used, attention = [], []
         for resident, selection in chosen:
             ids = np.asarray(selection.ids)
             row, column = np.nonzero(ids >= 0)
-            used.append(resident.pages(table[row % len(table)].T, ids[row, column]))
+            used.append(_pages(resident, table[row % len(table)].T, ids[row, column]))
             attention.append(np.asarray(selection.attention)[row, column])
         self._tiers.record(*_summed(used, attention))
+        self._observe_all(table, chosen)
 
-    def observe_all(
-        self, groups: range | np.ndarray, chosen: Sequence[tuple[Resident, Selection]]
-    ) -> None:
+    def _observe_all(self, table: np.ndarray, chosen: Sequence[tuple[Resident, Selection]]) -> None:
         """Where the policy says so, I_j += A_j for packs that were scored and not chosen."""
         if not self._tiers.observes:
             return
-        table = np.atleast_2d(np.asarray(groups))
         seen, attention = [], []
         for resident, selection in chosen:
             ids = np.asarray(selection.ids)
@@ -175,7 +166,7 @@ class Residents:
             scores = np.where(none, 0, np.asarray(selection.scores))
             got = scores.reshape(-1, len(table), scores.shape[1]).sum(axis=0)
             choice, chunk = np.nonzero(rest)
-            seen.append(resident.pages(table[choice].T, chunk))
+            seen.append(_pages(resident, table[choice].T, chunk))
             attention.append(got[choice, chunk])
         self._tiers.observe(*_summed(seen, attention))
 
@@ -296,13 +287,21 @@ class Residents:
         return self._segments[segment][0]
 
 
+def _pages(resident: Resident, groups: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    """Pages int64 [G, n] of chunks [n] in layer groups [G, n], -1 where there is no group."""
+    pages: np.ndarray = np.where(groups >= 0, resident.pages(groups, chunks), -1)
+    return pages
+
+
 def _summed(
     pages: Sequence[np.ndarray], attention: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each page once, int64 [m] in any order, with the sum of what it was given, float64 [m], of
-    `pages` [G, n] that were given `attention` [n] each."""
+    `pages` [G, n] (-1: none) that were given `attention` [n] each."""
     given = [np.broadcast_to(got, of.shape) for of, got in zip(pages, attention, strict=True)]
     every, got = np.concatenate(pages, axis=None), np.concatenate(given, axis=None)
+    real = every >= 0
+    every, got = every[real], got[real]
     ordered = np.sort(every)
     if (ordered[1:] != ordered[:-1]).all():  # a tenth of the time
         return every, got.astype(np.float64)

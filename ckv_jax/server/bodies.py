@@ -40,7 +40,7 @@ _TOKEN = re.compile(
     + rb'|(")|([\[{])|([\]}])|(,)|:'
     + rb'|([^ \t\r\n"\[\]{},:]{1,%d})' % _LONGEST_NUMBER
 )
-_STRING = re.compile(rb'[^"\\]{0,%d}(?:\\.){0,4096}' % _RUN, re.DOTALL)
+_STRING = re.compile(rb'(?:[^"\\]{1,%d}+|\\.){1,4096}+' % _RUN, re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ def measure(body: bytes | bytearray, limits: Limits) -> None:
 def _string(body: bytes | bytearray, at: int) -> tuple[int, int]:
     """(where the string that begins at `at` ends, the fewest bytes that it stands for)."""
     start = at
-    while (found := _STRING.match(body, at)) is not None and found.end() > at:
+    while (found := _STRING.match(body, at)) is not None:
         at = found.end()
     escapes = body.count(b"\\", start, at)
     return at, max(0, at - start - 5 * escapes)
@@ -249,6 +249,9 @@ def _of_validation(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:200]
     kind = str(first["type"])
+    if kind == "extra_forbidden":
+        message = f"this server knows no field {where!r}"
+        return invalid(message, param=where, code="unknown_parameter")
     if kind == "missing":
         return invalid(f"{where} is missing", param=where, code="missing")
     if kind == "value_error":

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.server.formats import ResponseFormat, TokenLogprobs
+from ckv_jax.server.formats import ResponseFormat
 from ckv_jax.server.http import as_api_error, encode
 from ckv_jax.server.schema import ParsedRequest
 
@@ -22,18 +22,17 @@ async def send_whole(
     client: Client,
 ) -> list[Generation]:
     """Sends all generations as one object once they have ended, and returns them."""
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sampling]
     ended: dict[int, Generation] = {}
     async for event in events:
-        if event.logprobs is not None and event.token_id is not None:
-            logprobs[event.index].append((event.token_id, event.logprobs))
+        if event.token_id is not None:
+            form.token(event.index, event.token_id, event.logprobs)
         if event.generation is not None:
             event.generation.raise_for_error()
             ended[event.index] = event.generation
     generations = [ended[choice] for choice in range(request.num_generations)]
     covered = min(generation.trace.attention_mass for generation in generations)
     headers = [(b"x-ckv-attention-covered", b"%.4f" % covered)]
-    await client.whole(form.whole(generations, logprobs), headers=headers)
+    await client.whole(form.whole(generations), headers=headers)
     return generations
 
 
@@ -44,7 +43,6 @@ async def send_stream(
     client: Client,
 ) -> list[Generation]:
     """Sends all generations piece by piece as they come, and returns them."""
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sampling]
     ended: dict[int, Generation] = {}
     started: set[int] = set()
     async for event in events:
@@ -55,16 +53,16 @@ async def send_stream(
             started.add(choice)
             if (opening := form.opening(choice)) is not None:
                 await client.event(opening)
-        if event.logprobs is not None and event.token_id is not None:
-            logprobs[choice].append((event.token_id, event.logprobs))
-        if event.text or logprobs[choice]:
-            await client.event(form.piece(choice, event.text, logprobs[choice]))
-            logprobs[choice] = []
+        if event.token_id is not None:
+            form.token(choice, event.token_id, event.logprobs)
+        if (piece := form.piece(choice, event.text)) is not None:
+            await client.event(piece)
         if event.generation is not None:
             ended[choice] = event.generation
-            await client.event(form.end(choice, event.generation))
+            for piece in form.end(choice, event.generation):
+                await client.event(piece)
     generations = [ended[choice] for choice in range(request.num_generations)]
-    if request.include_usage:
+    if request.usage.include_usage:
         await client.event(form.usage(generations))
     await client.end_of_events()
     return generations

@@ -17,7 +17,8 @@ from starlette.routing import Route
 from ckv_jax.errors import Cancelled, DeadlineExceeded
 from ckv_jax.server.delivery import Client
 from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
-from ckv_jax.server.schema import Messages, Seconds, Strict, Tokens
+from ckv_jax.server.messages import Messages
+from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.index.wishes import MOST_LETTERS, MOST_PRIORITY, Wish
@@ -92,11 +93,11 @@ def prefix_routes(service: Service) -> list[Route]:
             with client_errors("document"):
                 prefix = ingest(body.document, turn=body.turn, instructions=body.instructions)
         elif body.messages is not None:
-            prefix = ingest(service.parser.chat_tokens(body.messages))
+            prefix = ingest(service.parser.messages_tokens(body.messages))
         elif body.text is not None:
             prefix = ingest(service.parser.encode(body.text, "text"))
         else:
-            prefix = ingest(service.parser.encode(body.tokens, "tokens"))
+            prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
         return describe(prefix, wish, engine.store.sizes())

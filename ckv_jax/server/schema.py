@@ -1,13 +1,15 @@
 """Request bodies: their fields, and how they become requests of the engine.
 
-Unknown fields are refused, and so are values that this server does not support.
+Fields that change no answer are ignored; those that would, and are not built here, are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -27,6 +29,13 @@ from ckv_jax.model.sampling import MOST_LOGPROBS, SamplingParams
 from ckv_jax.request import Request
 from ckv_jax.server.config import SPARSE, ServerConfig
 from ckv_jax.server.http import ApiError, client_errors, invalid
+from ckv_jax.server.messages import (
+    Message,
+    Messages,
+    Tolerant,
+    check_template_kwargs,
+    effort,
+)
 from ckv_jax.server.tenants import Tenant
 from ckv_jax.storage.prefix import Prefix
 
@@ -39,8 +48,11 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+StopIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=_MOST_STOPS)]
+
+
 class Strict(BaseModel):
-    """A body without unknown fields and without values of another type."""
+    """An object of our own, without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -119,78 +131,104 @@ def _plain(share: float) -> str:
     return np.format_float_positional(share, trim="0")
 
 
-class StreamOptions(Strict):
+class StreamOptions(Tolerant):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether each piece has the usage so far."""
     include_obfuscation: Literal[False] = False
 
 
-class TextPart(Strict):
-    """One part of a message's content."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "store": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+}
+"""Fields of other servers that would change an answer and are not built here, and the values that
+change nothing; null is one for all."""
 
-    type: Literal["text"]
-    text: str
 
+class GenerationRequest(Tolerant):
+    """Fields that chats and completions share; fields that nobody knows here are ignored."""
 
-class Message(Strict):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-
-
-class TextFormat(Strict):
-    """The one supported value of `response_format`."""
-
-    type: Literal["text"]
-
-
-class GenerationRequest(Strict):
-    """Fields that chats and completions share. A field that is not supported may have the value
-    that changes nothing."""
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
     n: Count | None = None
+    best_of: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    user: str | None = None
+    stop_token_ids: StopIds | None = None
     ckv: CkvOptions = CkvOptions()
 
-    @field_validator("presence_penalty", "frequency_penalty", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _as_int(cls, value: Any) -> Any:
-        return 0 if isinstance(value, float) and value == 0 else value
+    def _built_here(cls, values: Any) -> Any:
+        """Raises `ApiError` for a field that asks for what is not built here."""
+        for name, neutral in _NEUTRAL.items():
+            value = values.get(name) if isinstance(values, dict) else None
+            if value is not None and value not in neutral:
+                allowed = "".join(f"{json.dumps(other)}, " for other in neutral)
+                message = f"{name}: this server supports {allowed}null, or no such field"
+                raise invalid(message, param=name, code="unsupported_value")
+        return values
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of: expected n, or no such field")
+        return self
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of fields that have no effect here."""
+        return [name[:64] for name in self.model_extra or () if name not in _NEUTRAL]
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ChatRequest(GenerationRequest):
@@ -200,13 +238,14 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = None
-    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=20)] | None = None
+    echo: Literal[False] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return value and check_template_kwargs(value)
 
     @property
     def num_generations(self) -> int:
@@ -229,10 +268,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[Any, BeforeValidator(_prompt)]
     """A text, token ids, or a list of either."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -250,7 +288,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def new_tokens(self) -> int:
         """The most tokens of a generation; 16 by default, as in OpenAI's API."""
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -269,6 +307,8 @@ class Prompt:
     """int32 [T]."""
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
+    text: str = ""
+    """As it was given; empty for token ids and chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +326,13 @@ class ParsedRequest:
     budget: float | str
     """As `Request.budget`."""
     retain_s: float | None
-    include_usage: bool
     request_s: float
+    usage: StreamOptions
+    """Which pieces of a stream have the usage."""
+    echo: bool = False
+    """Whether answers begin with their prompts."""
+    silent: bool = False
+    """Whether nothing is generated: the one token that is computed is not shown."""
     citations: int = 0
     """Passages wanted of each generation."""
     cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -349,32 +394,40 @@ class RequestParser:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
         if isinstance(body, ChatRequest):
-            prompts = [self.chat_tokens(body.messages)]
-            usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
-            new_tokens = body.new_tokens or usual
+            field, texts = "messages", [""]
+            prompts = [self.chat_tokens(body)]
         else:
-            prompts = [self.encode(prompt, "prompt") for prompt in body.prompts]
-            new_tokens = body.new_tokens
+            field, texts = "prompt", [t if isinstance(t, str) else "" for t in body.prompts]
+            prompts = [self.encode(prompt, field) for prompt in body.prompts]
+        usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
+        new_tokens = usual if body.new_tokens is None else body.new_tokens
         for tokens in prompts:
-            if len(tokens) + new_tokens > limit:
+            if len(tokens) + max(1, new_tokens) > limit:
                 raise invalid(
-                    f"got a prompt of {len(tokens)} tokens and room for {new_tokens} new ones; "
-                    f"this model's context has room for {limit} together",
-                    param="messages" if isinstance(body, ChatRequest) else "prompt",
+                    f"{field}: {len(tokens)} tokens, and this model's context has room for "
+                    f"{limit}, new ones included",
+                    param=field,
                     code="context_length_exceeded",
                 )
         choices = body.n or 1
         seed = secrets.randbits(32) if body.seed is None else body.seed
         given = {
             name: value
-            for name in ("temperature", "top_p", "top_k")
+            for name in ("temperature", "top_p")
             if (value := getattr(body, name)) is not None
         }
+        if body.top_k is not None:
+            given["top_k"] = max(0, body.top_k)  # -1 and 0: all of them
+        if (body.min_tokens or 0) > new_tokens:
+            raise invalid("min_tokens: expected at most max_tokens", param="min_tokens")
         with client_errors("stop"):
             sampling = dataclasses.replace(
                 self._engine.default_sampling,
-                max_tokens=new_tokens,
+                max_tokens=max(1, new_tokens),
+                min_tokens=body.min_tokens or 0,
+                ignore_eos=bool(body.ignore_eos),
                 stop=body.stops,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
                 logprobs=body.num_logprobs,
                 **given,
             )
@@ -384,8 +437,12 @@ class RequestParser:
             tenant=tenant,
             model=body.model,
             prompts=[
-                Prompt(tokens=tokens, prefix=self._stored(tokens[:-1], tenant))
-                for tokens in prompts
+                Prompt(
+                    tokens=tokens,
+                    prefix=self._stored(tokens[:-1], tenant),
+                    text=text,
+                )
+                for tokens, text in zip(prompts, texts, strict=True)
             ],
             choices=choices,
             sampling=[
@@ -395,19 +452,30 @@ class RequestParser:
             ],
             budget=budget if (requested := body.ckv.as_budget) is None else requested,
             retain_s=body.ckv.retain_s,
-            include_usage=body.include_usage,
             request_s=self._config.request_s,
+            usage=body.stream_options or StreamOptions(),
+            echo=bool(body.echo),
+            silent=new_tokens == 0,
             citations=body.ckv.citations,
         )
 
-    def chat_tokens(self, messages: list[Message]) -> np.ndarray:
-        """int32 [T]: messages in the model's own chat template, up to the start of its answer."""
-        self.check_fits("\n".join([m.text for m in messages]), "messages")
-        roles = {"developer": "system"}  # as chat templates name it
+    def chat_tokens(self, body: ChatRequest) -> np.ndarray:
+        """int32 [T]: a chat in the model's own template, up to the start of its answer."""
+        assert self._engine.tokenizer is not None
+        return self.messages_tokens(
+            body.messages,
+            **{
+                **effort(self._engine.tokenizer, body.reasoning_effort),
+                **(body.chat_template_kwargs or {}),
+            },
+        )
+
+    def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
+        """The same of messages; `template`: its variables, beside the server's own."""
+        self.check_fits("\n".join([message.text for message in messages]), "messages")
+        values = {**self._config.chat_template_kwargs, **template}
         with client_errors("messages"):
-            return self._engine.chat(
-                [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
-            )
+            return self._engine.chat([message.rendered() for message in messages], **values)
 
     def encode(self, text: str | list[int], field: str) -> np.ndarray:
         """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`."""

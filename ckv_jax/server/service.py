@@ -21,8 +21,8 @@ from starlette.responses import Response
 from ckv_jax import request as engine_request
 from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
-from ckv_jax.errors import CkvError
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.errors import CkvError, DeadlineExceeded
+from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import TokenEvent
 from ckv_jax.server.bodies import Bodies, Limits
@@ -39,6 +39,7 @@ from ckv_jax.storage.index.wishes import Wish
 
 LEAST_ITEMS = 4096
 """Of lists in bodies, however small the context is."""
+_MOST_IGNORED = 100
 _WARM_BATCH = 2
 _WARM_SUFFIX = 64
 _WARM_ANSWER = 64
@@ -92,7 +93,7 @@ class Service:
         self.metrics = Metrics(engine, self.admission, self.write_behind)
         self._tenants = tenants
         self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
-        self._tokenizer = engine.tokenizer
+        self._ignored: set[str] = set()
         self._end_at: float | None = None
         self._warm_up = threading.Thread(
             target=warm_up, args=(engine, config), name="ckv-warm-up", daemon=True
@@ -124,16 +125,17 @@ class Service:
         prompts = 1 if kind is ChatRequest else self.config.max_choices
         body = await self.bodies.parse(http, kind, prompts=prompts)
         self.parser.check(body)
+        self._note_ignored(body)
         record: RequestRecord = http.state.record
 
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
                 request = await run_in_threadpool(self.parser.parse, body, tenant)
-                form: ResponseFormat = (
-                    ChatFormat(request, self._tokenizer)
-                    if isinstance(body, ChatRequest)
-                    else CompletionFormat(request, self._tokenizer)
-                )
+                form: ResponseFormat
+                if isinstance(body, ChatRequest):
+                    form = ChatFormat(request, self.engine)
+                else:
+                    form = await self._completion_format(request)
                 send = send_stream if body.stream else send_whole
                 observer = RequestObserver(http, record, metrics=self.metrics, tracer=self._tracer)
                 with observer.reporting(request), self.write_behind.turns(request) as turns:
@@ -142,6 +144,32 @@ class Service:
                     self.write_behind.submit(turns, generations)
 
         return self.delivery(http, deliver)
+
+    def _note_ignored(self, body: ChatRequest | CompletionRequest) -> None:
+        """Logs each field that has no effect once, as far as there are not too many of them."""
+        for name in body.unknown:
+            if len(self._ignored) == _MOST_IGNORED:
+                return
+            if name not in self._ignored:
+                self._ignored.add(name)
+                log_event("field_ignored", field=name)
+
+    async def _completion_format(self, request: ParsedRequest) -> CompletionFormat:
+        """With the prompts that the request wants to see, and how likely their tokens are."""
+        form = CompletionFormat(request, self.engine)
+        if request.echo:
+            scores: list[list[Logprobs]] | None = None
+            if (top := request.sampling[0].logprobs) is not None:
+                try:
+                    async with asyncio.timeout(request.request_s):
+                        scores = [
+                            await asyncio.wrap_future(self.engine.score(prompt.tokens, top=top))
+                            for prompt in request.prompts
+                        ]
+                except TimeoutError as error:
+                    raise DeadlineExceeded("the prompt was not computed in time") from error
+            await run_in_threadpool(form.echo, scores)
+        return form
 
     def delivery(self, http: Request, deliver: Callable[[Client], Awaitable[None]]) -> Response:
         """A response that runs `deliver` until it ends or the client is gone."""

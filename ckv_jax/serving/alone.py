@@ -7,8 +7,8 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
+from ckv_jax.decode.decoder import Row
 from ckv_jax.parts.blending import Blended, Blending
-from ckv_jax.pipeline.decode import Row
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills

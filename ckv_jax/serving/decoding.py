@@ -6,19 +6,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from ckv_jax.config import SystemConfig
+from ckv_jax.decode.decoder import Decoder, KvRows, Row
+from ckv_jax.decode.scoring import Scoring
+from ckv_jax.decode.selection import DecodeSelection, RowSelector
+from ckv_jax.decode.streaming import Streaming
+from ckv_jax.decode.window import Window
 from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.pipeline.choice_calls import ChoiceCalls
-from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.decode import Decoder, Row
 from ckv_jax.pipeline.executor import FirstToken
-from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probes import Probes
-from ckv_jax.pipeline.streaming import Streaming
-from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.source import Source
 from ckv_jax.serving.going import Going
@@ -59,13 +57,13 @@ class Decoding:
         self._tokenizer = tokenizer
         self._open_packs = open_packs
         self._rows = KvRows(layers)
-        self._choice_calls = ChoiceCalls(layers)
+        self._scoring = Scoring(layers)
         self.segments: Segments | None = None
         """What moves texts onto what they generated, where texts choose at all."""
         if system.decode is not None and segment_tokens:
             self.segments = Segments(
                 store, leases, plan, system.coder, tokens=segment_tokens,
-                open_packs=open_packs, chooser=self.chooser,
+                open_packs=open_packs, selector=self.selector,
             )  # fmt: skip
 
     def begin(self, sequence: Sequence, trace: Trace) -> None:
@@ -98,9 +96,9 @@ class Decoding:
         for choice, ids in enumerate(chosen):
             window.choose(choice, ids)
         limit = max(map(len, chosen))  # as attention decided, or the whole budget
-        chooser = None
+        selector = None
         if self._system.decode is not None and limit < lease.resident.num_chunks:
-            chooser = self.chooser(limit, probes, window, lease.source, apart=sequence.apart)
+            selector = self.selector(limit, probes, window, lease.source, apart=sequence.apart)
         self.begin(sequence, trace)
         return Going(
             sequence=sequence,
@@ -109,19 +107,17 @@ class Decoding:
             ),
             lease=lease.shared(),
             window=window,
-            chooser=chooser,
+            selector=selector,
             tail=None if self.segments is None else self.segments.tail(sequence, window, limit),
         )
 
-    def chooser(
+    def selector(
         self, limit: int, probes: Probes, window: Window, source: Source, *, apart: bool = False
-    ) -> Chooser:
-        """What a text of `limit` chunks a choice chooses by (`Chooser`)."""
-        assert self._system.decode is not None
-        return Chooser(
-            select=self._system.decode, limit=limit, probes=probes, window=window,
-            source=source, widths=self._profile.widths, packs=self._profile.packs,
-            recorded=self._profile.text(), apart=apart,
+    ) -> RowSelector:
+        """Selects `limit` chunks for each token of a generation."""
+        return RowSelector(
+            limit=limit, probes=probes, window=window, source=source, widths=self._profile.widths,
+            packs=self._profile.packs, recorded=self._profile.text(), apart=apart,
         )  # fmt: skip
 
     def decoder(self, streams: Lease | None) -> Decoder:
@@ -134,12 +130,12 @@ class Decoding:
             )  # fmt: skip
         return Decoder(self._layers, self._memory, self._plan, self._rows, streaming=streaming)
 
-    def choices(self) -> Choices | None:
-        """What a batch's rows choose anew; None where the system does not."""
+    def selection(self) -> DecodeSelection | None:
+        """Selects for a batch's rows; None where the system does not."""
         if self._system.decode is None:
             return None
-        return Choices(
-            self._choice_calls, self._plan, self._system, self._residents, self._memory,
+        return DecodeSelection(
+            self._scoring, self._plan, self._system, self._residents, self._memory,
             open_packs=self._open_packs,
         )  # fmt: skip
 

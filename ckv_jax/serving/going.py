@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.decode import Decoder, Row
-from ckv_jax.pipeline.window import Window
+from ckv_jax.decode.decoder import Decoder, Row
+from ckv_jax.decode.selection import RowSelector
+from ckv_jax.decode.window import Window
 from ckv_jax.serving.lease import Lease
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.storage.prefix import Prefix
@@ -54,7 +54,7 @@ class Going:
     row: Row
     lease: Lease | None = None
     window: Window | None = None
-    chooser: Chooser | None = None
+    selector: RowSelector | None = None
     """None: what it attends to stays."""
     tail: Tail | None = None
     """None: what it generates stays in its buffers."""

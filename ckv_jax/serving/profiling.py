@@ -6,8 +6,8 @@ import numpy as np
 
 from ckv_jax.cache.profile import Recorded, widths_of
 from ckv_jax.cache.widths import Widths, load_widths, plain_name, save_widths
-from ckv_jax.cache.window import KEEP
 from ckv_jax.config import SystemConfig
+from ckv_jax.decode.eviction import KEEP
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.storage.fingerprint import Fingerprint
 

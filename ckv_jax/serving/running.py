@@ -10,6 +10,8 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import batch_bucket
+from ckv_jax.decode.decoder import Decoder
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import (
     SamplingArrays,
@@ -17,9 +19,8 @@ from ckv_jax.model.sampling import (
     logprobs,
     sample,
     stack_params,
+    without,
 )
-from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
 from ckv_jax.serving.decoding import Decoding
@@ -102,7 +103,8 @@ class Running:
         for row, going in starting:
             assert going.sequence.sampling is not None
             params[row] = going.sequence.sampling
-        chosen = np.asarray(sample(logits, stack_params(params), np.zeros(len(logits), np.int32)))
+        allowed = _allowed(logits, dict(starting))
+        chosen = np.asarray(sample(allowed, stack_params(params), np.zeros(len(logits), np.int32)))
         left = []
         for row, going in starting:
             going.sequence.check()
@@ -187,7 +189,7 @@ class Running:
                 alone = going.streams
                 batch = _Batch(
                     self._decoding.decoder(going.lease if alone else None),
-                    self._decoding.choices(),
+                    self._decoding.selection(),
                     alone=alone,
                     long=going.row.length >= _SHARED_ROWS,
                 )
@@ -206,8 +208,8 @@ class Running:
         tokens = np.zeros(len(decoder.rows), np.int32)
         for place, going in batch.going.items():
             tokens[place] = going.sequence.token_ids[-1]
-        choices, began = batch.choosing(), time.perf_counter_ns()
-        logits = decoder.step(tokens, choices=choices)
+        selection, began = batch.selecting(), time.perf_counter_ns()
+        logits = decoder.step(tokens, selection=selection)
         left, kept = {}, {}
         for place, going in batch.going.items():
             if going.sequence.reason is None:
@@ -215,12 +217,13 @@ class Running:
             else:  # only its last token's KV was missing; it leaves with its row of the logits
                 kept[place] = going.kv(decoder, place)
         if left:
-            chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
+            allowed = _allowed(logits, left)
+            chosen = np.asarray(sample(allowed, batch.params(), batch.counts()))
             spent_ms = (time.perf_counter_ns() - began) / 1e6
             for place, going in left.items():
-                if going.chooser is not None:
-                    going.chooser.told.ms = spent_ms
-                    going.sequence.note(going.chooser.told)
+                if going.selector is not None:
+                    going.selector.trace.ms = spent_ms
+                    going.sequence.note(going.selector.trace)
                 _push(going.sequence, int(chosen[place]), logits, place)
         self._drop(batch, kept)
 
@@ -247,8 +250,8 @@ class Running:
         for going in self._all():
             if going.window is None or not going.window.held:
                 continue
-            if going.chooser is not None:
-                least += going.chooser.slots
+            if going.selector is not None:
+                least += going.selector.slots
             else:
                 fixed += going.window.slots_held
         return least, fixed
@@ -264,10 +267,10 @@ class Running:
 
     def _resize(self, times: float) -> None:
         for batch in self._batches:
+            batch.release()
             for going in batch.going.values():
-                if going.chooser is not None:
-                    going.chooser.resize(times)
-            batch.stale = True
+                if going.selector is not None:
+                    going.selector.resize(times)
 
     def _drop(self, batch: _Batch, kept: Mapping[int, np.ndarray]) -> None:
         """Sequences that have ended leave, those at the places of `kept` with their KV."""
@@ -275,11 +278,10 @@ class Running:
         over = {place: one for place, one in going.items() if place in kept or _over(one)}
         if not over:
             return
-        batch.rest()
+        batch.release()
         moved = batch.decoder.leave(list(over))
         batch.going = {moved[place]: one for place, one in going.items() if place not in over}
         batch.sampling = None
-        batch.stale = True
         for place, one in over.items():  # whoever is told finds them gone
             _retire(one, kept.get(place))
 
@@ -304,34 +306,43 @@ class _Batch:
     """A decode batch and whose its rows are."""
 
     def __init__(
-        self, decoder: Decoder, choices: Choices | None, *, alone: bool, long: bool
+        self, decoder: Decoder, selection: DecodeSelection | None, *, alone: bool, long: bool
     ) -> None:
         self.decoder = decoder
-        self.choices = choices
-        self.stale = True
-        """Whether `choices` is yet to be told who is in the batch."""
+        self.selection = selection
+        self._stale = True
+        """Whether `selection` does not know yet who is in the batch."""
         self.alone = alone
         self.long = long
         self.going: dict[int, Going] = {}
         self.sampling: SamplingArrays | None = None
         self.waits_for: Job | None = None
 
-    def choosing(self) -> Choices | None:
-        """What rows choose anew, if any of them does."""
-        choosers = {
-            place: going.chooser for place, going in self.going.items() if going.chooser is not None
-        }
-        if self.choices is None or not choosers:
+    def selecting(self) -> DecodeSelection | None:
+        """What selects for rows, if any of them selects."""
+        if self.selection is None:
             return None
-        if self.stale:
-            self.choices.rows_are(choosers)
-            self.stale = False
-        return self.choices
+        if self._stale:
+            self.selection.rows_are(
+                {
+                    place: going.selector
+                    for place, going in self.going.items()
+                    if going.selector is not None
+                }
+            )
+            self._stale = False
+        return self.selection if self.selection.rows else None
+
+    def release(self) -> None:
+        """Rows, or the windows of some of them, are about to change."""
+        self._stale = True
+        if self.selection is not None:
+            self.selection.release()
 
     def rest(self) -> None:
         """Ends reads of packs: before anybody's lease is closed."""
-        if self.choices is not None:
-            self.choices.rest()
+        if self.selection is not None:
+            self.selection.rest()
 
     def params(self) -> SamplingArrays:
         """Every row's sampling parameters."""
@@ -349,6 +360,12 @@ class _Batch:
         for place, going in self.going.items():
             counts[place] = len(going.sequence.token_ids)
         return counts
+
+
+def _allowed(logits: np.ndarray | Array, rows: Mapping[int, Going]) -> np.ndarray | Array:
+    """`logits` float32 [B, V] without ids that would end a text of `rows` too early."""
+    barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
+    return without(logits, barred) if barred else logits
 
 
 def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:

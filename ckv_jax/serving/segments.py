@@ -17,12 +17,12 @@ from uuid import uuid4
 import numpy as np
 
 from ckv_jax.budget import Budget
+from ckv_jax.decode.decoder import Decoder
+from ckv_jax.decode.selection import RowSelector
+from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
-from ckv_jax.pipeline.chooser import Chooser
-from ckv_jax.pipeline.decode import Decoder
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probes import Probes
-from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.source import Source
 from ckv_jax.serving.going import Going, Tail, Written
@@ -44,8 +44,8 @@ BEHIND = 16
 _OWN = "text:"  # what the provenance of a text's segments begins with
 _log = logging.getLogger(__name__)
 
-ChooserOf = Callable[[int, Probes, Window, Source], Chooser]
-"""(limit, probes, window, source) -> what a text chooses by from its next token on."""
+SelectorOf = Callable[[int, Probes, Window, Source], RowSelector]
+"""(limit, probes, window, source) -> what selects for a generation from its next token on."""
 
 
 def most_buffered(segment_tokens: int, chunk_tokens: int) -> int:
@@ -59,7 +59,7 @@ class Segments:
     Args:
         tokens: of a segment, whole chunks of which are stored.
         open_packs: the packs of some prefixes, for one use.
-        chooser: see `ChooserOf`.
+        selector: see `SelectorOf`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Segments:
         *,
         tokens: int,
         open_packs: Callable[[list[Source], Trace], Packs],
-        chooser: ChooserOf,
+        selector: SelectorOf,
     ) -> None:
         self._store = store
         self._leases = leases
@@ -79,7 +79,7 @@ class Segments:
         self._codec = codec
         self._tokens = tokens
         self._open_packs = open_packs
-        self._chooser = chooser
+        self._selector = selector
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckv-segment")
         self._swept = False
         self._leftovers = Leftovers(store)
@@ -173,9 +173,9 @@ class Segments:
             else:
                 probes = self._leases.probes(lease, Trace())
                 window.onto(lease.resident)
-                if going.chooser is None:  # its whole prefix was one choice
-                    going.chooser = self._chooser(tail.limit, probes, window, lease.source)
-                going.chooser.moved(count, probes, lease.source)
+                if going.selector is None:  # its whole prefix was one selection
+                    going.selector = self._selector(tail.limit, probes, window, lease.source)
+                going.selector.continue_on(probes, lease.source)
         except BaseException:
             lease.close()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
@@ -194,6 +194,12 @@ class Sequence:
         assert self.sampling is not None
         given = self.sampling.forced_ids[len(self.token_ids) :]
         return given[0] if given else token
+
+    @property
+    def barred(self) -> Collection[int]:
+        """Ids that may not be the next token."""
+        assert self._text is not None
+        return self._text.barred
 
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with what `sampling` asks to be told of it; is it the last?"""

@@ -36,7 +36,7 @@ from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.lease import Lease, Leases
 from ckv_jax.serving.placement import Placement
-from ckv_jax.serving.prefill_jobs import recovery_job
+from ckv_jax.serving.prefill_jobs import recovery_job, score_job
 from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
@@ -290,6 +290,10 @@ class Worker:
     def job_for(self, sequence: Sequence) -> Job | None:
         """See `scheduler.Computes`."""
         return self.alone.job(sequence)
+
+    def score_job(self, tokens: np.ndarray, top: int) -> Job:
+        """See `Engine.score`."""
+        return score_job(tokens, self.prefills, len(tokens) * self._room.token_bytes, top)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
         """See `scheduler.Computes`. Who asks for more than a job under way computes asks again."""

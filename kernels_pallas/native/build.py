@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["SOURCES", "compile_library", "compiler", "headers", "library_name"]
 
 SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w")
 _SECONDS = 300
 
 

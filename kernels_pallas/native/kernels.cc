@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -32,20 +31,13 @@ extern "C" int ckv_level() {
 }
 
 namespace {
-
 namespace ffi = xla::ffi;
 
 // Runs f(0) to f(n - 1) on the pool and on the caller, which waits for no task that has not begun.
 template <typename F>
 void in_parallel(ffi::ThreadPool& pool, int64_t n, const F& f) {
-  struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
-  };
+  struct Shared { std::atomic<int64_t> next{0}, done{0}; };
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
-  if (helpers < 1) {
-    for (int64_t i = 0; i < n; ++i) f(i);
-    return;
-  }
   auto shared = std::make_shared<Shared>();
   auto work = [shared, n, &f] {  // one that begins late finds no task, and does not look at f
     for (int64_t i; (i = shared->next.fetch_add(1)) < n; shared->done.fetch_add(1)) f(i);
@@ -68,9 +60,7 @@ inline char* own_memory(size_t bytes) {
 
 inline float bfloat16(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
+  return reinterpret_cast<const float&>(wide);
 }
 
 // One call of score, and its scratch. Rows are a KV head's real queries, in the order [B, S, G].
@@ -81,18 +71,19 @@ struct Score {
   const uint8_t* codes;  // [T, K, W], or heads first: [K, T, W]
   const float* scale;    // [T, K], or heads first: [K, T]
   const int32_t* lengths;
-  int64_t tokens, num_tokens, chunk, chunks, rows, most_rows, blocks, most_blocks, lanes;
+  int64_t tokens, num_tokens, chunk, chunks, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
-  int32_t* numbers;          // [K, rows, D / 2]: pairs of int16
-  int32_t* base;             // [K, rows]: what a row's sums begin with
+  int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each
+  int32_t *base, *two;  // [K, rows]: what belongs to a row's sums; whether it has both numbers
   float *unit, *sums, *tops;  // [K, rows]; [K, rows, blocks, lanes]; [K, rows, most_blocks]
   float* out;                 // [1 or 2, B, K, M]
-
   int64_t key_bytes() const { return int4 ? dim / 2 : dim; }
+  int64_t length(int64_t b) const { return std::clamp<int64_t>(lengths[b], 0, queries); }
 };
 
 constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
-
+constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
+constexpr float kFar = 8;  // a query's largest number over the root of the mean square
 constexpr int kMostRows = 4;
 constexpr int64_t kOutputs = 32;  // of one task, a multiple of kTogether
 
@@ -106,26 +97,21 @@ struct Product {
   float *spread, *out;  // [rows, I]; [rows, O]
 };
 
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
-#endif
 #define DO(words) _Pragma(#words)
 #if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define BEGIN(features) \
   DO(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define END DO(clang attribute pop)
 #else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
 #define BEGIN(features) DO(GCC push_options) DO(GCC target(features))
 #define END DO(GCC pop_options)
 #endif
-
 #define LANES 4
 namespace portable {
 #include "level.h"
 }
-#undef LANES
 #if defined(__x86_64__)
 #define LANES 8
 #define AVX2
@@ -134,8 +120,6 @@ namespace avx2 {
 #include "level.h"
 }
 END
-#undef LANES
-#undef AVX2
 #define LANES 16
 #define AVX512
 BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
@@ -156,40 +140,31 @@ ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
                  float factor, int64_t level) {
   if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
   Score s{};
-  const auto dims = q.dimensions();
-  const auto of_keys = codes.dimensions();
+  const auto dims = q.dimensions(), of_keys = codes.dimensions();
   s.q = q.untyped_data();
   s.q_bfloat16 = q.element_type() == ffi::BF16;
   s.int4 = codes.element_type() == ffi::U8;
-  s.peaks = out->dimensions()[0] == 2;
-  s.heads_first = heads_first;
+  s.peaks = out->dimensions()[0] == 2, s.heads_first = heads_first;
   s.kv_heads = of_keys[heads_first ? 0 : 1];
   s.tokens = of_keys[heads_first ? 1 : 0];
   s.batch = dims[0], s.queries = dims[1], s.group = dims[2] / s.kv_heads, s.dim = dims[3];
   s.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  s.scale = scale.typed_data();
-  s.lengths = lengths.typed_data();
+  s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
   s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.tokens);
   s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
-  for (int64_t b = 0; b < s.batch; ++b)
-    s.rows += s.group * std::clamp<int64_t>(s.lengths[b], 0, s.queries);
-  s.most_rows = (s.rows + kTogether - 1) / kTogether * kTogether;
+  for (int64_t b = 0; b < s.batch; ++b) s.most_rows += s.group * s.length(b);
+  s.most_rows = (s.most_rows + kTogether - 1) / kTogether * kTogether;
   s.lanes = level == 2 ? 16 : level == 1 ? 8 : 4;
   s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
   s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
   char* at = aligned(scratch->typed_data());
-  auto take = [&](int64_t words) {
-    char* found = at;
-    at += (4 * words + 63) / 64 * 64;
-    return found;
-  };
   const int64_t rows = s.kv_heads * s.most_rows;
-  s.sums = reinterpret_cast<float*>(take(rows * s.blocks * s.lanes));
-  s.tops = reinterpret_cast<float*>(take(rows * s.most_blocks));
-  s.numbers = reinterpret_cast<int32_t*>(take(rows * s.dim / 2));
-  s.base = reinterpret_cast<int32_t*>(take(rows));
-  s.unit = reinterpret_cast<float*>(take(rows));
-  s.out = out->typed_data();
+  auto take = [&](auto& to, int64_t of_row) {
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(at);
+    at = aligned(at + 4 * rows * of_row);
+  };
+  take(s.sums, s.blocks * s.lanes), take(s.tops, s.most_blocks);
+  take(s.numbers, s.dim / 2), take(s.base, 1), take(s.unit, 1), take(s.two, 1);
   if (at > reinterpret_cast<char*>(scratch->typed_data()) + scratch->element_count())
     return ffi::Error::Internal("got too little scratch");
   in_parallel(pool, s.kv_heads, [&](int64_t head) { AT(level, whole_numbers)(s, head); });
@@ -215,9 +190,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffe
   });
   return ffi::Error::Success();
 }
-
 }  // namespace
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ckv_product, product,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::AnyBuffer>()

@@ -3,18 +3,24 @@
 
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
-typedef int16_t S __attribute__((vector_size(4 * LANES)));
+using Lanes = std::make_integer_sequence<int, LANES>;
 
 constexpr int64_t kTile = LANES == 16 ? 4 : 2;  // key vectors that a few rows go over at once
 
-// acc + the products of both halves of each lane's pair of int16.
-inline I dot(I acc, I a, I b) {
+constexpr int32_t kAbove = LANES == 16 ? 128 : 0;  // what is added to codes of int8
+
+// acc + the products of each lane's four bytes; those of a are nibbles, or int8 and kAbove.
+inline I dot(I acc, I a, I b, bool nibbles) {
 #if defined(AVX512)
-  return (I)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+  return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif defined(AVX2)
-  return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  const auto x = (__m256i)a, y = (__m256i)b, ones = _mm256_set1_epi16(1);
+  const auto pairs = nibbles ? _mm256_maddubs_epi16(x, y)
+                             : _mm256_maddubs_epi16(_mm256_abs_epi8(y), _mm256_sign_epi8(x, y));
+  return acc + (I)_mm256_madd_epi16(pairs, ones);
 #else
-  return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+  for (int up : {0, 8, 16, 24}) acc += ((a << up) >> 24) * ((b << up) >> 24);
+  return acc;
 #endif
 }
 
@@ -43,25 +49,16 @@ inline void exchange(I& a, I& b, std::integer_sequence<int, L...>) {
 template <int S = 1>
 inline void transpose(I* rows) {
   for (int i = 0; i < LANES; ++i)
-    if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, LANES>());
+    if (!(i & S)) exchange<S>(rows[i], rows[i + S], Lanes());
   if constexpr (2 * S < LANES) transpose<2 * S>(rows);
 }
 
-// The greater of each lane; the second where they do not compare.
-inline F greater(F a, F b) {
-#if defined(AVX512)
-  return (F)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(AVX2)
-  return (F)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-  return a > b ? a : b;
-#endif
-}
+inline F greater(F a, F b) { return a > b ? a : b; }
+inline F sum(F a, F b) { return a + b; }
 
 // 2 to the power of x, off by 1e-7 of it at most; 0 below the normal numbers.
 inline F power_of_2(F x) {
-  const F above = x + 12582912.0f;  // 1.5 * 2**23: the nearest whole number is its lowest bits
-  const F whole = above - 12582912.0f, r = x - whole;
+  const F above = x + kRounding, whole = above - kRounding, r = x - whole;
   F p = r * 0.001326472731307149f + 0.009671512991189957f;
   p = p * r + 0.05550733581185341f;
   p = p * r + 0.24022242426872253f;
@@ -82,61 +79,57 @@ inline F joined(F x, const Join& join, std::integer_sequence<int, L...> lanes) {
   return x;
 }
 
-inline float greatest(F x) {
-  return joined<LANES / 2>(x, greater, std::make_integer_sequence<int, LANES>())[0];
-}
+inline float greatest(F x) { return joined<LANES / 2>(x, greater, Lanes())[0]; }
+inline float sum_of(F x) { return joined<LANES / 2>(x, sum, Lanes())[0]; }
 
-inline float sum_of(F x) {
-  const auto add = [](F a, F b) { return a + b; };
-  return joined<LANES / 2>(x, add, std::make_integer_sequence<int, LANES>())[0];
-}
-
-// A head's real queries as int16, in the order in which `unpack` leaves the keys' dims.
+// A head's real queries as int8, 127 of which are a query's largest number. Where that is far above
+// the others, a second int8 says what the first one leaves, in 256ths.
 inline void whole_numbers(const Score& s, int64_t head) {
   const int64_t half = s.dim / 2, heads = s.kv_heads * s.group;
   int64_t row = head * s.most_rows;
-  auto values = reinterpret_cast<float*>(own_memory(4 * s.dim));
+  auto values = reinterpret_cast<float*>(own_memory(4 * s.dim + 64));
+  std::fill_n(values, s.dim + 16, 0.0f);
   for (int64_t b = 0; b < s.batch; ++b)
-    for (int64_t i = 0; i < std::min<int64_t>(s.lengths[b], s.queries); ++i)
+    for (int64_t i = 0; i < s.length(b); ++i)
       for (int64_t g = 0; g < s.group; ++g, ++row) {
         const int64_t at = ((b * s.queries + i) * heads + head * s.group + g) * s.dim;
-        float most = 0;
-        for (int64_t d = 0; d < s.dim; ++d) {
+        for (int64_t d = 0; d < s.dim; ++d)
           values[d] = s.q_bfloat16 ? bfloat16(static_cast<const uint16_t*>(s.q)[at + d])
                                    : static_cast<const float*>(s.q)[at + d];
-          most = std::max(most, std::fabs(values[d]));
+        F tops = {}, squares = {};
+        for (int64_t v = 0; v * LANES < s.dim; ++v) {
+          const F x = reinterpret_cast<const F*>(values)[v];
+          tops = greater((F)((I)x & 0x7fffffff), tops), squares += x * x;
         }
-        const float inverse = most > 0 ? 32767.0f / most : 0.0f;
-        int32_t sum = 0;
-        auto rounded = [&](int64_t d) {
-          const float above = values[d] * inverse + 12582912.0f;
-          int32_t number;
-          std::memcpy(&number, &above, 4);
-          number -= 0x4b400000;
-          sum += number;
-          return number;
-        };
-        int32_t* numbers = s.numbers + row * half;
-        auto pair = [&](int64_t d) {
-          const int32_t low = rounded(d), high = rounded(d + 2);
-          *numbers++ = (low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16);
-        };
-        for (int64_t w = 0; w < s.key_bytes() / 4; ++w)
-          for (int64_t from = 0; from < s.dim; from += s.int4 ? half : s.dim)
-            pair(from + 4 * w), pair(from + 4 * w + 1);
-        s.base[row] = s.int4 ? -8 * sum : 0;
-        s.unit[row] = (most > 0 ? most / 32767.0f : 1.0f) * s.factor;
+        const float most = greatest(tops);
+        const bool two = s.two[row] = most * most * s.dim > kFar * kFar * sum_of(squares);
+        const float levels = two ? 127 * 256 : 127, inverse = most > 0 ? levels / most : 0.0f;
+        for (int64_t d = 0; d < s.dim; ++d) values[d] = std::fma(values[d], inverse, kRounding);
+        auto rounded = reinterpret_cast<const int32_t*>(values);
+        auto numbers = reinterpret_cast<int8_t*>(s.numbers + row * half);
+        int32_t up = two ? 8 : 0, sum = 0;
+        for (int64_t d = 0; d < s.dim; d += 4) {
+          const int64_t n = s.int4 ? d % half * 2 + d / half * 4 : d;
+          for (int k = 0; k < 4; ++k) {
+            const int32_t number = rounded[d + k] - 0x4b400000, high = (number + up * 16) >> up;
+            numbers[n + k] = static_cast<int8_t>(high);
+            numbers[s.dim + n + k] = static_cast<int8_t>(number - high * (1 << up));
+            sum += number;
+          }
+        }
+        s.base[row] = -(s.int4 ? 8 : kAbove) * sum;
+        s.unit[row] = (most > 0 ? most / levels : 1.0f) * s.factor;
       }
   for (; row < (head + 1) * s.most_rows; ++row) {  // of no query
     std::fill_n(s.numbers + row * half, half, 0);
-    s.base[row] = 0, s.unit[row] = 1;
+    s.base[row] = 0, s.unit[row] = 1, s.two[row] = 0;
   }
 }
 
-// The keys of a block of LANES chunks as int16: vector j of a block has token j of every chunk.
-// keys [tiles, D / 2, kTile], scale and bias [tiles * kTile].
+// The keys of a block of LANES chunks as bytes: vector j of a block has token j of every chunk.
+// keys [tiles, D / 4, kTile], scale and bias [tiles * kTile].
 inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scale, F* bias) {
-  const int64_t bytes = s.key_bytes(), half = s.dim / 2;
+  const int64_t bytes = s.key_bytes(), quarter = s.dim / 4;
   const int64_t tiles = (s.chunk + kTile - 1) / kTile, first = block * LANES * s.chunk;
   const int64_t stride = s.heads_first ? 1 : s.kv_heads;
   const int64_t begin = s.heads_first ? head * s.tokens : head;
@@ -151,19 +144,17 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
       from[l] = s.codes + at * bytes;
       if (real) scale[j][l] = s.scale[at], bias[j][l] = 0.0f;
     }
-    I* to = keys + j / kTile * kTile * half + j % kTile;
+    I* to = keys + j / kTile * kTile * quarter + j % kTile;
     for (int64_t w = 0; w < bytes / 4; w += LANES) {
       const int64_t words = std::min<int64_t>(bytes / 4 - w, LANES);
       I x[LANES];
       for (int l = 0; l < LANES; ++l) x[l] = load(from[l] + 4 * w, words);
       transpose(x);
       for (int64_t i = 0; i < words; ++i) {
-        if (s.int4) {
-          for (int shift : {0, 8, 4, 12}) *to = (x[i] >> shift) & 0x000f000f, to += kTile;
-        } else {  // a byte's sign goes up through its int16
-          *to = (I)(((S)x[i] << 8) >> 8), to += kTile;
-          *to = (I)((S)x[i] >> 8), to += kTile;
-        }
+        if (s.int4)
+          for (int shift : {0, 4}) *to = (x[i] >> shift) & 0x0f0f0f0f, to += kTile;
+        else
+          *to = x[i] ^ kAbove * 0x01010101, to += kTile;
       }
     }
   }
@@ -172,33 +163,39 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
 // Of a block of LANES chunks and every row of a KV head: each chunk's sum of exponentials, less the
 // greatest logit of the block, and that logit.
 inline void score_block(const Score& s, int64_t head, int64_t block) {
-  const int64_t half = s.dim / 2, tiles = (s.chunk + kTile - 1) / kTile, tokens = tiles * kTile;
-  auto keys = reinterpret_cast<I*>(own_memory(sizeof(I) * tokens * (half + 2 + kTogether)));
-  auto scale = reinterpret_cast<F*>(keys + tokens * half), bias = scale + tokens;
+  const int64_t quarter = s.dim / 4, tiles = (s.chunk + kTile - 1) / kTile;
+  const int64_t tokens = tiles * kTile;
+  auto keys = reinterpret_cast<I*>(own_memory(sizeof(I) * tokens * (quarter + 2 + kTogether)));
+  auto scale = reinterpret_cast<F*>(keys + tokens * quarter), bias = scale + tokens;
   F* logits = bias + tokens;
   unpack(s, head, block, keys, scale, bias);
   for (int64_t row = head * s.most_rows; row < (head + 1) * s.most_rows; row += kTogether) {
+    const int32_t* two = s.two + row;
+    const int parts = 1 + std::any_of(two, two + kTogether, [](int32_t own) { return own; });
     F top[kTogether];
     for (int r = 0; r < kTogether; ++r) top[r] = F{} - INFINITY;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      I sums[kTogether][kTile];
-      for (int r = 0; r < kTogether; ++r)
-        for (int j = 0; j < kTile; ++j) sums[r][j] = I{} + s.base[row + r];
-      const I* key = keys + tile * kTile * half;
-      const int32_t* numbers = s.numbers + row * half;
-      for (int64_t i = 0; i < half; ++i, key += kTile)
+      I sums[kTogether][kTile] = {};
+      for (int part = 0; part < parts; ++part) {
+        const I* key = keys + tile * kTile * quarter;
+        const int32_t* numbers = s.numbers + 2 * row * quarter + part * quarter;
         for (int r = 0; r < kTogether; ++r)
-          for (int j = 0; j < kTile; ++j)
-            sums[r][j] = dot(sums[r][j], key[j], I{} + numbers[r * half + i]);
+          for (int j = 0; j < kTile; ++j) sums[r][j] <<= 8;
+        for (int64_t i = 0; i < quarter; ++i, key += kTile)
+          for (int r = 0; r < kTogether; ++r)
+            for (int j = 0; j < kTile; ++j)
+              sums[r][j] = dot(sums[r][j], key[j], I{} + numbers[2 * r * quarter + i], s.int4);
+      }
       for (int r = 0; r < kTogether; ++r)
         for (int64_t j = tile * kTile, t = 0; t < kTile; ++j, ++t) {
-          const F x = __builtin_convertvector(sums[r][t], F) * scale[j] + bias[j];
+          const I whole = sums[r][t] + (s.base[row + r] << (parts - 1 - two[r]) * 8);
+          const F x = __builtin_convertvector(whole, F) * scale[j] + bias[j];
           logits[r * tokens + j] = x;
           top[r] = greater(x, top[r]);
         }
     }
     for (int r = 0; r < kTogether; ++r) {
-      const float most = greatest(top[r]), unit = s.unit[row + r];
+      const float most = greatest(top[r]), unit = s.unit[row + r] / (parts - two[r] > 1 ? 256 : 1);
       const float base = most > -INFINITY ? most : 0.0f;
       F sum = {};
       for (int64_t j = 0; j < tokens; ++j)
@@ -219,10 +216,8 @@ inline void finish(const Score& s, int64_t b, int64_t head) {
   auto weight = reinterpret_cast<const float*>(weights);
   for (int64_t i = 0; i < 2 * s.blocks; ++i) masses[i] = F{};
   int64_t row = head * s.most_rows;
-  for (int64_t before = 0; before < b; ++before)
-    row += s.group * std::clamp<int64_t>(s.lengths[before], 0, s.queries);
-  const int64_t length = s.lengths[b];
-  for (int64_t i = 0; i < std::min(length, s.queries); ++i)
+  for (int64_t before = 0; before < b; ++before) row += s.group * s.length(before);
+  for (int64_t i = 0; i < s.length(b); ++i)
     for (int64_t g = 0; g < s.group; ++g, ++row) {
       auto tops = reinterpret_cast<const F*>(s.tops + row * s.most_blocks);
       auto sums = reinterpret_cast<const F*>(s.sums) + row * s.blocks;
@@ -233,11 +228,10 @@ inline void finish(const Score& s, int64_t b, int64_t head) {
       if (!(top > -INFINITY)) continue;
       for (int64_t at = 0; at < vectors; ++at) weights[at] = power_of_2(tops[at] - top);
       for (int64_t at = 0; at < s.blocks; ++at) total += sums[at] * weight[at];
-      const float share = 1.0f / (sum_of(total) * (s.peaks ? static_cast<float>(length - i) : 1));
+      const float share = 1.0f / (sum_of(total) * (s.peaks ? static_cast<float>(s.lengths[b] - i) : 1));
       for (int64_t at = 0; at < s.blocks; ++at) {
         const F mass = sums[at] * (weight[at] * share);
-        masses[at] += mass;
-        squares[at] += mass * mass;
+        masses[at] += mass, squares[at] += mass * mass;
       }
     }
   const int64_t of_all = s.batch * s.kv_heads * s.chunks;
@@ -259,19 +253,7 @@ inline F widened(const char* from) {
 #endif
 }
 
-// Two vectors of a row of weights [O, I]: bfloat16 at even and at odd places, or int8 as they come.
-template <bool kInt8>
-inline void weights_at(const char* from, F& a, F& b) {
-  if constexpr (kInt8) {
-    a = widened(from), b = widened(from + LANES);
-  } else {
-    I pairs;
-    std::memcpy(&pairs, from, sizeof(pairs));
-    a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
-  }
-}
-
-// A row of x as float32, in the order of `weights_at`.
+// A row of x as float32: of each two vectors' numbers those at even places first, for bfloat16.
 inline void spread(const Product& p, int64_t row) {
   for (int64_t i = 0; i < p.inputs; ++i) {
     const int64_t at = i % (2 * LANES), l = p.int8 ? at : at / 2 + at % 2 * LANES;
@@ -285,9 +267,12 @@ inline void few_rows(const Product& p, int64_t first, int64_t last) {
   for (int64_t o = first; o < last; o += kTogether) {
     const char* from = p.weight + o * steps * bytes;
     F sums[R][kTogether] = {}, a, b;
+    I pairs;
     for (int64_t i = 0; i < steps; ++i, from += bytes)
       for (int k = 0; k < kTogether; ++k) {
-        weights_at<kInt8>(from + k * steps * bytes, a, b);
+        const char* at = from + k * steps * bytes;
+        if constexpr (kInt8) a = widened(at), b = widened(at + LANES);
+        else std::memcpy(&pairs, at, sizeof(I)), a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
         for (int r = 0; r < R; ++r) {
           auto x = reinterpret_cast<const F*>(p.spread) + 2 * (r * steps + i);
           sums[r][k] += x[0] * a, sums[r][k] += x[1] * b;
@@ -305,3 +290,7 @@ inline void product(const Product& p, int64_t first, int64_t last) {
     if (R < p.rows) return product<R + 1>(p, first, last);
   return p.int8 ? few_rows<R, true>(p, first, last) : few_rows<R, false>(p, first, last);
 }
+
+#undef LANES
+#undef AVX2
+#undef AVX512

@@ -1,7 +1,8 @@
 """Chunk scores on a CPU by the native library (`native/kernels.cc`).
 
-Queries become whole numbers, 32,767 of which are a query's largest component, and are multiplied
-with a probe's codes as they are: sums are exact. In a vector each lane is another chunk, so that
+A query is rounded to int8, 127 of which are its largest number (to 16 bits where that is more than
+8 times the root of its mean square), and multiplied with a probe's codes as they are: sums are
+exact. In a vector each lane is another chunk, so that
 chunks are summed without a shuffle. Blocks of keys go one by one to XLA's threads; of each block
 every chunk's sum of exponentials and the block's maximum stay, as in `reference.score`. No sum
 depends on the batch or on how many threads there are.
@@ -23,7 +24,7 @@ __all__ = ["score"]
 _LANES = (4, 8, 16)  # 32-bit numbers of a vector, by level
 _TOGETHER = 4  # rows that go over keys at once
 _MOST = 256  # dims, with which sums of int32 are exact, and tokens of a chunk
-_SCRATCH = 6  # arrays in it and one more, each at a multiple of 64 bytes
+_SCRATCH = 7  # arrays in it and one more, each at a multiple of 64 bytes
 
 
 def score(
@@ -61,7 +62,7 @@ def score(
     lanes, chunks = _LANES[level], tokens // chunk_tokens
     rows = kv_heads * _up(batch * queries * (heads // kv_heads), _TOGETHER)
     blocks = -(-chunks // lanes)
-    numbers = rows * (blocks * lanes + _up(blocks, lanes) + width // 2 + 2)
+    numbers = rows * (blocks * lanes + _up(blocks, lanes) + width // 2 + 3)
     shape = (1 + peaks, batch, kv_heads, chunks)
     scores, _ = call(
         "ckv_score",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckv_jax.cache.profile import Recorded, widths_of
 from ckv_jax.cache.replay import misses_by_width, replay
 from ckv_jax.cache.widths import Widths, load_widths, plain_name, save_widths, spread
-from ckv_jax.cache.window import KEEP, empty_window, lookahead_within
+from ckv_jax.decode.eviction import KEEP, empty_window, lookahead_within
 from ckv_jax.storage.fingerprint import Fingerprint
 
 WHO = Fingerprint({"weights": "some"})

@@ -36,6 +36,7 @@ class Case:
     tokens: int = 208  # no multiple of any block of keys
     num_tokens: int = 199
     lengths: tuple[int, ...] = (9, 4)
+    far: tuple[int, ...] = ()  # queries with such a number
 
 
 CASES = {
@@ -43,6 +44,7 @@ CASES = {
     "fewer keys than a block": Case(tokens=32, num_tokens=32, lengths=(9,)),
     "more rows than a tile": Case(queries=37, heads=8, lengths=(37, 0)),
     "no tokens": Case(num_tokens=0),
+    "one number far above the others": Case(far=(1, 5), dim=96),
 }
 
 
@@ -79,6 +81,7 @@ def make_queries(rng: np.random.Generator, case: Case) -> jax.Array:
     q = rng.standard_normal((len(case.lengths), case.queries, case.heads, case.dim))
     for b, length in enumerate(case.lengths):
         q[b, length:] = np.nan
+    q[:, list(case.far), :, 7] *= 50
     return jnp.asarray(q, jnp.bfloat16)
 
 
@@ -120,12 +123,25 @@ def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -
     return float(np.expm1(2 * error))
 
 
+def multiplied(q: jax.Array, implementation: str) -> np.ndarray:
+    """The queries that an implementation multiplies keys with: a CPU's native kernel rounds each to
+    127ths of its largest number, or to 127 * 256ths where that is far above the others."""
+    exact = np.asarray(q, np.float64)
+    if implementation not in NATIVE:
+        return exact
+    most = np.abs(exact).max(axis=-1, keepdims=True)
+    far = most > 8 * np.sqrt(np.square(exact).mean(axis=-1, keepdims=True))
+    levels = np.where(far, 127 * 256, 127)
+    inverse = levels.astype(np.float32) / most.astype(np.float32)
+    return np.rint(exact * inverse) * most / levels
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, "ragged") for kind in KINDS]
     + [("keys", name) for name in CASES if name != "ragged"]
     + [("int4", name) for name in CASES if name != "ragged"]
-    + [("pq", "fewer keys than a block")],
+    + [("int8", "one number far above the others"), ("pq", "fewer keys than a block")],
 )
 def test_agrees_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
@@ -142,14 +158,16 @@ def test_agrees_with_float64(
             kernel(*args)
         return
     out = kernel(*args)
-    exact_q = np.asarray(q, np.float64)
+    exact_q = multiplied(q, implementation)
     wanted = expected(exact_q, keys, case)
     rtol = tolerance(exact_q, keys, kind, implementation)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=rtol, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ragged", "more rows than a tile", "no tokens"])
+@pytest.mark.parametrize(
+    "name", ["ragged", "more rows than a tile", "no tokens", "one number far above the others"]
+)
 @pytest.mark.parametrize("kind", ["keys", "int4"])
 def test_peaks_agree_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
@@ -164,7 +182,7 @@ def test_peaks_agree_with_float64(
             kernel(*args)
         return
     found = np.asarray(kernel(*args), np.float64)
-    exact_q = np.asarray(q, np.float64)
+    exact_q = multiplied(q, implementation)
     rtol = 2 * tolerance(exact_q, keys, kind, implementation)
     wanted = expected_peaks(exact_q, keys, case)
     np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-6)

@@ -18,30 +18,15 @@ REASONS: dict[tuple[str, str, str], str] = {
         "selects=first % system.period == 0, ~0 @30 #0",
     ): "a remainder is never less than 0",
     (
-        "ckv_jax/pipeline/prefix_rows.py",
-        "core/NumberReplacer",
-        "resident=choosers[0].window.resident, ~0 @18 #1",
-    ): "all stand on one prefix",
-    (
         "ckv_jax/pipeline/pieces.py",
         "core/NumberReplacer",
         "(buffers[0].shape, part.k.shape), buffers, (part.k, part.v), at ~0 @9 #1",
     ): "keys and values are of one shape",
     (
-        "ckv_jax/pipeline/prefix_rows.py",
-        "core/NumberReplacer",
-        "return scores.reshape(-1, shape[2]) ~0 @23 #0",
-    ): "numpy takes any size below 0 for the one that is left over",
-    (
         "storage/probe_pages.py",
         "core/ReplaceComparisonOperator_Eq_LtE",
         "return first % most == 0 and (end % most == 0 or end == last) ~0 @41 #0",
     ): "a remainder is never less than 0",
-    (
-        "ckv_jax/pipeline/decode.py",
-        "core/NumberReplacer",
-        "at = np.array([row.length if row else 0 for row in self.rows], np.int32) ~0 @38 #1",
-    ): "where no row is, what is computed means nothing, wherever it is written",
     (
         "ckv_jax/reads/packs.py",
         "core/ReplaceBinaryOperator_Mul_Div",
@@ -87,11 +72,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceTrueWithFalse",
         "for part, book, code in zip(parts, flat, codes, strict=True): ~0 @55 #0",
     ): "there are as many parts as codebooks, and a row of codes for each",
-    (
-        "ckv_jax/pipeline/asking.py",
-        "core/ReplaceComparisonOperator_Eq_Is",
-        "if len(groups[-1]) == _MOST: ~0 @19 #0",
-    ): "whole numbers so small are one object each",
     (
         "storage/segment/segment.py",
         "core/ReplaceFalseWithTrue",
@@ -155,11 +135,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/ReplaceComparisonOperator_Lt_LtE",
         "if self.tiers.free_slots < n: ~0 @25 #0",
     ): "where as many are free as are wanted no room is made",
-    (
-        "ckv_jax/pipeline/decode.py",
-        "core/NumberReplacer",
-        "self._put(buffers, self._alone(kv, 0, length), 0) ~0 @47 #0",
-    ): "what is put there is thrown away: it is to be compiled",
     (
         "storage/place/kernel_queue.py",
         "core/NumberReplacer",
@@ -331,11 +306,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "core/NumberReplacer",
         "self._run, self._heap, self._bound = [], [], 0 ~0 @45 #1",
     ): "no score is below 0, nor below less than that",
-    (
-        "ckv_jax/cache/window.py",
-        "core/NumberReplacer",
-        "spot = jnp.full((rows, chunks + 1), -1, jnp.int32).at[row, held].set(slot) ~0 @37 #0",
-    ): "a slot below 0 is none, whatever it is",
     (
         "ckv_jax/reads/residents.py",
         "core/NumberReplacer",

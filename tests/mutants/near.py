@@ -68,17 +68,20 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "ckv_jax/pipeline": (
         "tests/selection", "tests/reads/test_recurrence.py", "tests/pipeline",
-        "tests/test_engine.py", "tests/test_generate.py", "tests/test_decode_choices.py",
-        "tests/test_decode_prefixes.py", "tests/test_heads_apart.py",
+        "tests/test_engine.py", "tests/test_generate.py", "tests/test_heads_apart.py",
         "tests/serving/test_compaction.py",
         "tests/test_any_traffic.py",
+    ),
+    "ckv_jax/decode": (
+        "tests/decode", "tests/test_generate.py", "tests/test_heads_apart.py",
+        "tests/serving/test_compaction.py", "tests/test_any_traffic.py",
     ),
     "ckv_jax/baselines": ("tests/baselines", "tests/pipeline/test_layerwise.py"),
     "ckv_jax/serving": (
         "tests/serving", "tests/test_tenants.py", "tests/test_batch.py",
         "tests/test_generate.py", "tests/test_engine.py", "tests/test_parts.py",
         "tests/test_budget.py", "tests/test_hints.py", "tests/baselines/test_reorder.py",
-        "tests/test_decode_widths.py",
+        "tests/decode/test_widths.py",
     ),
 }  # fmt: skip
 """Folder -> test files and folders. Those that are not there are left out."""

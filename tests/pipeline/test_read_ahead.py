@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.pipeline.choices import read_near_misses
 from ckv_jax.pipeline.read_ahead import READ, Pace, ReadAhead
 from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Span
@@ -84,30 +83,6 @@ def test_what_was_attended_to_most_is_read_first() -> None:
     assert resident.opening.tolist() == [6, 2, 5, 1]
     assert resident.recurrence == 0.5
     assert ahead.opening(resident, 2).tolist() == [6, 2]
-
-
-def test_near_misses_take_the_place_of_earlier_ones() -> None:
-    """Of three chunks one is on the device, one in host memory; who holds no window reads none."""
-    said: list[tuple[str, int, int, list[int]]] = []
-
-    def only_ahead(which: int, group: int, chunks: np.ndarray) -> None:
-        said.append(("only", which, group, chunks.tolist()))
-
-    def begun(which: int, group: int, chunks: np.ndarray, *, apart: bool) -> None:
-        said.append(("ahead", which, group, chunks.tolist()))
-        assert apart
-
-    packs: Any = SimpleNamespace(only_ahead=only_ahead, ahead=begun)
-    held: Any = SimpleNamespace(
-        held=True, lookup=lambda group, c: (np.where(c == 1, 0, -1), np.where(c == 2, 0, -1))
-    )
-    streams: Any = SimpleNamespace(held=False)
-    read_near_misses(lambda: packs, 3, held, range(4, 6), np.array([1, 2, 5]))
-    read_near_misses(lambda: packs, 7, streams, range(4, 6), np.array([5]))
-    assert said == [(kind, 3, group, [5]) for group in (4, 5) for kind in ("only", "ahead")]
-    said.clear()
-    read_near_misses(lambda: packs, 3, held, [4], np.array([1]))
-    assert said == [("only", 3, 4, [])]
 
 
 def test_what_recurred_is_a_share_of_what_was_best() -> None:

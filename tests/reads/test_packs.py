@@ -136,7 +136,7 @@ def test_what_is_read_again_for_nothing_is_unused(tmp_path: Path) -> None:
             packs.ahead(0, 0, chunks)
             for job, _ in list(packs._begun.values()):
                 worker.prefetcher.wait(job)
-            packs.only_ahead(0, 0, chunks[:0])
+            packs.near_misses(0, 0, chunks[:0])
         lease.close()
     assert trace.bytes["unused"] == 2 * engine.layout.stored_bytes
 

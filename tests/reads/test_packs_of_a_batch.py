@@ -142,7 +142,7 @@ def test_packs_that_are_not_wanted_together_are_read_one_by_one(
 ) -> None:
     place.open(slots)
     with place.packs() as packs:
-        packs.ahead(0, 0, some(5, 6, 7), apart=True)
+        packs.near_misses(0, 0, some(5, 6, 7))
         assert place.memory.free_slots == slots - begun
         packs.demand(0, 0, some(*range(5, 5 + begun)))
         packs.collect(0, 0, some(*range(5, 5 + begun)))
@@ -262,8 +262,7 @@ def test_who_gives_way_ends_the_last_groups_reads_first_and_no_more_than_it_take
         place.hold()
         packs.demand(0, 3, some(6))  # runs
         assert place.reader.started.acquire(timeout=10)
-        for group in (1, 2, 0):
-            packs.ahead(0, group, some(0, 1), apart=True)
+        packs.near_misses(0, np.repeat([1, 2, 0], 2), some(0, 1, 0, 1, 0, 1))
         assert place.memory.free_slots == 5
         place.go_on()  # who ends a read that runs waits for it
         packs.give_way(8)
@@ -295,13 +294,13 @@ def test_who_gives_way_waits_for_the_call_that_reads_its_slots(place: Place) -> 
 def test_guesses_that_turn_out_wrong_are_not_read(place: Place) -> None:
     with place.packs() as packs:
         place.hold()
-        packs.ahead(0, 0, some(0), apart=True)
+        packs.near_misses(0, 0, some(0))
         assert place.reader.started.acquire(timeout=10)
-        packs.ahead(0, 0, some(1, 2, 3), apart=True)
-        packs.ahead(0, 1, some(4), apart=True)
+        packs.near_misses(0, np.array([0, 0, 0, 1]), some(1, 2, 3, 4))
         packs.demand(0, 0, some(3))
-        packs.only_ahead(0, 0, some(2))  # not that which runs, nor what is demanded
-        assert place.memory.free_slots == 12 - 4
+        assert place.memory.free_slots == 12 - 5
+        packs.near_misses(0, 0, some(2))  # not that which runs, nor what is demanded
+        assert place.memory.free_slots == 12 - 3
         place.go_on()
         packs.demand(0, 0, some(2))
         packs.collect(0, 0, some(2, 3))
@@ -327,11 +326,25 @@ def test_what_is_cached_is_not_read_again(place: Place, where: str) -> None:
     assert place.memory.tiers.pinned_slots == 0
 
 
-def test_counts_go_to_whom_they_are_told(place: Place) -> None:
+def test_counts_go_to_the_latest_trace(place: Place) -> None:
     other = Trace()
     with place.packs() as packs:
         packs.demand(0, 0, some(0))
-        packs.tell(other)
+        packs.report_to(other)
         packs.demand(0, 0, some(1))
         packs.collect(0, 0, some(0, 1))
     assert place.trace.counters["demanded"] == other.counters["demanded"] == 1
+
+
+def test_a_near_miss_that_was_read_is_kept_where_there_is_room(place: Place) -> None:
+    place.open(12, device=2)
+    for unused in (2, 0):
+        with place.packs() as packs:
+            packs.near_misses(0, np.array([1, 2]), some(3, 4))
+            for job, _ in list(packs._begun.values()):
+                place.prefetcher.wait(job)
+            packs.near_misses(0, 0, some())
+        assert place.trace.bytes["unused"] == unused * PACK_BYTES
+    assert sorted(place.read()) == [(1, [3]), (2, [4])]
+    assert place.memory.tiers.device_pages == 2
+    assert place.memory.free_slots == place.memory.tiers.slots - 2

@@ -177,10 +177,12 @@ def test_a_pack_is_used_once_with_all_the_attention_it_got(
     nothing: Any = SimpleNamespace(
         ids=np.array([[-1], [0]]), attention=np.ones((2, 1)), scores=np.ones((2, 5))
     )
-    residents.observe_all(np.array([0]), [(resident, nothing)])  # a row that chose none is none
+    residents.record_all(np.array([0]), [(resident, nothing)])  # a row that chose none is none
     assert tiers.observed == {101: 1.0, 102: 1.0, 111: 1.0, 112: 1.0}
+    residents.record_all(np.array([[1, -1], [0, 2]]), [(resident, chosen)])  # one has fewer groups
+    assert tiers.recorded.keys() & {105, 115} == {105, 115} and -1 not in tiers.recorded
     tiers.observes, tiers.observed = False, {}
-    residents.observe_all(np.array([0]), [(resident, chosen)])
+    residents.record_all(np.array([0]), [(resident, chosen)])
     assert tiers.observed == {}
 
 

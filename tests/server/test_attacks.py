@@ -79,15 +79,16 @@ def test_a_bomb_is_an_error_and_others_do_not_notice(served: Served) -> None:
     try:
         for kind in BOMBS:
             path, body = bomb(kind, 12 * MIB)
-            began = time.monotonic()
+            spent = sum(process.cpu_times()[:2])
             answer = httpx.post(f"{served.url}{path}", content=body, headers=ALICE, timeout=60)
             assert answer.status_code == 400, (kind, answer.text)
             assert len(answer.content) < 400
-            assert time.monotonic() - began < 5, kind
+            spent = sum(process.cpu_times()[:2]) - spent
+            assert spent < 12, kind  # a millisecond per KiB
     finally:
         over.set()
         watcher.join()
-    assert max(waits) < 1.0  # 0.1 s on a machine that has nothing else to do
+    assert max(waits) < 2  # 0.1 s on a machine that has nothing else to do
     assert process.memory_info().rss - before < 64 * MIB
 
 

@@ -17,9 +17,9 @@ from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.cache.tiers import PoolExhausted
-from ckv_jax.pipeline.chooser import Chooser
+from ckv_jax.decode.selection import RowSelector
+from ckv_jax.decode.window import Window
 from ckv_jax.pipeline.probes import Probes
-from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.source import Source
 from ckv_jax.serving.lease import Lease
 from ckv_jax.serving.segments import Segments
@@ -60,16 +60,16 @@ def test_a_text_whose_own_segment_is_lost_goes_on_and_nobody_else_changes(
         sampling = SamplingParams(max_tokens=LENGTH)
         both = [asked(prefix), asked(other)]
         healthy = engine.generate(both, sampling).results()  # programs of the same shapes
-        move, lost = Chooser.moved, []
+        move, lost = RowSelector.continue_on, []
 
-        def moved(self: Chooser, count: int, probes: Probes, source: Source) -> None:
-            move(self, count, probes, source)
+        def moved(self: RowSelector, probes: Probes, source: Source) -> None:
+            move(self, probes, source)
             own = source.prefix.prefix
             if np.array_equal(own.tokens[:150], prefix.tokens):  # no token is made meanwhile
                 hurt_all(tmp_path, own)
                 lost.append(own)
 
-        monkeypatch.setattr(Chooser, "moved", moved)
+        monkeypatch.setattr(RowSelector, "continue_on", moved)
         texts = engine.generate(both, sampling).results()
         assert len(lost) == 1
         for text in texts:

@@ -14,8 +14,7 @@ from engine_support import TIGHT, scale_error, tokens
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import EngineConfig
-from ckv_jax.pipeline.decode import Decoder
-from ckv_jax.pipeline.kv_rows import rows_bucket
+from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.serving.lease import Leases
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.segments import _own, most_buffered

@@ -19,12 +19,11 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Request, SamplingParams
+from ckv_jax.decode.decoder import Decoder, rows_bucket
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.mapped import MappedPool
-from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.decode import Decoder
-from ckv_jax.pipeline.kv_rows import rows_bucket
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.segments import most_buffered
@@ -139,8 +138,8 @@ def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> N
 
         def share() -> None:
             going = running._all()
-            choosers = [text.chooser for text in going if text.chooser is not None]
-            assert len(going) == 4 and sorted(c.limit for c in choosers) == [2, 4]
+            selectors = [text.selector for text in going if text.selector is not None]
+            assert len(going) == 4 and sorted(c.limit for c in selectors) == [2, 4]
             least, fixed = running._needs()
             assert (least, fixed) == ((2 + 4) * groups, prefix.num_chunks * groups)
             for slots, most, times in (
@@ -152,10 +151,10 @@ def test_windows_share_what_those_that_only_hold_leave_over(tmp_path: Path) -> N
                 running._widen()
                 assert running._spare == slots - least - fixed
                 assert 0 <= running.excess <= (times - 1) * least
-                for chooser in choosers:
+                for selector in selectors:
                     for choice in range(engine.worker.plan.choices):
-                        held = chooser.window.kept.chunk[choice]
-                        assert len(held) == times * chooser.limit
+                        held = selector.window.kept.chunk[choice]
+                        assert len(held) == times * selector.limit
 
         sampling = SamplingParams(max_tokens=900)
         with engine.generate(requests[-1], sampling) as first:
@@ -243,8 +242,8 @@ def test_windows_widen_once_somebody_has_left(tmp_path: Path) -> None:
 
         def widths() -> set[int]:
             """Chunks that may be in a window of somebody who runs."""
-            texts = [text for text in running._all() if text.chooser is not None]
-            return {width for text in texts for width in text.chooser.window.kept.open.tolist()}
+            texts = [text for text in running._all() if text.selector is not None]
+            return {width for text in texts for width in text.selector.window.kept.open.tolist()}
 
         def leave() -> tuple[set[int], set[int]]:
             running._hold_slots, running._window = running._needs()[0], 2.0
@@ -376,9 +375,9 @@ def test_each_token_is_told_with_what_it_took(
 ) -> None:
     """And who is in a batch is told to its choices when that changes, not at every token."""
     told: list[object] = []
-    rows_are = Choices.rows_are
+    rows_are = DecodeSelection.rows_are
     monkeypatch.setattr(
-        Choices, "rows_are", lambda self, rows: (told.append(rows), rows_are(self, rows))[1]
+        DecodeSelection, "rows_are", lambda self, rows: (told.append(rows), rows_are(self, rows))[1]
     )
     with tiny_engine(tmp_path) as engine:
         request = Request(prefix=engine.ingest(tokens(320)), suffix=[1], budget=0.1)

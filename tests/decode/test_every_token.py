@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request, SamplingParams
 from ckv_jax.config import SystemConfig
+from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.memory.device import DevicePool
-from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.chooser import Chooser
 from ckv_jax.selection.select import Select
 from ckv_jax.storage.prefix import Prefix
 
@@ -292,38 +290,21 @@ def test_packs_of_a_guess_are_counted_once_however_many_calls_a_period_has(
     assert counts[1] == counts[0] and min(counts[0]) > 0
 
 
-def test_a_text_that_moves_onto_what_it_said_remembers_it() -> None:
-    """Sixteen tokens of its buffers become two chunks of a prefix that had four."""
-    window: Any = SimpleNamespace(resident=SimpleNamespace(probe_chunks=6))
-    old: Any = "old"
-    new: Any = "new"
-    one = Chooser(
-        select=replace(FOUR, queries=3), limit=4, probes=old, window=window, source=old,
-        widths=old, packs=np.ones(1),
-    )  # fmt: skip
-    for at in range(20, 26):
-        one.remember(0, at, np.full((1, 4), at, np.float32))
-    assert sorted(one._recent[0]) == [23, 24, 25]  # no more than have a say
-    one.moved(16, new, new)
-    assert (one.probes, one.source) == (new, new)
-    assert one.before(0, 10).tolist() == [[24.0 + 25.0] * 4 + [0.0] * 2]
-
-
 def test_host_and_device_know_the_same_of_windows(
     engine: Engine, prefixes: list[Prefix], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = Choices.choose
+    select = DecodeSelection.select
     seen: list[int] = []
 
-    def watched(self: Choices, period: int, *args: Any) -> None:
-        choose(self, period, *args)
-        assert self._windows is not None
-        there = np.stack([np.asarray(part) for part in self._on_device[period]])
-        here = self._windows.state(self._plan.choices_of(period))
+    def watched(self: DecodeSelection, period: int, *args: Any) -> Any:
+        found = select(self, period, *args)
+        there = np.asarray(self._on_device[period].chunk)
+        here = self._windows.state(self._plan.choices_of(period))[0]
         assert (there == here).all()
         seen.append(period)
+        return found
 
-    monkeypatch.setattr(Choices, "choose", watched)
+    monkeypatch.setattr(DecodeSelection, "select", watched)
     values = replace(engine.config, system=changed(engine, window=1.5, keep="lfu"))
     with engine.variant(values) as other:
         told(other, asked(prefixes))  # two prefixes, which choose in two calls
@@ -343,7 +324,7 @@ def test_what_leaves_windows_is_in_host_memory_when_the_token_ends(
     with monkeypatch.context() as patch:
         patch.setattr(Target, "in_host_memory", False)
         other = engine.variant(values)
-    save, finish = DevicePool.save, Choices.finish
+    save, finish = DevicePool.save, DecodeSelection.finish
     saved: list[int] = []
     left: list[int] = []
 
@@ -351,12 +332,12 @@ def test_what_leaves_windows_is_in_host_memory_when_the_token_ends(
         saved.append(len(args))
         save(pool, *args)
 
-    def watched(choices: Choices) -> None:
-        finish(choices)
+    def watched(selection: DecodeSelection) -> None:
+        finish(selection)
         left.append(len(other._worker.memory.pool._copies))
 
     monkeypatch.setattr(DevicePool, "save", noted)
-    monkeypatch.setattr(Choices, "finish", watched)
+    monkeypatch.setattr(DecodeSelection, "finish", watched)
     with other:
         told(other, asked(prefixes)[:1])
     assert saved and left and not any(left)

@@ -14,7 +14,7 @@ from engine_support import TIGHT, scale_error, tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.pipeline.choice_calls import ChoiceCalls
+from ckv_jax.decode.scoring import Scoring, SelectCall
 from ckv_jax.reads.resident import Resident
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.prefix import Prefix
@@ -65,14 +65,14 @@ def test_texts_choose_what_they_would_alone(
 ) -> None:
     """`calls`: rows and prefixes of each call that chooses."""
     made: set[tuple[int, int]] = set()
-    choose = ChoiceCalls.choose
+    select = Scoring.select
 
-    def watched(self: ChoiceCalls, *args: Any, **named: Any) -> Any:
-        made.add((len(args[2]), len(args[4])))
-        return choose(self, *args, **named)
+    def watched(self: Scoring, call: SelectCall, *args: Any) -> Any:
+        made.add((len(call.rows), len(call.probes)))
+        return select(self, call, *args)
 
     requests = asked(prefixes, which)
-    monkeypatch.setattr(ChoiceCalls, "choose", watched)
+    monkeypatch.setattr(Scoring, "select", watched)
     together = computed(engine, requests)
     assert made >= calls  # and those of fewer rows, while not all have begun
     for request, mine in zip(requests, together, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckv_jax.cache.window import (
+from ckv_jax.decode.eviction import (
     CLOSED,
     FREE,
     KEEP,

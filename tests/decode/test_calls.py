@@ -10,9 +10,8 @@ import pytest
 from engine_support import SMALL
 from kernel_targets import CPU
 
+from ckv_jax.decode.decoder import Decoder, KvRows, Row
 from ckv_jax.model.decoder import Transformer
-from ckv_jax.pipeline.decode import Decoder, Row
-from ckv_jax.pipeline.kv_rows import KvRows
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Period, Plan, Step
 

@@ -1,12 +1,14 @@
-"""The packs that one sequence's decode keeps in their device slots between tokens."""
+"""The packs that decode keeps in their device slots between tokens: of one sequence, of a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from ckv_jax.cache.window import CLOSED, FREE
+from ckv_jax.cache.tiers import counted
+from ckv_jax.decode.eviction import CLOSED, FREE
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.reads.resident import Resident
@@ -19,7 +21,7 @@ class Kept(NamedTuple):
     ids: np.ndarray
     """[N]: chunks of the latest choice, ascending, -1 past its end."""
     chunk: np.ndarray
-    """[W]: see `cache.window.Window`, as are the others."""
+    """[W]: see `eviction.Window`, as are the others."""
     last: np.ndarray
     uses: np.ndarray
 
@@ -56,7 +58,7 @@ class Window:
         self.resident = resident
         self.held = held
         self.kept = Kept.nothing(plan.choices)
-        """[choices, ...]; in a batch a part of what that has of all its rows (`Windows`)."""
+        """[choices, ...]; in a batch a view of its row in `BatchWindows`."""
         self._memory = memory
         self._groups = plan.group_table
         self._packs = (self._groups >= 0).sum(axis=1)  # of one chunk
@@ -203,6 +205,93 @@ class Window:
     def _unpin(self, choice: np.ndarray, chunk: np.ndarray) -> None:
         if self.held:
             self._memory.tiers.unpin(self._pages(choice, chunk))
+
+
+class WindowPacks(NamedTuple):
+    """Packs of chunks in windows, one a layer group; parallel arrays int [n]."""
+
+    place: np.ndarray
+    """The row, by its place in the batch."""
+    choice: np.ndarray
+    slot: np.ndarray
+    """The window slot."""
+    chunk: np.ndarray
+    column: np.ndarray
+    """The layer group, by its place among those of the choice."""
+    group: np.ndarray
+    page: np.ndarray
+
+    def where(self, some: np.ndarray) -> WindowPacks:
+        """Those of a mask."""
+        return WindowPacks(*(part[some] for part in self))
+
+
+class BatchWindows:
+    """The windows of all rows of a decode batch: one array operation serves all rows of a period.
+
+    What a sequence's `Window` keeps is a view of these arrays, until it is resized or joins another
+    batch. Engine thread only.
+    """
+
+    def __init__(
+        self, windows: Mapping[int, Window], memory: Memory, plan: Plan, *,
+        rows: int, count: int, slots: int,
+    ) -> None:  # fmt: skip
+        """`windows`: by their places among so many `rows`; `count`: chunks of a choice, and `slots`
+        of a window, at most."""
+        self.kept = Kept.nothing(rows, plan.choices, count=count, slots=slots)
+        """[rows, choices, ...]"""
+        self.held = all(window.held for window in windows.values())
+        self.groups = plan.group_table
+        self.device = np.full((rows, plan.choices, slots, self.groups.shape[1]), -1, np.int32)
+        """Device slots [rows, choices, W, G] of what each window slot holds."""
+        self._tiers = memory.tiers
+        chunks = max(window.resident.num_chunks for window in windows.values())
+        self._first, self._stride = np.zeros((2, rows, chunks), np.int64)
+        self.lengths = np.zeros((rows, chunks), np.int32)
+        """Valid tokens of each chunk of each row's prefix."""
+        for place, window in windows.items():
+            mine = Kept(*(part[place] for part in self.kept))
+            mine.put(window.kept)
+            window.kept, resident = mine, window.resident
+            self._first[place, : resident.num_chunks] = resident.first_page
+            self._stride[place, : resident.num_chunks] = resident.page_stride
+            self.lengths[place, : resident.num_chunks] = resident.chunk_lengths
+        if self.held:
+            held, choice, slot = np.nonzero(self.kept.chunk >= 0)
+            packs = self.packs(held, choice, slot, self.kept.chunk[held, choice, slot])
+            self.put(packs, self._tiers.lookup(packs.page)[0])
+
+    def state(self, choices: range) -> np.ndarray:
+        """What the device knows of these choices' windows, int32 [3, rows * choices, W]: see
+        `eviction.Window`."""
+        mine = slice(choices.start, choices.stop)
+        parts = [part[:, mine].reshape(-1, part.shape[2]) for part in self.kept[1:]]
+        return np.stack(parts) if self.held else np.full_like(parts, CLOSED)
+
+    def packs(
+        self, place: np.ndarray, choice: np.ndarray, slot: np.ndarray, chunk: np.ndarray
+    ) -> WindowPacks:
+        """All packs of chunks int [n] in window slots, or on their way to them."""
+        groups = self.groups[choice]
+        at, column = np.nonzero(groups >= 0)
+        place, chunk, group = place[at], chunk[at], groups[at, column]
+        page = self._first[place, chunk] + group * self._stride[place, chunk]
+        return WindowPacks(place, choice[at], slot[at], chunk, column, group, page)
+
+    def evict(self, place: np.ndarray, choice: np.ndarray, slot: np.ndarray) -> None:
+        """Lets go of what is in window slots int [n], some of which may be free."""
+        chunk = self.kept.chunk
+        gone = chunk[place, choice, slot]
+        full = gone >= 0
+        if full.any():
+            place, choice, slot = place[full], choice[full], slot[full]
+            self._tiers.unpin(*counted(self.packs(place, choice, slot, gone[full]).page))
+            chunk[place, choice, slot] = FREE
+
+    def put(self, packs: WindowPacks, slots: np.ndarray) -> None:
+        """Packs are in these device slots int [n]."""
+        self.device[packs.place, packs.choice, packs.slot, packs.column] = slots
 
 
 def _among(chunk: np.ndarray, ids: np.ndarray) -> np.ndarray:

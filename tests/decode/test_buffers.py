@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from engine_support import SMALL, compiled_layers
 
-from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
+from ckv_jax.decode.decoder import KvRows, rows_bucket
 
 
 def test_one_row_of_a_batch_moves_up_and_no_other() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,22 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket
+from ckv_jax.decode.selection import DecodeSelection
+from ckv_jax.decode.streaming import Streaming
+from ckv_jax.decode.window import Window
 from ckv_jax.memory.memory import Memory
+from ckv_jax.memory.pages import as_bits
 from ckv_jax.model.shardings import HEADS
-from ckv_jax.pipeline.choices import Choices
-from ckv_jax.pipeline.kv_rows import KvRows, rows_bucket
 from ckv_jax.pipeline.layers import LayerKv, Layers
-from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.pipeline.streaming import Streaming
-from ckv_jax.pipeline.window import Window
+from ckv_jax.pipeline.plan import Plan
+
+LEAST_ROWS = 64
+_NO_TABLE = np.zeros((1, 0, 0), np.int32), np.zeros((1, 0, 0), np.int32)
+
+
+def rows_bucket(tokens: int) -> int:
+    """Rows of a buffer that holds `tokens`: powers of two from 64."""
+    return max(LEAST_ROWS, 1 << (tokens - 1).bit_length())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +68,10 @@ class Decoder:
         self._kv_rows = rows
         self._streaming = streaming
         self._buffers: list[LayerKv] = []
-        self._tables: dict[int, tuple[ArrayLike, ArrayLike]] = {}
+        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Period -> what rows attend to that do not select, see `_table`."""
+        self._placed: dict[int, tuple[ArrayLike, ArrayLike]] = {}
+        """Step -> the same on the device, where no row selects."""
 
     @property
     def capacity(self) -> int:
@@ -76,7 +88,7 @@ class Decoder:
 
         Returns the place of each within this batch.
         """
-        self._tables.clear()
+        self._forget_tables()
         suffix = kv[0][0][0].shape[1]
         need = max(max(row.length + 1, suffix) for _, row in joining)
         whole = batch_bucket(len(joining))
@@ -137,7 +149,7 @@ class Decoder:
         """Rows are done. Halves the batch, as often as those left fit: new places by old ones."""
         for place in places:
             self.rows[place] = None
-        self._tables.clear()
+        self._forget_tables()
         left = self.live
         if not left:
             self.rows, self._buffers = [], []
@@ -163,37 +175,60 @@ class Decoder:
         assert row is not None
         row.start += tokens
         row.length -= tokens
-        self._tables.clear()
+        self._forget_tables()
         rows = rows_bucket(max(row.length for row in self.rows if row is not None) + 1)
         self._buffers = [self._kv_rows.shift(kv, place, tokens) for kv in self._buffers]
         if rows < self.capacity:
             self._buffers = [self._kv_rows.resize(kv, rows) for kv in self._buffers]
 
-    def step(self, tokens: np.ndarray, *, choices: Choices | None = None) -> Array:
+    def step(self, tokens: np.ndarray, *, selection: DecodeSelection | None = None) -> Array:
         """Logits float32 [B, V] after one more token int32 [B] a row; of no meaning for no row.
 
-        `choices`: what the rows choose anew before each period.
+        `selection`: what selects for rows before each period.
         """
         with self._streaming.token() if self._streaming is not None else nullcontext():
-            return self._step(tokens, choices)
+            return self._step(tokens, selection)
 
-    def _step(self, tokens: np.ndarray, choices: Choices | None) -> Array:
-        self.reserve(max(row.length for row in self.rows if row is not None) + 1)
+    def _step(self, tokens: np.ndarray, selection: DecodeSelection | None) -> Array:
+        self.reserve(max([row.length for row in self.rows if row is not None]) + 1)
         start = np.array([row.start + row.length if row else 0 for row in self.rows], np.int32)
         at = np.array([row.length if row else 0 for row in self.rows], np.int32)
+        pool, capacity = self._memory.pool, self.capacity
         hidden = self._layers.embed(tokens[:, None])
-        if choices is not None:
-            choices.begin()
-        for step in self._plan.steps:
-            if choices is not None and step.selects:
-                choices.choose(step.period, hidden, start, at)
-                for other in self._plan.period_steps(step.period):
-                    self._tables.pop(other.index, None)
-            hidden = self._run(step, hidden, start, at, chooses=choices is not None)
-            if choices is not None and step.selects:
-                choices.ahead(step.period)
-        if choices is not None:
-            choices.finish()
+        if selection is not None:
+            selection.begin(len(self.rows))
+        for number, period in enumerate(self._plan.by_period):
+            if self._streaming is None and number not in self._tables:
+                self._tables[number] = self._table(number, selection)
+            slots, lengths = self._tables.get(number, _NO_TABLE)
+            if selection is not None:
+                slots, lengths = selection.select(number, hidden, start, slots, lengths)
+            for step in period.steps:
+                buffers = self._buffers[step.index]
+                if self._streaming is not None:
+                    row = self.rows[0]
+                    assert row is not None and row.window is not None
+                    hidden, self._buffers[step.index] = self._streaming.run(
+                        step, row.window, hidden, start, at, buffers,
+                        selects=selection is not None,
+                    )  # fmt: skip
+                    continue
+                table = self._placed.get(step.index)
+                if table is None:
+                    first = step.groups.start - period.steps[0].groups.start
+                    table = (
+                        slots[first : first + len(step.groups)],
+                        (lengths if len(lengths) > 1 else lengths[0]),
+                    )
+                    if selection is None:  # it stays, and calls take it from there
+                        table = self._placed[step.index] = jax.device_put(table)
+                hidden, self._buffers[step.index] = self._layers.extend(
+                    step.layers, hidden, start, buffers, at, pool.pages, *table, context=capacity
+                )
+            if selection is not None:
+                selection.ahead(number)
+        if selection is not None:
+            selection.finish()
         for row in self.rows:
             if row is not None:
                 row.length += 1
@@ -209,46 +244,33 @@ class Decoder:
         )
         return rows.reshape(*rows.shape[:3], -1, self._layers.config.head_dim)
 
-    def _run(
-        self, step: Step, hidden: Array, start: np.ndarray, at: np.ndarray, *, chooses: bool
-    ) -> Array:
-        if self._streaming is not None:
-            row = self.rows[0]
-            assert row is not None and row.window is not None
-            hidden, self._buffers[step.index] = self._streaming.run(
-                step, row.window, hidden, start, at, self._buffers[step.index],
-                chooses=chooses,
-            )  # fmt: skip
-            return hidden
-        if step.index not in self._tables:
-            table = self._table(step)
-            # Where rows choose it is soon another, and calls take it as it is in less time.
-            self._tables[step.index] = table if chooses else jax.device_put(table)
-        slots, lengths = self._tables[step.index]
-        hidden, self._buffers[step.index] = self._layers.extend(
-            step.layers, hidden, start, self._buffers[step.index], at, self._memory.pool.pages,
-            slots, lengths, context=self.capacity,
-        )  # fmt: skip
-        return hidden
-
-    def _table(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """Slots int32 [P, B, N] and valid lengths [B, N] of a step; lengths [K, B, N] where heads
-        choose for themselves."""
-        windows = [row.window if row is not None else None for row in self.rows]
-        widest = max((window.widest for window in windows if window is not None), default=1)
-        shape = (len(windows), chunk_bucket(widest))
-        slots = np.full((len(step.groups), *shape), -1, np.int32)
+    def _table(
+        self, period: int, selection: DecodeSelection | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Slots int32 [P, B, N] of a period's layer groups and valid lengths [J, B, N], of each of
+        its selections; where rows select, only room for them."""
+        widths = [row.window.widest for row in self.rows if row is not None and row.window]
+        if selection is not None:
+            widths.append(selection.widest)
+        shape = (len(self.rows), chunk_bucket(max([1, *widths])))
+        groups = self._plan.by_period[period].groups.T.reshape(-1)
+        slots = np.full((len(groups), *shape), -1, np.int32)
         lengths = np.zeros((self._plan.parts, *shape), np.int32)
-        groups = np.array(step.groups)
-        choices = np.array([self._plan.choice_of(step, group) for group in step.groups])
-        parts = choices % self._plan.parts
-        for place, window in enumerate(windows):
-            if window is not None:
-                device, valid = window.attended(choices, groups)
-                count = min(shape[1], device.shape[1])
-                slots[:, place, :count] = device[:, :count]
-                lengths[parts, place, :count] = valid[:, :count]
-        return slots, lengths if self._plan.parts > 1 else lengths[0]
+        parts = np.arange(len(groups)) % self._plan.parts
+        for place, row in enumerate(self.rows):
+            if row is None or row.window is None:
+                continue
+            if selection is not None and selection.selects(place):
+                continue
+            device, valid = row.window.attended(period * self._plan.parts + parts, groups)
+            count = min(shape[1], device.shape[1])
+            slots[:, place, :count] = device[:, :count]
+            lengths[parts, place, :count] = valid[:, :count]
+        return slots, lengths
+
+    def _forget_tables(self) -> None:
+        self._tables.clear()
+        self._placed.clear()
 
     def _alone(self, kv: Sequence[LayerKv], source: int, length: int) -> list[LayerKv]:
         """One row of a batch's (K, V), [1, R, K*D] each, at least as long as the buffers."""
@@ -286,6 +308,108 @@ class Decoder:
             left = list(range(len(left)))
 
 
+class KvRows:
+    """Makes, grows, joins, thins out and reads the decode buffers of one model."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._dtype = layers.kv_dtype
+        jit = layers.programs.jit
+        self._resize = jit(_resize, static=("rows", "dtype"))
+        self._pick = jit(_pick, static=("rows", "dtype"))
+        self._put = jit(_put, donate=("buffers",))
+        self._take = jit(_take)
+        self._shift = jit(_shift, donate=("buffers",))
+        self._read = jit(_pick_one)
+
+    def resize(self, kv: LayerKv, rows: int) -> LayerKv:
+        """A copy with `rows` rows in the pool's element type; rows past the old end are zero."""
+        out: LayerKv = self._resize((_shape(kv), rows), kv, rows=rows, dtype=self._dtype)
+        return out
+
+    def pick(self, kv: LayerKv, batch_row: int, rows: int) -> LayerKv:
+        """One row of the batch, [1, rows, K*D] each, in the pool's element type."""
+        out: LayerKv = self._pick(
+            (_shape(kv), rows), kv, np.int32(batch_row), rows=rows, dtype=self._dtype
+        )
+        return out
+
+    def put(self, buffers: LayerKv, one: LayerKv, batch_row: int) -> LayerKv:
+        """(Donated) `buffers` with a row from `pick` in place of row `batch_row`."""
+        out: LayerKv = self._put(_shape(buffers), buffers, one, np.int32(batch_row))
+        return out
+
+    def take(self, kv: LayerKv, batch_rows: np.ndarray) -> LayerKv:
+        """Only these rows of the batch (they may repeat)."""
+        out: LayerKv = self._take((_shape(kv), len(batch_rows)), kv, batch_rows)
+        return out
+
+    def shift(self, buffers: LayerKv, batch_row: int, tokens: int) -> LayerKv:
+        """(Donated) `buffers` in which one row of the batch begins `tokens` tokens later."""
+        out: LayerKv = self._shift(_shape(buffers), buffers, np.int32(batch_row), np.int32(tokens))
+        return out
+
+    def read(self, kv: LayerKv, batch_row: int, first: int, stop: int) -> np.ndarray:
+        """Host copy [layers, 2, stop - first, K*D] of one row of the batch."""
+        out = np.asarray(self._read(_shape(kv), kv, np.int32(batch_row)))
+        return out[:, :, first:stop].copy()
+
+
 def _grown(rows: int, size: int) -> np.ndarray:
     """Rows of a batch that grows: its own, and as many copies of the last as it takes."""
     return np.minimum(np.arange(size), rows - 1).astype(np.int32)
+
+
+def _shape(kv: LayerKv) -> tuple[Any, ...]:
+    return (len(kv), kv[0][0].shape, kv[0][0].dtype)
+
+
+def _fitted(x: Array, rows: int, dtype: jnp.dtype) -> Array:
+    x = as_bits(x, dtype)
+    return jnp.pad(x[:, :rows], ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0)))
+
+
+def _resize(kv: LayerKv, *, rows: int, dtype: jnp.dtype) -> LayerKv:
+    resized: LayerKv = jax.tree.map(lambda x: _fitted(x, rows, dtype), kv)
+    return resized
+
+
+def _pick(kv: LayerKv, batch_row: Array, *, rows: int, dtype: jnp.dtype) -> LayerKv:
+    def one(x: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(x, batch_row, 1, axis=0)
+        return _fitted(row, rows, dtype)
+
+    picked: LayerKv = jax.tree.map(one, kv)
+    return picked
+
+
+def _put(buffers: LayerKv, one: LayerKv, batch_row: Array) -> LayerKv:
+    def put(buffer: Array, row: Array) -> Array:
+        kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, row, batch_row, axis=0)
+        return kept
+
+    joined: LayerKv = jax.tree.map(put, buffers, one)
+    return joined
+
+
+def _shift(buffers: LayerKv, batch_row: Array, tokens: Array) -> LayerKv:
+    def shift(buffer: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(buffer, batch_row, 1, axis=0)
+        later = jnp.roll(row, -tokens, axis=1)  # what comes round lies past the row's end
+        kept: Array = jax.lax.dynamic_update_slice_in_dim(buffer, later, batch_row, axis=0)
+        return kept
+
+    shifted: LayerKv = jax.tree.map(shift, buffers)
+    return shifted
+
+
+def _take(kv: LayerKv, batch_rows: Array) -> LayerKv:
+    taken: LayerKv = jax.tree.map(lambda x: jnp.take(x, batch_rows, axis=0), kv)
+    return taken
+
+
+def _pick_one(kv: LayerKv, batch_row: Array) -> Array:
+    def row(x: Array) -> Array:
+        kept: Array = jax.lax.dynamic_index_in_dim(x, batch_row, axis=0, keepdims=False)
+        return kept
+
+    return jnp.stack([jnp.stack([row(keys), row(values)]) for keys, values in kv])

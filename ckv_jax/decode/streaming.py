@@ -9,11 +9,11 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import chunk_bucket
+from ckv_jax.decode.window import Window
 from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan, Step
-from ckv_jax.pipeline.window import Window
 from ckv_jax.reads.packs import Packs
 
 
@@ -47,11 +47,11 @@ class Streaming:
 
     def run(
         self, step: Step, window: Window, hidden: Array, start: np.ndarray, at: np.ndarray,
-        buffers: LayerKv, *, chooses: bool,
+        buffers: LayerKv, *, selects: bool,
     ) -> tuple[Array, LayerKv]:  # fmt: skip
         """`Layers.extend` of a step over the packs of row 0.
 
-        `chooses`: each period has its own choice, which is not known before that period.
+        `selects`: each period has its own selection, which is not known before that period.
         """
         packs, plan = self._packs, self._plan
         assert packs is not None
@@ -68,7 +68,7 @@ class Streaming:
             return self._pieces.run(
                 start, packs, step, chosen, lengths, owners, hidden, buffers=buffers, at=at
             )
-        then = self._following(step, window, chooses)
+        then = self._following(step, window, selects)
         slots = np.full((len(step.groups), len(at), size), -1, np.int32)
         for group in step.groups:
             packs.demand(0, group, window.ids(plan.choice_of(step, group)))
@@ -86,13 +86,13 @@ class Streaming:
             packs.give_up(0, group, hidden)
         return hidden, buffers
 
-    def _following(self, step: Step, window: Window, chooses: bool) -> list[Step]:
+    def _following(self, step: Step, window: Window, selects: bool) -> list[Step]:
         """The step after this one, if it is known what that attends to, and the pool has room for
         its packs."""
         return [
             then
             for then in self._plan.steps[step.index + 1 : step.index + 2]
-            if (then.period == step.period or not chooses) and self._fits(then, window)
+            if (then.period == step.period or not selects) and self._fits(then, window)
         ]
 
     def _fits(self, step: Step, window: Window) -> bool:

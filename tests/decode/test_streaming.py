@@ -12,8 +12,8 @@ from engine_support import TIGHT, scale_error, small_engine, tokens
 from engine_tiny import TINY, tiny_engine
 
 from ckv_jax import Request, SamplingParams
-from ckv_jax.pipeline.streaming import Streaming
-from ckv_jax.pipeline.window import Window
+from ckv_jax.decode.streaming import Streaming
+from ckv_jax.decode.window import Window
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import ReadJob
 from ckv_jax.trace import Trace

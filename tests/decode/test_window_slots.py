@@ -14,10 +14,9 @@ import numpy as np
 
 from ckv_jax.cache.policy import POLICIES
 from ckv_jax.cache.tiers import Tiers
-from ckv_jax.cache.window import CLOSED, FREE
+from ckv_jax.decode.eviction import CLOSED, FREE
+from ckv_jax.decode.window import BatchWindows, Kept, Window
 from ckv_jax.pipeline.plan import Plan
-from ckv_jax.pipeline.window import Kept, Window
-from ckv_jax.pipeline.windows import Moving, Windows
 from ckv_jax.reads.resident import Resident
 from ckv_jax.systems import SYSTEMS
 
@@ -140,55 +139,67 @@ def test_slots_are_counted_of_every_choice_of_every_row() -> None:
     assert kept.open.tolist() == [[0, 0, 0], [0, 0, 3]]
 
 
-def of_batch(rows: Rows, *windows: Window) -> Windows:
-    return Windows(
+def of_batch(rows: Rows, *windows: Window) -> BatchWindows:
+    return BatchWindows(
         dict(enumerate(windows)), rows.memory, PLAN, rows=2, count=3, slots=4
     )  # fmt: skip
 
 
-def test_what_choices_lack_is_told_by_where_it_is_and_named_once() -> None:
-    """Two rows of one prefix choose in the first period, one of them in the second."""
+def at(*numbers: int) -> np.ndarray:
+    return np.array(numbers)
+
+
+def test_packs_of_a_chunk_are_those_of_its_choice() -> None:
+    """Two rows of one prefix; a chunk of the first period has two packs, one of the second one."""
     rows = Rows()
     windows = of_batch(rows, rows.window([0, 1], [2]), rows.window([0], [1]))
-    moving = Moving(
-        place=np.array([0, 1, 1]), choice=np.array([0, 0, 1]),
-        ids=np.array([[0, 3, 4], [0, 4, 5], [1, 5, -1]], np.int32),
-        table=np.array([[0, 1, 2], [0, 1, 2], [0, 1, -1]], np.int32),
-        misses=np.array([[-1, 3, 4], [-1, 4, 5], [-1, 5, -1]], np.int32),
-    )  # fmt: skip
-    assert windows.found(moving).tolist() == [[4, 3], [2, 2], [0, 3]]
-    lacking = np.stack(windows.lacking(moving, np.array([0, 0]))).T.tolist()
-    assert lacking == [
-        [0, 0, 3], [0, 0, 4], [0, 0, 5], [0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 2, 5]
+    packs = windows.packs(at(0, 1, 1), at(0, 0, 1), at(3, 2, 1), at(3, 4, 5))
+    assert [part.tolist() for part in packs[:6]] == [
+        [0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [3, 3, 2, 2, 1], [3, 3, 4, 4, 5], [0, 1, 0, 1, 0],
+        [0, 1, 0, 1, 2],
     ]  # fmt: skip
-    apart = np.stack(windows.lacking(moving, np.array([0, 1]))).T.tolist()
-    assert apart == [
-        [0, 0, 3], [0, 0, 4], [0, 1, 3], [0, 1, 4],
-        [1, 0, 4], [1, 0, 5], [1, 1, 4], [1, 1, 5], [1, 2, 5],
-    ]  # fmt: skip
+    pages = [rows.pages([chunk], [group])[0] for chunk, group in zip(*packs[3:6:2], strict=True)]
+    assert packs.page.tolist() == pages
+    assert packs.where(packs.choice == 1).page.tolist() == pages[-1:]
 
 
-def test_misses_take_the_slots_of_what_leaves_and_are_pinned_in_its_place() -> None:
+def test_a_batch_knows_the_device_slots_of_what_its_windows_hold() -> None:
+    rows = Rows()
+    windows = of_batch(rows, rows.window([0, 1], [2]), rows.window([0], [1]))
+    for place, choice, held, groups in ((0, 0, [0, 1], [0, 1]), (1, 1, [1], [2])):
+        for slot, chunk in enumerate(held):
+            there = [rows.tiers.lookup(rows.pages([chunk], [group]))[0][0] for group in groups]
+            assert windows.device[place, choice, slot, : len(there)].tolist() == there
+    assert windows.lengths.tolist() == [[16] * 5 + [9]] * 2
+
+
+def test_what_leaves_a_slot_is_unpinned_and_a_free_slot_stays_free() -> None:
     rows = Rows()
     window, other = rows.window([0, 1], [2]), rows.window([0], [1])
     window.resize(np.array([3, 1]))
     windows = of_batch(rows, window, other)
-    before = window.kept.chunk[0].tolist()
-    slot = before.index(1)
-    moving = Moving(
-        place=np.array([0]), choice=np.array([0]), ids=np.array([[0, 3]], np.int32),
-        table=np.array([[before.index(0), slot]], np.int32),
-        misses=np.array([[-1, 3]], np.int32),
-    )  # fmt: skip
-    windows.make_way(moving)
-    assert window.kept.chunk[0, slot] == FREE and 1 not in (window.kept.chunk[0]).tolist()
+    slot = window.kept.chunk[0].tolist().index(1)
+    free = window.kept.chunk[0].tolist().index(FREE)
+    windows.evict(at(0, 0), at(0, 0), at(slot, free))
+    assert window.kept.chunk[0, slot] == FREE and 1 not in window.kept.chunk[0].tolist()
     assert rows.pinned() == {0: [2, 2, 0], 1: [0, 0, 1], 2: [0, 0, 1]}
-    windows.move(moving, 7)
-    assert rows.pinned() == {0: [2, 2, 0], 1: [0, 0, 1], 2: [0, 0, 1], 3: [1, 1, 0]}
-    assert window.ids(0).tolist() == [0, 3]
-    kept, left = window.kept, before.index(0)
-    assert kept.last[0, [left, slot]].tolist() == [7, 7]
-    assert kept.uses[0, [left, slot]].tolist() == [2, 1]
     state = windows.state(range(1))
-    assert state.shape == (3, 2, 4) and state[0, 0].tolist() == kept.chunk[0].tolist()
+    assert state.shape == (3, 2, 4) and state[0, 0].tolist() == window.kept.chunk[0].tolist()
     assert state[0, 1].tolist() == [0, CLOSED, CLOSED, CLOSED]
+
+
+def test_slots_that_open_again_know_nothing_of_what_stood_there() -> None:
+    rows = Rows()
+    window = rows.window()
+    wide, narrow = np.array([6, 6]), np.array([3, 6])
+    window.resize(wide)
+    window.kept.last[...], window.kept.uses[...] = 7, 2  # of chunks that have left
+    kept = window.kept
+    window.resize(wide)
+    assert window.kept is kept  # nothing changes
+    window.resize(narrow)
+    assert window.kept.open.tolist() == narrow.tolist()
+    window.resize(wide)
+    assert (window.kept.chunk == FREE).all()
+    assert window.kept.last.tolist() == [[7, 7, 7, -1, -1, -1], [7] * 6]
+    assert window.kept.uses.tolist() == [[2, 2, 2, 0, 0, 0], [2] * 6]

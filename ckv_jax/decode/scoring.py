@@ -1,0 +1,240 @@
+"""The jitted call of decode: scores a prefix's chunks, selects, looks up the window.
+
+One call serves rows of one prefix, or of several prefixes of equal shapes with a row each. The host
+reads one small array of what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import bitcast_convert_type
+from jaxtyping import Float32, Int32
+
+from ckv_jax.decode.eviction import Choice, Keep, Window, advance
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.kernels_pallas.target import Target
+from ckv_jax.model.decoder import Layer
+from ckv_jax.model.shardings import BY_NAME, WHOLE, Shardings
+from ckv_jax.pipeline.layers import Layers, LayerState, probe_key
+from ckv_jax.selection.base import before_others, choose
+from ckv_jax.selection.sure import sure_chunks
+from ckv_jax.selection.two_stages import Rule, Scored, rows_of, scored
+
+
+class Found(NamedTuple):
+    """What the R rows of one call selected, on the device; each KV head of a row is a row where
+    heads select apart."""
+
+    record: Int32[Array, "R X"]
+    """See `Record`."""
+    scores: Float32[Array, "R M"]
+    """The attention mass of every chunk."""
+    window: Window
+    """The windows [B, W] of the batch's rows, [B*K, W] of their heads, after this selection."""
+    recent: Float32[Array, "Q R M"]
+    """The scores of the latest Q tokens, each at its position modulo Q."""
+
+
+class Record(NamedTuple):
+    """What the host reads of one call, views of one array [R, 5n + 1]."""
+
+    ids: Int32[np.ndarray, "R n"]
+    """Selected chunks, ascending, -1 past a row's end."""
+    slots: Int32[np.ndarray, "R n"]
+    """The window slot of each, see `eviction.Moves`."""
+    misses: Int32[np.ndarray, "R n"]
+    """The chunk where the window lacked it, else -1."""
+    near: Int32[np.ndarray, "R n"]
+    """Near misses, best first, -1 elsewhere."""
+    attention: Float32[np.ndarray, "R n"]
+    """The attention mass of each selected chunk."""
+    mass: Float32[np.ndarray, " R"]
+    """The share of the row's attention mass that they hold."""
+
+    @classmethod
+    def of(cls, record: Int32[np.ndarray, "R X"]) -> Record:
+        """The parts of an array; those of some of its rows where it has only those."""
+        ids, slots, misses, near, attention = np.split(record[:, :-1], 5, axis=1)
+        floats: Any = np.float32
+        return cls(ids, slots, misses, near, attention.view(floats), record[:, -1].view(floats))
+
+
+class SelectCall(NamedTuple):
+    """What does not change from token to token of one call of one period."""
+
+    states: tuple[LayerState, ...]
+    """Of the layers that score."""
+    rows: Int32[np.ndarray, " R"]
+    """Places in the batch, as many of each prefix, one prefix's after the other's."""
+    probes: tuple[tuple[tuple[Probe, ...], tuple[Probe, ...]], ...]
+    """Of each prefix what its rows score, a probe a layer, and what a coarse pass scores."""
+    num_tokens: Int32[np.ndarray, " prefixes"]
+    num_chunks: Int32[np.ndarray, " prefixes"]
+    limits: Int32[np.ndarray, " R"]
+    """Chunks that each row selects; a row whose limit is 0 selects nothing, its window stays."""
+    near: Int32[np.ndarray, " R"]
+    """Chunks that are selected or near misses, at most `rule.n`."""
+    rule: Rule
+    keep: Keep
+    key: tuple[object, ...]
+    """What of all this the program is compiled for."""
+
+
+class Scoring:
+    """The call over the layers of one model."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        made = layers.once(_select_of, layers.layer_of, layers.target, layers.shardings)
+        takes = (BY_NAME, WHOLE, WHOLE, WHOLE, BY_NAME)
+        self._select = layers.programs.jit(
+            layers.split(made, takes, WHOLE), static=("rule", "keep")
+        )
+
+    def call(
+        self,
+        layers: Sequence[int],
+        rows: np.ndarray,
+        probes: Sequence[tuple[Sequence[Probe], Sequence[Probe]]],
+        num_tokens: Sequence[int],
+        num_chunks: Sequence[int],
+        limits: np.ndarray,
+        near: np.ndarray,
+        rule: Rule,
+        keep: Keep,
+    ) -> SelectCall:
+        """A call of these rows by the queries of these layers, see `SelectCall`."""
+        shapes = tuple(map(probe_key, (*probes[0][0], *probes[0][1])))
+        return SelectCall(
+            states=tuple(self._layers.state(layer) for layer in layers),
+            rows=rows,
+            probes=tuple((tuple(fine), tuple(rough)) for fine, rough in probes),
+            num_tokens=np.array(num_tokens, np.int32),
+            num_chunks=np.array(num_chunks, np.int32),
+            limits=limits,
+            near=near,
+            rule=rule,
+            keep=keep,
+            key=(len(rows), len(probes), shapes, rule, keep),
+        )
+
+    def select(
+        self,
+        call: SelectCall,
+        hidden: Array,
+        starts: Int32[np.ndarray, " B"],
+        window: Window,
+        step: int,
+        recent: Float32[Array, "Q R M"],
+    ) -> Found:
+        """The best chunks for the rows of a call, given hidden states [B, 1, E] of a batch.
+
+        `starts`: positions of the batch's tokens. `window`: [B, W], W >= `rule.n`, or [B*K, W]
+        where heads select apart, a row's heads one after the other, as in `recent` [Q, R*K, M]: the
+        scores of the tokens before, which count as well.
+        """
+        key = (call.key, hidden.shape, window.chunk.shape, recent.shape)
+        found: Found = self._select(
+            key, call.states, hidden, call.rows, starts[call.rows], call.probes, call.num_tokens,
+            call.num_chunks, call.limits, call.near, window, np.int32(step), recent,
+            rule=call.rule, keep=call.keep,
+        )  # fmt: skip
+        return found
+
+
+_Probes = tuple[tuple[Probe, ...], tuple[Probe, ...]]
+
+
+def _select_of(
+    layer_of: Callable[[LayerState], Layer], target: Target, shardings: Shardings
+) -> Callable[..., Found]:
+    def select_chunks(
+        states: tuple[LayerState, ...], hidden: Array, rows: Array, start: Array,
+        probes: tuple[_Probes, ...], num_tokens: Array, num_chunks: Array,
+        limits: Array, near: Array, window: Window, step: Array, recent: Array, *,
+        rule: Rule, keep: Keep,
+    ) -> Found:  # fmt: skip
+        queries = [layer_of(state).query(hidden[rows], start[:, None]) for state in states]
+        size = len(rows) // len(probes)  # of each prefix
+        turn = jnp.repeat(start % max(1, len(recent)), recent.shape[1] // len(rows))
+        at = jnp.arange(len(recent), dtype=jnp.int32)[:, None] == turn[None, :]  # [Q, R]
+        before = jnp.sum(jnp.where(at[:, :, None], 0.0, recent), axis=0)
+
+        def scorer(prefix: int) -> Callable[[], Scored]:
+            mine = slice(prefix * size, (prefix + 1) * size)
+            heads = len(before) // len(rows)
+            return lambda: scored(
+                [q[mine] for q in queries], probes[prefix][0], rule,
+                num_tokens=num_tokens[prefix], num_chunks=num_chunks[prefix],
+                q_lengths=jnp.ones((size,), jnp.int32), limits=limits[mine], target=target,
+                whole=shardings.sum, before=before[mine.start * heads : mine.stop * heads],
+                rough=probes[prefix][1],
+                sure=lambda scores: sure_chunks(
+                    rule.zones, scores, probes[prefix][0][:1], num_tokens[prefix],
+                    num_chunks[prefix], rule.chunk_tokens,
+                ),
+            )  # fmt: skip
+
+        own, left, mass = _each_prefix([scorer(prefix) for prefix in range(len(probes))], target)
+        scores = own + before
+        count = rows_of(num_chunks, scores)  # [R]
+        heads = len(scores) // len(rows)
+        batch = hidden.shape[0] * heads
+        rows = (rows[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[None, :]).reshape(-1)
+        limits, near = rows_of(limits, scores), rows_of(near, scores)
+        chunks = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
+        allowed = jnp.where(chunks < count[:, None], scores, -jnp.inf)
+        of_layer = [mine[0][0] for mine in probes]
+        of_row = rows_of(num_tokens, scores)
+        sure = sure_chunks(rule.zones, scores, of_layer, of_row, count, rule.chunk_tokens)
+        found = choose(allowed, rule.n, limits, among=left, sure=sure, mass=mass)
+        mine = Window(*(part[rows] for part in window))
+        after, moves = advance(mine, Choice(found.ids, scores), step, keep)
+        selects = jnp.where(limits > 0, rows, batch)  # the others' stay
+        window = Window(
+            *(
+                part.at[selects].set(new, mode="drop")
+                for part, new in zip(window, after, strict=True)
+            )
+        )
+        ranked = allowed if left is None else jnp.where(left, allowed, -jnp.inf)
+        missed = _near_misses(before_others(ranked, sure), rule.n, limits, near)
+        floats = jnp.concatenate([found.attention, found.mass[:, None]], axis=1)
+        parts = (found.ids, moves.table, moves.misses, missed)
+        return Found(
+            record=jnp.concatenate([*parts, bitcast_convert_type(floats, jnp.int32)], axis=1),
+            scores=scores if mass is None else mass,
+            window=window,
+            recent=jnp.where(at[:, :, None], own[None], recent),
+        )
+
+    return select_chunks
+
+
+def _each_prefix(scorers: Sequence[Callable[[], Scored]], target: Target) -> Scored:
+    """What each prefix's rows say of its chunks, one prefix's after the other's."""
+    if len(scorers) == 1:
+        return scorers[0]()
+    if target.in_host_memory:
+        # In a loop, what one needs is let go before the next, and a CPU takes less than half the
+        # time. A GPU would ask the host at every turn of it which prefix is next.
+        places = jnp.arange(len(scorers), dtype=jnp.int32)
+        found = jax.lax.map(lambda place: jax.lax.switch(place, scorers), places)
+        return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)  # type: ignore[no-any-return]
+    parts = [scorer() for scorer in scorers]
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)  # type: ignore[no-any-return]
+
+
+def _near_misses(ranked: Array, n: int, limits: Array, near: Array) -> Array:
+    """The chunks of ranks `limits[b]` to `near[b]` of each row, -1 elsewhere: int32 [B, n]."""
+    values, best = jax.lax.top_k(ranked, min(n, ranked.shape[1]))
+    rank = jnp.arange(best.shape[1], dtype=jnp.int32)[None, :]
+    missed = (rank >= limits[:, None]) & (rank < near[:, None]) & (values > -jnp.inf)
+    missed = jnp.where(missed, best.astype(jnp.int32), -1)
+    return jnp.pad(missed, ((0, 0), (0, n - best.shape[1])), constant_values=-1)

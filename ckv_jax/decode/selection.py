@@ -1,0 +1,614 @@
+"""What the rows of a decode batch attend to, selected for each token (KVDrive §5, §6.1).
+
+Before each period the newest tokens' queries score every row's prefix, in one call for all that fit
+into one. The call also finds what of a selection its row's window lacks and what makes room for it.
+While later calls score, the packs that the earlier ones lack are read; the period's layers then run
+once for the whole batch. Caches and statistics hear of a token once, when all its calls are
+dispatched. Windows and the order of all this change when bytes arrive, never what is attended.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Int32
+
+from ckv_jax.buckets import batch_bucket, choice_bucket
+from ckv_jax.cache.profile import Recorded
+from ckv_jax.cache.tiers import counted
+from ckv_jax.cache.widths import Widths
+from ckv_jax.config import SystemConfig
+from ckv_jax.decode.eviction import KEEP
+from ckv_jax.decode.eviction import Window as WindowArrays
+from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
+from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
+from ckv_jax.kernels_pallas.score.probe import Probe
+from ckv_jax.memory.memory import Memory
+from ckv_jax.pipeline.layers import probe_key
+from ckv_jax.pipeline.plan import Plan
+from ckv_jax.pipeline.probes import Probes
+from ckv_jax.reads.packs import Packs
+from ckv_jax.reads.resident import Resident
+from ckv_jax.reads.residents import Residents
+from ckv_jax.reads.source import Source
+from ckv_jax.selection.base import Selection
+from ckv_jax.selection.coarse import Stages
+from ckv_jax.selection.two_stages import Rule
+from ckv_jax.token_trace import TokenTrace
+from ckv_jax.trace import Trace
+
+_MOST = 16
+"""Prefixes in one call."""
+_NO_PAGES = np.zeros(0, np.int64)
+
+
+class RowSelector:
+    """How much one row of a decode batch selects, and by what."""
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        probes: Probes,
+        window: Window,
+        source: Source,
+        widths: Widths,
+        packs: np.ndarray,
+        recorded: Recorded | None = None,
+        apart: bool = False,
+    ) -> None:
+        """`limit`: chunks of a selection; `source`: where the packs of its prefix come from;
+        `widths`: how selections share the room for its windows, by the `packs` int [P] of a chunk
+        in each period's; `recorded`: where its selections are written down; `apart`: it has a call
+        of its own, also where others stand on its prefix."""
+        self.limit = limit
+        self.apart = apart
+        self.probes = probes
+        self.window = window
+        self.source = source
+        self.recorded = recorded
+        self.trace = TokenTrace()
+        """Of the latest token."""
+        self.recent: dict[int, np.ndarray] = {}
+        """Period -> scores float32 [Q, J, M] of the latest tokens, see `scoring.Found`; a batch has
+        newer ones meanwhile."""
+        self._widths = widths
+        self._packs = packs
+
+    @property
+    def slots(self) -> int:
+        """Device slots of a window that holds one selection."""
+        return self.limit * self.window.resident.prefix.layout.groups
+
+    def widths(self, times: float) -> np.ndarray:
+        """Slots int [choices] of its windows where they may hold so many selections on average."""
+        slots = self._widths.slots(self.limit, times, self._packs).reshape(-1)
+        widths: np.ndarray = np.minimum(slots, self.window.resident.num_chunks)
+        return widths
+
+    def resize(self, times: float) -> None:
+        """Gives its windows room for so many selections on average."""
+        self.window.resize(self.widths(times))
+
+    def continue_on(self, probes: Probes, source: Source) -> None:
+        """Its prefix is a longer one now."""
+        self.probes = probes
+        self.source = source
+
+
+@dataclass(slots=True)
+class PrefixRows:
+    """Rows of a decode batch that select among the chunks of one prefix."""
+
+    which: int
+    """Its place among the batch's prefixes."""
+    selectors: list[RowSelector]
+    rows: Int32[np.ndarray, " b"]
+    """A bucket of places in the batch; those past the selectors' are padding."""
+    limits: Int32[np.ndarray, " b"]
+    """Chunks that each row selects, 0 of padding."""
+    near: Int32[np.ndarray, " b"]
+    """Chunks of each row that are selected or near misses."""
+
+    @property
+    def resident(self) -> Resident:
+        """The prefix."""
+        return self.selectors[0].window.resident
+
+
+def by_prefix(rows: dict[int, RowSelector], near: float) -> list[PrefixRows]:
+    """The selecting rows of a batch, by their places, each with the others of its prefix. `near`:
+    chunks that are selected or near misses, for each that is selected."""
+    found: dict[Hashable, list[int]] = {}
+    for place, selector in sorted(rows.items()):
+        key = id(selector.window.resident), place if selector.apart else None
+        found.setdefault(key, []).append(place)
+    prefixes = []
+    for which, places in enumerate(found.values()):
+        limits = [rows[place].limit for place in places]
+        padding = [0] * (batch_bucket(len(places)) - len(places))
+        wide = [math.ceil(limit * near) for limit in limits]
+        mine = (np.array([*part, *padding], np.int32) for part in (places, limits, wide))
+        prefixes.append(PrefixRows(which, [rows[place] for place in places], *mine))
+    return prefixes
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call that selects for a period: of one prefix, or of several with a row each."""
+
+    of: SelectCall
+    recent: Array
+    rows: np.ndarray
+    """int [k]: the rows of its record that select, all J of each batch row."""
+    firsts: list[tuple[int, int]]
+    """The first of them of each batch row, and that row's place."""
+    place: np.ndarray
+    """int [k]: the batch row of each, its choice (`Plan.choices`), and that within the period."""
+    choice: np.ndarray
+    part: np.ndarray
+    found: Found | None = None
+    record: Record | None = None
+    """Of `rows` alone."""
+    came: tuple[np.ndarray, ...] = ()
+    """(row, choice, window slot, chunk) int [m] each of what windows lacked; none: of nothing."""
+    pinned: np.ndarray = field(default_factory=lambda: _NO_PAGES)
+    """Pages of those that were on the device, until windows have them."""
+    away: WindowPacks | None = None
+    """Packs of the others."""
+    wanted: tuple[np.ndarray, ...] = ()
+    """(prefix, layer group, chunk) of these, each once, and where each of `away` is among them."""
+    back: np.ndarray = field(default_factory=lambda: _NO_PAGES)
+
+
+class DecodeSelection:
+    """Selects for the rows of one decode batch. Engine thread only."""
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        plan: Plan,
+        system: SystemConfig,
+        residents: Residents,
+        memory: Memory,
+        *,
+        open_packs: Callable[[Sequence[Source], Trace], Packs],
+    ) -> None:
+        """`open_packs`: the packs of some prefixes, until the batch's rows change."""
+        assert system.decode is not None and system.decode.queries is not None
+        self._scoring = scoring
+        self._plan = plan
+        self._select = system.decode
+        self._queries = system.decode.queries if system.decode.queries > 1 else 0
+        self._system = system
+        self._residents = residents
+        self._memory = memory
+        self._tiers = memory.tiers
+        self._open_packs = open_packs
+        self.rows: dict[int, RowSelector] = {}
+        self._prefixes: list[PrefixRows] = []
+        """None of them: what the device has of the rows is to be made."""
+        self._calls: list[list[_Call]] = []
+        """By period."""
+        self._on_device: list[WindowArrays] = []
+        """Of each period, the windows of all rows [B, W], or of all heads of each [B*K, W]."""
+        self._step = 0
+        self._packs: Packs | None = None
+        self._trace = Trace()
+        self._arrived: list[WindowPacks] = []
+        """What the token has read into windows, which the caches are to own."""
+        self._ns = [0, 0]
+        """What the token waited for: selections, packs."""
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def selects(self, place: int) -> bool:
+        """Whether the row at this place does."""
+        return place in self.rows
+
+    @property
+    def widest(self) -> int:
+        """Chunks of the largest selection."""
+        return max([selector.limit for selector in self.rows.values()])
+
+    def rows_are(self, rows: dict[int, RowSelector]) -> None:
+        """The batch's rows by their places; their windows may have been resized since `release`."""
+        self.release()
+        self.rows = rows
+
+    def rest(self) -> None:
+        """Ends all reads, so that the batch holds nothing but its windows."""
+        if self._packs is not None:
+            self._packs.finish()
+            self._packs = None
+
+    def release(self) -> None:
+        """Gives every row what the device has of it: rows or windows are about to change."""
+        self.rest()
+        if self._prefixes and self._windows.held and self._system.window > 0:
+            for period, window in enumerate(self._on_device):
+                choices = self._plan.choices_of(period)
+                kept = self._windows.kept
+                for part, known in ((kept.last, window.last), (kept.uses, window.uses)):
+                    shape = part[:, choices.start : choices.stop].shape
+                    part[:, choices.start : choices.stop] = np.asarray(known).reshape(shape)
+        for period, calls in enumerate(self._calls if self._queries else ()):
+            for call in calls:
+                recent = np.asarray(call.recent)
+                for row, place in call.firsts:
+                    self.rows[place].recent[period] = recent[:, row : row + self._plan.parts]
+        self._prefixes, self._calls = [], []
+
+    def _begin_rows(self, batch: int) -> None:
+        """Makes what the device and this object have of so many rows, selecting or not."""
+        plan, near = self._plan, self._system.overfetch
+        self._prefixes = by_prefix(self.rows, near)
+        self._which = np.zeros(batch, np.int64)
+        for on in self._prefixes:
+            self._which[on.rows[: len(on.selectors)]] = on.which
+        self._places = np.array(sorted(self.rows))
+        self._n = choice_bucket(max(int(on.near.max()) for on in self._prefixes))
+        times = max(1.0, self._system.window)
+        widest = max(int(selector.widths(times).max()) for selector in self.rows.values())
+        self._windows = BatchWindows(
+            {place: selector.window for place, selector in self.rows.items()},
+            self._memory, plan,
+            rows=batch, count=self._n, slots=max(self._n, choice_bucket(widest)),
+        )  # fmt: skip
+        self._attention = np.zeros((batch, plan.choices, self._n), np.float32)
+        self._mass = np.ones((batch, plan.choices), np.float32)
+        self._on_device = []
+        for period in range(plan.periods):
+            state = self._windows.state(plan.choices_of(period))
+            self._on_device.append(WindowArrays(*map(jax.device_put, state)))
+        self._calls = [self._calls_of(period) for period in range(plan.periods)]
+
+    def _calls_of(self, period: int) -> list[_Call]:
+        """The calls of a period: prefixes of equal shapes with one row each are asked together, a
+        prefix with several rows alone."""
+        layers = self._plan.scoring_layers(period, self._select.score_layers)
+        groups: dict[Hashable, list[list[_Scores]]] = {}
+        for on in self._prefixes:
+            one = self._scores(on, period, layers)
+            key: Hashable = on.which if len(on.rows) > 1 else one.shapes
+            alike = groups.setdefault(key, [[]])
+            if len(alike[-1]) == _MOST:
+                alike.append([])
+            alike[-1].append(one)
+        return [self._call(some, period, layers) for alike in groups.values() for some in alike]
+
+    def _scores(self, on: PrefixRows, period: int, layers: Sequence[int]) -> _Scores:
+        """The probes that a prefix is scored by, and whether in two stages."""
+        probes, coarse = on.selectors[0].probes, self._select.coarse
+        stages = None if coarse is None else coarse.stages(on.limits, on.resident.num_chunks)
+        rough: Sequence[Probe] = ()
+        if stages is not None:
+            rough = probes.rough([layers[i] for i in stages.coarse.layers(len(layers))])
+        return _Scores(on, tuple(probes.get(layers, period)), tuple(rough), stages)
+
+    def _call(self, some: list[_Scores], period: int, layers: Sequence[int]) -> _Call:
+        """A call of these prefixes, as many as a bucket has: those past them select nothing."""
+        first, parts = some[0], self._plan.parts
+        padding = [first] * (batch_bucket(len(some)) - len(some))
+        every = [*some, *padding]
+        nothing = [np.zeros_like(first.on.limits)] * len(padding)
+        places = np.concatenate([one.on.rows for one in every])
+        limits = np.concatenate([*(one.on.limits for one in some), *nothing])
+        near = np.concatenate([*(one.on.near for one in some), *nothing])
+        rule = Rule(
+            n=self._n,
+            chunk_tokens=first.on.resident.prefix.layout.chunk_tokens,
+            peaks=self._select.peaks,
+            score=self._select.score,
+            stages=first.stages,
+            each=self._system.heads_apart,
+            zones=self._system.zones,
+        )
+        of = self._scoring.call(
+            layers, places, [(one.probes, one.rough) for one in every],
+            [one.on.resident.prefix.num_tokens for one in every],
+            [one.on.resident.num_chunks for one in every],
+            limits, near, rule, KEEP[self._system.keep],
+        )  # fmt: skip
+        selects = np.flatnonzero(limits)
+        each = np.arange(parts)
+        chunks = first.on.resident.probe_chunks
+        recent = np.zeros((self._queries, len(places) * parts, chunks), np.float32)
+        for row in selects.tolist() if self._queries else ():
+            known = self.rows[int(places[row])].recent.get(period)
+            if known is not None:
+                recent[:, row * parts : (row + 1) * parts, : known.shape[2]] = known
+        return _Call(
+            of,
+            jax.device_put(recent),
+            rows=(selects[:, None] * parts + each).reshape(-1),
+            firsts=[*zip((selects * parts).tolist(), places[selects].tolist(), strict=True)],
+            place=np.repeat(places[selects], parts),
+            choice=np.tile(period * parts + each, len(selects)),
+            part=np.tile(each, len(selects)),
+        )
+
+    # -- a token ----------------------------------------------------------------------------------
+
+    def begin(self, batch: int) -> None:
+        """A token of so many rows begins, perhaps once more after a failure."""
+        self._step += 1
+        self._trace = Trace()
+        if self._packs is not None:
+            self._packs.report_to(self._trace)
+        if not self._system.window:
+            for selector in self.rows.values():
+                selector.window.forget()
+        if not self._prefixes:
+            self._begin_rows(batch)
+        self._counts = np.zeros((2, batch), np.int64)  # packs from host memory, from the store
+        self._ns = [0, 0]
+
+    def select(
+        self, period: int, hidden: Array, starts: Int32[np.ndarray, " B"],
+        slots: Int32[np.ndarray, "P B N"], lengths: Int32[np.ndarray, "J B N"],
+    ) -> tuple[Int32[np.ndarray, "P B N"], Int32[np.ndarray, "J B N"]]:  # fmt: skip
+        """Selects for a period of the token whose hidden states [B, 1, E] enter it, and brings what
+        is missing.
+
+        `starts`: positions of the tokens; `slots`, `lengths`: what the period's P layer groups
+        attend to of rows that do not select. Returns the same of all rows.
+        """
+        guessed = self._select.guessed and period > 0
+        if not guessed:
+            self._ask(period, hidden, starts)
+        if self._select.guessed and period + 1 < self._plan.periods:
+            self._ask(period + 1, hidden, starts)
+        hidden.block_until_ready()
+        ready = time.perf_counter_ns()
+        try:
+            if not guessed:
+                self._demand_all(period)
+            selected = time.perf_counter_ns()
+            self._collect(period)
+        except BaseException:
+            self._fail()
+            raise
+        self._ns[0] += selected - ready
+        self._ns[1] += time.perf_counter_ns() - selected
+        if not self._windows.held:
+            return slots, lengths
+        slots, lengths = slots.copy(), lengths.copy()
+        count = min(slots.shape[2], self._n)
+        by_part = slots.reshape(-1, *lengths.shape)  # [G, J, B, N]
+        for call in self._calls[period]:
+            assert call.record is not None
+            at, ids = call.record.slots[:, :count], call.record.ids[:, :count]
+            place = call.place[:, None]
+            found = self._windows.device[place, call.choice[:, None], at, : len(by_part)]
+            found = np.where(at[:, :, None] >= 0, found, -1)
+            by_part[:, call.part, call.place, :count] = found.transpose(2, 0, 1)
+            lengths[call.part, call.place, :count] = np.where(
+                ids >= 0, self._windows.lengths[place, ids], 0
+            )
+        return slots, lengths
+
+    def ahead(self, period: int) -> None:
+        """A period's calls are dispatched: starts reading what the next one selected, where it is
+        guessed (`Select.guessed`)."""
+        if self._select.guessed and period + 1 < self._plan.periods:
+            try:
+                self._demand_all(period + 1)
+            except BaseException:
+                self._fail()
+                raise
+
+    def finish(self) -> None:
+        """All calls of the token are dispatched: caches and statistics hear of it, and packs are
+        read that the next token may select."""
+        ids = self._windows.kept.ids[self._places]
+        self._book(ids)
+        self._settle()
+        if self._system.overfetch > 1 and self._windows.held:
+            self._read_near_misses(ids)
+        counted, unused = self._trace.counters, self._trace.bytes["unused"]
+        packs = (ids >= 0).sum(axis=2) @ (self._plan.group_table >= 0).sum(axis=1)
+        masses = self._mass[self._places].mean(axis=1)
+        for row, place in enumerate(self._places.tolist()):
+            selector = self.rows[place]
+            layout = selector.window.resident.prefix.layout
+            host, ssd = self._counts[:, place].tolist()
+            selector.trace = TokenTrace(
+                device_hits=int(packs[row]) - host - ssd,
+                host_hits=host,
+                ssd_reads=ssd,
+                recomputed=counted.get("recomputed_packs", 0),
+                ahead=counted.get("covered", 0),
+                unused=unused // layout.stored_bytes,
+                pack_bytes=layout.pack_bytes,
+                attention_mass=float(masses[row]),
+                select_ms=self._ns[0] / 1e6,
+                fetch_ms=self._ns[1] / 1e6,
+            )
+        self._memory.trim()
+        self._memory.flush()
+
+    def _ask(self, period: int, hidden: Array, starts: np.ndarray) -> None:
+        """Dispatches the calls that select for a period."""
+        window = self._on_device[period]
+        for call in self._calls[period]:
+            call.found = self._scoring.select(
+                call.of, hidden, starts, window, self._step, call.recent
+            )
+            window = call.found.window
+
+    def _demand_all(self, period: int) -> None:
+        """Starts reading what windows lack, as soon as each call has selected."""
+        calls = self._calls[period]
+        for call in calls if self._system.sequential else ():
+            assert call.found is not None
+            call.found.record.block_until_ready()
+        for call in calls:
+            self._demand(call)
+
+    def _demand(self, call: _Call) -> None:
+        """Makes room for what the windows of a call's rows lack, and starts reading it."""
+        assert call.found is not None
+        call.record = record = Record.of(np.asarray(call.found.record)[call.rows])
+        windows = self._windows
+        lacks = record.misses if windows.held else record.ids
+        row, column = np.nonzero(lacks >= 0)
+        if not len(row):
+            return
+        place, choice, chunk = call.place[row], call.choice[row], lacks[row, column]
+        slot = record.slots[row, column]
+        if windows.held:
+            windows.evict(place, choice, slot)
+        packs = windows.packs(place, choice, slot, chunk)
+        device, host = self._tiers.lookup(packs.page)
+        here = device >= 0
+        if not here.all():
+            away = packs.where(~here)
+            np.add.at(self._counts, (np.where(host[~here] >= 0, 0, 1), away.place), 1)
+        if not windows.held:
+            return
+        call.came = place, choice, slot, chunk
+        if here.any():
+            windows.put(packs.where(here), device[here])
+            call.pinned = packs.page[here]
+            self._tiers.pin(*counted(call.pinned))
+        if not here.all():
+            call.away = away
+            groups, chunks = int(windows.groups.max()) + 1, windows.lengths.shape[1]
+            group = self._which[away.place] * groups + away.group
+            each, call.back = np.unique(group * chunks + away.chunk, return_inverse=True)
+            group, chunk = np.divmod(each, chunks)
+            call.wanted = *np.divmod(group, groups), chunk
+            self._opened().demand(*call.wanted)
+
+    def _collect(self, period: int) -> None:
+        """Waits for what the windows of all rows lack; from then on they hold what was selected."""
+        windows = self._windows
+        for call in self._calls[period]:
+            assert call.record is not None and call.found is not None
+            if call.away is not None:
+                slots = self._opened().collect(*call.wanted)
+                windows.put(call.away, slots[call.back])
+                self._arrived.append(call.away)
+            if call.came:
+                windows.kept.chunk[call.came[:3]] = call.came[3]
+            call.came, call.pinned, call.away = (), _NO_PAGES, None
+            windows.kept.ids[call.place, call.choice] = call.record.ids
+            self._attention[call.place, call.choice] = call.record.attention
+            self._mass[call.place, call.choice] = call.record.mass
+            call.recent = call.found.recent
+            if self._system.window:
+                self._on_device[period] = call.found.window
+
+    def _fail(self) -> None:
+        """A token is not finished: what the device knows of windows is not what they hold."""
+        for call in (call for calls in self._calls for call in calls):
+            self._tiers.unpin(*counted(call.pinned))
+            call.came, call.pinned, call.away = (), _NO_PAGES, None
+        self._settle()
+        self.release()
+
+    def _settle(self) -> None:
+        """What the token has read is cached, and pinned by its windows."""
+        if not self._arrived:
+            return
+        parts = zip(*self._arrived, strict=True)
+        arrived = WindowPacks(*(np.concatenate(part) for part in parts))
+        self._arrived.clear()
+        self._opened().keep()
+        self._tiers.pin(*counted(arrived.page))
+        self._windows.put(arrived, self._tiers.lookup(arrived.page)[0])
+
+    def _book(self, ids: np.ndarray) -> None:
+        """Records what the token selected, int32 [rows, choices, n], and what each chunk got."""
+        choices, chosen = self._plan.choices, []
+        attention, mass = self._attention[self._places], self._mass[self._places]
+        scores = self._scores_by_place()
+        for on in self._prefixes:
+            mine = np.searchsorted(self._places, on.rows[: len(on.selectors)])
+            own = ids[mine]
+            on.resident.latest = {
+                period: own[:, period * self._plan.parts : (period + 1) * self._plan.parts]
+                for period in range(self._plan.periods)
+            }
+            given = np.zeros((len(mine), choices, 0), np.float32)
+            if scores:
+                given = np.stack([scores[place] for place in self._places[mine].tolist()])
+            chosen.append(
+                (
+                    on.resident,
+                    Selection._make(
+                        part.reshape(len(mine) * choices, *part.shape[2:])
+                        for part in (own, attention[mine], mass[mine], given)
+                    ),
+                )
+            )
+        for place, given in scores.items():
+            recorded = self.rows[place].recorded
+            if recorded is not None:
+                own = ids[np.searchsorted(self._places, place)]
+                for choice, some in enumerate(own):
+                    recorded.add(choice, some[some >= 0], given[choice])
+        self._residents.record_all(self._plan.group_table, chosen)
+
+    def _scores_by_place(self) -> dict[int, np.ndarray]:
+        """What each row gave every chunk, float32 [choices, M]; nothing where nobody asks."""
+        recorded = [selector.recorded for selector in self.rows.values()]
+        if not self._tiers.observes and not any(recorded):
+            return {}
+        found: dict[int, list[np.ndarray]] = {}
+        calls = [call for calls in self._calls for call in calls]
+        given = jax.device_get([call.found.scores for call in calls if call.found is not None])
+        for call, scores in zip(calls, given, strict=True):  # read at once: each is a wait
+            for row, place in call.firsts:
+                found.setdefault(place, []).append(scores[row : row + self._plan.parts])
+        return {place: np.concatenate(several) for place, several in found.items()}
+
+    def _read_near_misses(self, ids: np.ndarray) -> None:
+        """Starts reads of what the token nearly selected, and gives up earlier ones that it did not
+        (KVDrive §6.1)."""
+        windows, choices = self._windows, self._plan.choices
+        chunks = windows.lengths.shape[1]
+        near = []
+        for call in (call for calls in self._calls for call in calls):
+            assert call.record is not None
+            key = (self._which[call.place] * choices + call.choice) * chunks
+            near.append((key[:, None] + call.record.near)[call.record.near >= 0])
+        key = (self._which[self._places][:, None] * choices + np.arange(choices)) * chunks
+        taken = (key[:, :, None] + ids)[ids >= 0]
+        missed = np.setdiff1d(np.concatenate(near), taken)
+        if not len(missed) and self._packs is None:
+            return
+        key, chunk = np.divmod(missed, chunks)
+        which, choice = np.divmod(key, choices)
+        at, column = np.nonzero(windows.groups[choice] >= 0)
+        self._opened().near_misses(which[at], windows.groups[choice[at], column], chunk[at])
+
+    def _opened(self) -> Packs:
+        if self._packs is None:
+            sources = [on.selectors[0].source for on in self._prefixes]
+            self._packs = self._open_packs(sources, self._trace)
+        return self._packs
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """What a prefix is scored by in one period."""
+
+    on: PrefixRows
+    probes: tuple[Probe, ...]
+    """One for each layer that scores, of which the scores are summed."""
+    rough: tuple[Probe, ...]
+    """See `two_stages`."""
+    stages: Stages | None
+
+    @property
+    def shapes(self) -> tuple[object, ...]:
+        """What a program is compiled for: prefixes of equal shapes may be asked in one call."""
+        return self.stages, *map(probe_key, (*self.probes, *self.rough))
