@@ -61,9 +61,7 @@ class Citations:
         self._drawn: OrderedDict[tuple[str, str, float | str], np.ndarray] = OrderedDict()
         self._lock = Lock()
 
-    def of(
-        self, generation: Generation, most: int, reprefill: Reprefill
-    ) -> tuple[Citation, ...]:
+    def of(self, generation: Generation, most: int, reprefill: Reprefill) -> tuple[Citation, ...]:
         """At most so many passages, those with the largest share first.
 
         Empty over several documents, over a prefix of one chunk, and where the system scores no

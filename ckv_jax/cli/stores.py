@@ -123,11 +123,11 @@ def show_citations(terminal: Terminal, citations: Iterable[Mapping[str, Any]]) -
         terminal.say(f"{one['share']:>4.0%}  “{one['text']}”")
 
 
-def low_coverage_message(covered: float, budget: float | str) -> str:
+def low_coverage_message(covered: float, budget: float | str, *, option: str = "--budget") -> str:
     """The warning under an answer that stands on little of the question's attention."""
-    more = "with a larger --budget"
+    more = f"with a larger {option}"
     if isinstance(budget, float):
-        more = f"with --budget {min(1.0, 2 * budget):g}"
+        more = f"with {option} {min(1.0, 2 * budget):g}"
     return f"the answer covers {covered:.0%} of the question's attention; ask {more} for more"
 
 

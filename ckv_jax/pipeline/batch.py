@@ -143,7 +143,8 @@ class Batch:
         mine = scores.reshape(len(picks), len(member.rows), -1, scores.shape[2])[:, at]
         mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.resident.num_chunks]
         shares = mine / np.maximum(mine.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)
-        return shares.mean(axis=(0, 1)).astype(np.float32)
+        mean: np.ndarray = shares.mean(axis=(0, 1)).astype(np.float32)
+        return mean
 
     def owners(self) -> np.ndarray:
         """Which member each row asks about, int32 [B]; -1 for padding."""
