@@ -10,6 +10,7 @@ from typing import Self
 from jax import Array
 
 from ckv_jax import compilation_cache
+from ckv_jax.citations import Citations
 from ckv_jax.config import EngineConfig
 from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.identity import model_fingerprint
@@ -98,6 +99,7 @@ class OpenEngine:
         )  # fmt: skip
         self._prompts = Prompts(self._ingest, self._scheduler)
         self._questions = Questions(tokenizer, store)
+        self._citations = Citations(tokenizer, self._questions.tokens)
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()

@@ -32,8 +32,10 @@ from ckv_jax.cli.stores import (
     find_prefix,
     generates,
     kv_bytes,
+    low_coverage_message,
     open_store,
     recomputed_message,
+    show_citations,
     store_config,
 )
 
@@ -98,6 +100,14 @@ def ask(
             "to the first token went.",
         ),
     ] = False,
+    sources: Annotated[
+        bool,
+        typer.Option(
+            "--sources",
+            help="Show the passages that the answer attended to most: evidence of what was read, "
+            "not proof.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -135,11 +145,12 @@ def ask(
     )
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.answer import answer_json, room
+        from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.budget import Budget
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.fidelity import budget_for, fidelity_of
+        from ckv_jax.request import Generation
         from ckv_jax.systems import preset
 
         compilation_cache.enable()
@@ -188,6 +199,9 @@ def ask(
                 _answer(engine, request, min(2, max_tokens))
             outcome = _answer(engine, request, max_tokens, None if json else terminal, waiting)
         answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
+        if sources and isinstance(outcome, Generation):
+            with terminal.status("looking for sources"):
+                answer["citations"] = citations_json(engine.citations(outcome))
         lost = recomputed_message(answer["recomputed_chunks"], engine, store)
         direct = engine.store.reads_past_cache
         if verbose:
@@ -203,7 +217,10 @@ def ask(
         terminal.json(answer)
         return
     terminal.out.print("\n")
+    show_citations(terminal, answer.get("citations", ()))
     terminal.figures(figures(answer, direct=direct))
+    if answer["low_coverage"]:
+        terminal.warn(low_coverage_message(answer["attention_mass"], share))
     if timing:
         outcome.trace.breakdown_bar(terminal.out)
         _show_reads(terminal, answer)
