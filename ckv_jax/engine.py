@@ -187,7 +187,7 @@ class Engine(OpenEngine):
 
     def calibrate(
         self,
-        prefix: Prefix,
+        prefixes: Prefix | Several[Prefix],
         *,
         questions: int | Several[str] = 200,
         progress: Progress | None = None,
@@ -195,13 +195,15 @@ class Engine(OpenEngine):
         """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
 
         Args:
-            questions: how many passages of the prefix to begin again; or questions of your own, for
-                whose kind the probability then holds.
+            prefixes: stored texts to ask about; several depend less on what one of them is like.
+            questions: how many passages of them to begin again; or questions of your own, for whose
+                kind the probability then holds.
             progress: called with how many requests are done, and all of them.
 
         Raises `ValueError` for a prefix of fewer than 512 tokens.
         """
-        return calibrate(self, prefix, questions=questions, progress=progress)
+        some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
+        return calibrate(self, some, questions=questions, progress=progress)
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""

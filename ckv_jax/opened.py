@@ -69,6 +69,9 @@ class OpenEngine:
                 f"got tensor_parallel={config.tensor_parallel}, expected "
                 f"{layers.shardings.size}, the devices that the model is split over"
             )
+        if (config.weights == "int8") != layers.int8:
+            has = "int8" if layers.int8 else None
+            raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
         check_split(self.system, config.tensor_parallel)
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
@@ -127,9 +130,13 @@ class OpenEngine:
         check_split(system, config.tensor_parallel)
         shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
-        model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
+        model = load_pretrained(
+            path, dtype=config.dtype, weights=config.weights, shardings=shardings
+        )
         tokenizer = load_tokenizer(path)
-        fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
+        fingerprint = model_fingerprint(
+            path, model.config, dtype=config.dtype, weights=config.weights
+        )
         opened = ChunkStore.open(store, config=store_config)
         try:
             return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)

@@ -184,6 +184,12 @@ class Completion:
     parts: tuple[Prefix, ...] = ()
     """Those of the request, in place of a prefix, which is empty then."""
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T]: of the prefix, or the parts, of the suffix and of the generation."""
+        before = [part.tokens for part in self.parts or (self.prefix,)]
+        return np.concatenate([*before, self.suffix, self.token_ids]).astype(np.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:

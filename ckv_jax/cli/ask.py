@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,15 +149,20 @@ def ask(
         from ckv_jax.budget import Budget
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
+        from ckv_jax.fidelity import budget_for, fidelity_of
         from ckv_jax.request import Generation
         from ckv_jax.systems import preset
 
         compilation_cache.enable()
-        share = EngineConfig().budget if budget is None else parse_budget(budget)
-        most = Budget.of(share).most
+        wanted = fidelity_of(budget)
+        usual = budget is None or wanted is not None
+        share = EngineConfig().budget if usual else parse_budget(budget)
+        most = Budget.of(share).most if wanted is None else 1.0
         with open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [find_prefix(opened, name, salt=salt) for name in names]
+        if wanted is not None and len(stored) > 1:
+            raise ValueError(f"got --budget {budget} for several texts, expected one text")
         if recompute is not None and len(stored) == 1:
             raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
         chosen = preset(system, codec=codec_name(stored[0]))
@@ -169,9 +175,9 @@ def ask(
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,
-            # A first token asks for nothing twice; those after it do.
-            device_cache_bytes=round(2 * most * size) if several else 0,
-            host_cache_bytes=EngineConfig().host_cache_bytes if several else 0,
+            # A first token asks for nothing twice; those after it do, and larger budgets.
+            device_cache_bytes=round(2 * most * size) if several or wanted else 0,
+            host_cache_bytes=EngineConfig().host_cache_bytes if several or wanted else 0,
             prefetch_device_bytes=_MIB * 64 + round(1.1 * most * size),
         )
         engine = Engine.from_pretrained(
@@ -186,6 +192,9 @@ def ask(
             limit = engine.model_config.max_position_embeddings
             max_tokens = room(tokens, len(request.suffix), limit)
         with terminal.status("compiling or loading programs") as waiting:
+            if wanted is not None:
+                found = budget_for(engine, stored[0], request.suffix, wanted)
+                request = replace(request, budget=found)
             if timing:
                 _answer(engine, request, min(2, max_tokens))
             outcome = _answer(engine, request, max_tokens, None if json else terminal, waiting)

@@ -88,6 +88,23 @@ def serve(
             '{"enable_thinking": false}.',
         ),
     ] = "{}",
+    cors_origin: Annotated[
+        list[str],
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Origin of a page that may read answers in a browser, or *; may be repeated.",
+        ),
+    ] = [],  # noqa: B006 - as typer takes it
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Name by which requests may come without --api-keys, beside addresses and this "
+            "machine's own; .NAME: all below it, too; may be repeated.",
+        ),
+    ] = [],  # noqa: B006
     warm_up: Annotated[
         int,
         typer.Option(
@@ -159,6 +176,8 @@ def serve(
         max_tokens=max_tokens,
         max_requests=max_requests,
         chat_template_kwargs=parse_template_kwargs(chat_template_kwargs),
+        cors_origins=tuple(cors_origin),
+        allowed_hosts=tuple(allowed_host),
         warm_tokens=warm_up,
         store_tokens=store_tokens,
         guard_disk=guard_disk,

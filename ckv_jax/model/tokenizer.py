@@ -238,6 +238,11 @@ class Tokenizer:
         """Turns the ids that follow others into text one at a time, special tokens included."""
         return Detokenizer(self._backend.backend_tokenizer, after=after)
 
+    def without_front(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """The ids of a text that goes on from another: without a begin-of-text."""
+        count = len(self._front)
+        return ids[count:] if count and ids[:count].tolist() == self._front else ids
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat` has a template to apply."""

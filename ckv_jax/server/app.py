@@ -14,12 +14,14 @@ import uvicorn
 from opentelemetry.trace import TracerProvider
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from ckv_jax.engine import Engine
 from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.connections import Connections, check_host, raise_descriptor_limit
 from ckv_jax.server.http import ApiError, JsonResponse, draining, install_error_handlers
 from ckv_jax.server.metrics import CONTENT_TYPE
 from ckv_jax.server.observability import log_event, log_requests
@@ -45,14 +47,33 @@ def create_app(
 
     Raises `ValueError` for an engine that cannot generate text.
     """
-    service = Service(engine, config, tenants or Tenants(), tracing)
+    tenants = tenants or Tenants()
+    service = Service(engine, config, tenants, tracing)
     app = Starlette(
         routes=[*model_routes(service), *prefix_routes(service), *status_routes(service)],
-        middleware=[Middleware(log_requests, ended=service.request_ended)],
+        middleware=[
+            Middleware(log_requests, ended=service.request_ended),
+            *_for_browsers(config),
+            *([Middleware(check_host, allowed=config.allowed_hosts)] if tenants.open else []),
+        ],
     )
     app.state.service = service
     install_error_handlers(app)
     return app
+
+
+def _for_browsers(config: ServerConfig) -> list[Middleware]:
+    if not config.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 def model_routes(service: Service) -> list[Route]:
@@ -180,8 +201,10 @@ def run(app: Starlette, bound: socket.socket) -> None:
 
     A second signal ends it at once. Main thread.
     """
+    connections = Connections(raise_descriptor_limit())
     config = uvicorn.Config(
         app,
+        http=connections.protocol,  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,

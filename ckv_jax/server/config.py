@@ -31,6 +31,11 @@ class ServerConfig:
     """Generations that one request may ask for."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template where a request gives none, such as `enable_thinking`."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages that browsers may let read answers; "*": all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests without keys may come, beside addresses and the machine's own;
+    ".name": all below it, too."""
     warm_tokens: int = 0
     """Length of the prompts whose programs are compiled before the server is ready; 0: programs are
     compiled when they are first needed."""

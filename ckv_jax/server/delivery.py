@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.formats import ResponseFormat
-from ckv_jax.server.http import as_api_error, encode
+from ckv_jax.server.http import as_api_error, draining, encode
 from ckv_jax.server.schema import ParsedRequest
 
 
@@ -146,6 +146,7 @@ class Delivery(Response):
         deliver: sends the answer, and cleans up when it is cancelled. Raises errors of the request.
         undelivered: receives the reason if the answer does not reach the client.
         send_s: as for `Client`.
+        ending: set once no answer may go on: it ends with an error.
     """
 
     def __init__(
@@ -154,8 +155,10 @@ class Delivery(Response):
         *,
         undelivered: Callable[[str], None],
         send_s: float,
+        ending: asyncio.Event,
     ) -> None:
         self.background = None
+        self._ending = ending
         self._deliver = deliver
         self._undelivered = undelivered
         self._send_s = send_s
@@ -164,10 +167,14 @@ class Delivery(Response):
         client = Client(send, self._send_s)
         work = asyncio.ensure_future(self._deliver(client))
         gone = asyncio.ensure_future(_disconnected(receive))
+        ending = asyncio.ensure_future(self._ending.wait())
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            tasks = (work, gone, ending)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise Undelivered("the client is gone")
+                if gone.done():
+                    raise Undelivered("the client is gone")
+                raise draining()
             await work
         except Undelivered as error:
             self._undelivered(str(error))
@@ -177,9 +184,9 @@ class Delivery(Response):
             except Undelivered as undelivered:
                 self._undelivered(str(undelivered))
         finally:
-            for task in (work, gone):
+            for task in (work, gone, ending):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(work, gone, ending, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

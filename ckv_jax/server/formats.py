@@ -14,7 +14,7 @@ from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
 from ckv_jax.request import Generation
 from ckv_jax.server.messages import Reasoning, reasons, split
-from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.server.schema import ParsedRequest
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 
@@ -335,8 +335,8 @@ def usage(request: ParsedRequest, generations: Sequence[Generation]) -> dict[str
     if request.silent:
         completion = 0
     cached = sum(
-        cached_tokens(prompt, generations[i * request.choices])
-        for i, prompt in enumerate(request.prompts)
+        cached_tokens(request, i, generations[i * request.choices])
+        for i in range(len(request.prompts))
     )
     return {
         "prompt_tokens": prompt,
@@ -346,11 +346,16 @@ def usage(request: ParsedRequest, generations: Sequence[Generation]) -> dict[str
     }
 
 
-def cached_tokens(prompt: Prompt, generation: Generation | None) -> int:
-    """Prompt tokens whose KV came from the store; an upper bound without a `generation`, the
-    prompt's first that ended."""
-    stored = prompt.prefix.num_tokens
-    return stored if generation is None else min(stored, generation.completion().prefix.num_tokens)
+def cached_tokens(request: ParsedRequest, index: int, generation: Generation | None) -> int:
+    """Tokens of a prompt, and of documents before it, whose KV came from the store; without a
+    `generation`, the prompt's first that ended, as many as were stored."""
+    stored = request.prompts[index].prefix.num_tokens
+    if generation is None:
+        return stored
+    answer = generation.completion()
+    if answer.parts:
+        return generation.trace.blended_tokens
+    return answer.prefix.num_tokens if request.documents else min(stored, answer.prefix.num_tokens)
 
 
 def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[str, Any]:
@@ -372,5 +377,6 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
         "chunks_recomputed": trace.of(answer.prefix.id, "recomputed_chunks"),
         "ttft_ms": trace.ttft_ms,
         "queued_ms": generation.queued_ms,
+        "waited_ms": request.waited_ms,
         "ended_by": answer.finish_reason,
     } | cited

@@ -101,21 +101,21 @@ def prefix_routes(service: Service) -> list[Route]:
             prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish, engine.store.sizes())
+        return describe(prefix, wish, engine.store.sizes(salt=tenant.salt))
 
     def change(prefix_id: str, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
         wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish, engine.store.sizes())
+        return describe(prefix, wish, engine.store.sizes(salt=tenant.salt))
 
     def listed(tenant: Tenant) -> list[dict[str, Any]]:
-        sizes, found = engine.store.sizes(), engine.store.prefixes(salt=tenant.salt)
+        sizes, found = engine.store.sizes(salt=tenant.salt), engine.store.prefixes(salt=tenant.salt)
         return [describe(prefix, engine.store.wish_of(prefix), sizes) for prefix in found]
 
     def look(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        return describe(prefix, engine.store.wish_of(prefix), engine.store.sizes())
+        return describe(prefix, engine.store.wish_of(prefix), engine.store.sizes(salt=tenant.salt))
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
@@ -132,7 +132,7 @@ def prefix_routes(service: Service) -> list[Route]:
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
     def find(name: str, tenant: Tenant) -> Prefix:
-        with client_errors("id"):
+        with client_errors("id", "a name that one prefix alone has, or an id"):
             prefix = find_prefix(engine.store, name, salt=tenant.salt)
         if len(name) < 8 and engine.store.wish_of(prefix).name != name:
             raise invalid("expected a prefix's name, or at least 8 digits of its id", param="id")

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -37,10 +37,13 @@ from ckv_jax.server.messages import (
     effort,
 )
 from ckv_jax.server.tenants import Tenant
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 
 _MOST_STOPS = 16
 _MOST_PROMPTS = 256
+_MOST_DOCUMENTS = 64
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=3.2e9, allow_inf_nan=False)]
@@ -48,6 +51,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+Document = Annotated[str, Field(min_length=1, max_length=200)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=_MOST_STOPS)]
 
 
@@ -99,6 +103,10 @@ class CkvOptions(Strict):
     of the prefix that may be read for that."""
     retain_s: Seconds | None = None
     """Seconds after its last use for which the stored part of this prompt is kept."""
+    documents: Annotated[list[Document], Field(min_length=1, max_length=_MOST_DOCUMENTS)] | None = (
+        None
+    )
+    """Ids, or names, of stored prefixes that are read before the prompt, in this order."""
     citations: Annotated[int, Field(ge=0, le=20)] = 0
     """Passages of the stored part of the prompt that the answer attended to most, at most so many,
     see `Engine.citations`."""
@@ -331,6 +339,10 @@ class ParsedRequest:
     """Which pieces of a stream have the usage."""
     echo: bool = False
     """Whether answers begin with their prompts."""
+    documents: tuple[Prefix, ...] = ()
+    """Stored prefixes that are read before each prompt."""
+    waited_ms: float = 0.0
+    """For others that were computing or writing what its prompts begin with."""
     silent: bool = False
     """Whether nothing is generated: the one token that is computed is not shown."""
     citations: int = 0
@@ -347,14 +359,20 @@ class ParsedRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        """Tokens of all prompts, each with the documents before it."""
+        return sum(self.document_tokens + len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def document_tokens(self) -> int:
+        """Tokens of the documents before each prompt."""
+        return sum(document.num_tokens for document in self.documents)
 
     def engine_requests(self) -> list[Request]:
         """One request for each generation."""
         return [
             Request(
-                prefix=prompt.prefix,
+                prefix=None if self.documents else prompt.prefix,
+                parts=self.documents or None,
                 suffix=prompt.tokens[prompt.prefix.num_tokens :].tolist(),
                 budget=self.budget,
                 deadline_s=self.request_s,
@@ -393,19 +411,23 @@ class RequestParser:
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
+        documents = tuple(self.document(name, tenant) for name in body.ckv.documents or ())
+        if documents and body.echo:
+            raise invalid("echo: expected false, or no documents", param="echo")
         if isinstance(body, ChatRequest):
             field, texts = "messages", [""]
-            prompts = [self.chat_tokens(body)]
+            prompts = [self.chat_tokens(body, documents)]
         else:
             field, texts = "prompt", [t if isinstance(t, str) else "" for t in body.prompts]
-            prompts = [self.encode(prompt, field) for prompt in body.prompts]
-        usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
+            prompts = [self.encode(prompt, field, begins=not documents) for prompt in body.prompts]
+        before = sum(document.num_tokens for document in documents)
+        usual = min(self._config.max_tokens, max(1, limit - before - len(prompts[0])))
         new_tokens = usual if body.new_tokens is None else body.new_tokens
         for tokens in prompts:
-            if len(tokens) + max(1, new_tokens) > limit:
+            if before + len(tokens) + max(1, new_tokens) > limit:
                 raise invalid(
-                    f"{field}: {len(tokens)} tokens, and this model's context has room for "
-                    f"{limit}, new ones included",
+                    f"{field}: {before + len(tokens)} tokens, and this model's context has room "
+                    f"for {limit}, new ones included",
                     param=field,
                     code="context_length_exceeded",
                 )
@@ -439,7 +461,7 @@ class RequestParser:
             prompts=[
                 Prompt(
                     tokens=tokens,
-                    prefix=self._stored(tokens[:-1], tenant),
+                    prefix=self.stored(tokens[:-1] if not documents else tokens[:0], tenant.salt),
                     text=text,
                 )
                 for tokens, text in zip(prompts, texts, strict=True)
@@ -455,20 +477,48 @@ class RequestParser:
             request_s=self._config.request_s,
             usage=body.stream_options or StreamOptions(),
             echo=bool(body.echo),
+            documents=documents,
             silent=new_tokens == 0,
             citations=body.ckv.citations,
         )
 
-    def chat_tokens(self, body: ChatRequest) -> np.ndarray:
-        """int32 [T]: a chat in the model's own template, up to the start of its answer."""
-        assert self._engine.tokenizer is not None
-        return self.messages_tokens(
-            body.messages,
-            **{
-                **effort(self._engine.tokenizer, body.reasoning_effort),
-                **(body.chat_template_kwargs or {}),
-            },
-        )
+    def document(self, name: str, tenant: Tenant) -> Prefix:
+        """A stored prefix of a tenant's by its id, the start of that, or its name.
+
+        Raises `ApiError` 404 where there is none, 400 where several have the name.
+        """
+        try:
+            return find_prefix(self._engine.store, name, salt=tenant.salt)
+        except PrefixNotFound as error:
+            message = "ckv.documents: no such prefix is stored"
+            if error.several:
+                message = "ckv.documents: several prefixes begin so; name one by its id"
+            raise ApiError(404, message, code="prefix_not_found", param="ckv.documents") from error
+        except ValueError as error:
+            message = "ckv.documents: several prefixes have this name; name one by its id"
+            raise invalid(message, param="ckv.documents") from error
+
+    def chat_tokens(self, body: ChatRequest, documents: Sequence[Prefix]) -> np.ndarray:
+        """int32 [T]: a chat in the model's own template, up to the start of its answer.
+
+        After a document that stands in the template, a question that continues it.
+        """
+        engine = self._engine
+        assert engine.tokenizer is not None
+        if documents and engine.is_document(documents[-1]):
+            (first, *others) = body.messages
+            if others or first.role != "user":
+                message = "messages: expected one of the user's after a document"
+                raise invalid(message, param="messages")
+            self.check_fits(first.text, "messages")
+            with client_errors("messages"):
+                return engine.question(documents[-1], first.text)
+        template = {
+            **effort(engine.tokenizer, body.reasoning_effort),
+            **(body.chat_template_kwargs or {}),
+        }
+        tokens = self.messages_tokens(body.messages, **template)
+        return engine.tokenizer.without_front(tokens) if documents else tokens
 
     def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
         """The same of messages; `template`: its variables, beside the server's own."""
@@ -477,12 +527,15 @@ class RequestParser:
         with client_errors("messages"):
             return self._engine.chat([message.rendered() for message in messages], **values)
 
-    def encode(self, text: str | list[int], field: str) -> np.ndarray:
-        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`."""
+    def encode(self, text: str | list[int], field: str, *, begins: bool = True) -> np.ndarray:
+        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`.
+
+        `begins`: whether nothing comes before them.
+        """
         self.check_fits(text, field)
         expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
         with client_errors(field, expected):
-            tokens = self._engine.encode(text, begins=True)
+            tokens = self._engine.encode(text, begins=begins)
         if not len(tokens):
             raise invalid(f"{field}: expected at least one token", param=field)
         return tokens
@@ -498,9 +551,9 @@ class RequestParser:
                 code="context_length_exceeded",
             )
 
-    def _stored(self, tokens: np.ndarray, tenant: Tenant) -> Prefix:
-        """The longest prefix of `tokens` int32 [T] that this tenant has stored."""
+    def stored(self, tokens: np.ndarray, salt: str) -> Prefix:
+        """The longest prefix of `tokens` int32 [T] that the tenant of a salt has stored."""
         engine = self._engine
         return engine.store.longest_prefix(
-            tokens, fingerprint=engine.fingerprint, layout=engine.layout, salt=tenant.salt
+            tokens, fingerprint=engine.fingerprint, layout=engine.layout, salt=salt
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 import numpy as np
@@ -24,7 +25,7 @@ from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer
-from ckv_jax.request import TokenEvent
+from ckv_jax.request import Generation, TokenEvent
 from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
@@ -33,12 +34,15 @@ from ckv_jax.server.ingests import INGEST_THREADS, Ingests
 from ckv_jax.server.metrics import Metrics
 from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.sharing import Prompt, Sharing, after
 from ckv_jax.server.tenants import Admission, Tenant, Tenants
 from ckv_jax.server.write_behind import Turns, WriteBehind
+from ckv_jax.serving.async_streams import AsyncTokenStream
 from ckv_jax.storage.index.wishes import Wish
 
 LEAST_ITEMS = 4096
 """Of lists in bodies, however small the context is."""
+_LAST_S = 0.75  # for the last events of streams, and again for errors in their place
 _MOST_IGNORED = 100
 _WARM_BATCH = 2
 _WARM_SUFFIX = 64
@@ -93,6 +97,9 @@ class Service:
         self.metrics = Metrics(engine, self.admission, self.write_behind)
         self._tenants = tenants
         self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
+        self.sharing = Sharing(config.turn_tokens, self.parser.stored)
+        self._streams: set[AsyncTokenStream] = set()
+        self._ending = asyncio.Event()
         self._ignored: set[str] = set()
         self._end_at: float | None = None
         self._warm_up = threading.Thread(
@@ -131,6 +138,7 @@ class Service:
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
                 request = await run_in_threadpool(self.parser.parse, body, tenant)
+                request = await self.sharing.wait(request)
                 form: ResponseFormat
                 if isinstance(body, ChatRequest):
                     form = ChatFormat(request, self.engine)
@@ -138,10 +146,16 @@ class Service:
                     form = await self._completion_format(request)
                 send = send_stream if body.stream else send_whole
                 observer = RequestObserver(http, record, metrics=self.metrics, tracer=self._tracer)
-                with observer.reporting(request), self.write_behind.turns(request) as turns:
-                    async with self._events(request, observer, turns) as events:
+                with (
+                    observer.reporting(request),
+                    self.write_behind.turns(request) as turns,
+                    self._computing(request, turns) as prompts,
+                ):
+                    async with self._events(request, observer, turns, prompts) as events:
                         generations = await send(events, request, form, client)
-                    self.write_behind.submit(turns, generations)
+                    for index, written in self.write_behind.submit(turns, generations).items():
+                        tokens = generations[index].completion().tokens
+                        self.sharing.writing(tenant.salt, tokens, written)
 
         return self.delivery(http, deliver)
 
@@ -177,13 +191,46 @@ class Service:
         def undelivered(reason: str) -> None:
             http.state.record.undelivered = reason
 
-        return Delivery(deliver, undelivered=undelivered, send_s=self.config.send_s)
+        return Delivery(
+            deliver, undelivered=undelivered, send_s=self.config.send_s, ending=self._ending
+        )
+
+    @contextmanager
+    def _computing(self, request: ParsedRequest, turns: Turns) -> Iterator[dict[int, Prompt]]:
+        """Prompts that others may wait for, by their first generation, within the context."""
+        with ExitStack() as stack:
+            yield {
+                index: stack.enter_context(
+                    self.sharing.computing(
+                        request.tenant.salt, request.prompts[index // request.choices].tokens
+                    )
+                )
+                for index, keep in enumerate(turns.keep_kv)
+                if keep
+            }
 
     @asynccontextmanager
     async def _events(
-        self, request: ParsedRequest, observer: RequestObserver, turns: Turns
+        self,
+        request: ParsedRequest,
+        observer: RequestObserver,
+        turns: Turns,
+        prompts: Mapping[int, Prompt],
     ) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The engine's events of a request; leaving the context early cancels its generations."""
+        loop = asyncio.get_running_loop()
+
+        def share(prompt: Prompt, generation: Generation) -> None:
+            """In the engine thread."""
+            written = self.write_behind.submit_prompt(request, generation)
+            after(written, prompt.stored.set, loop)
+
+        async def marked(events: AsyncIterator[TokenEvent]) -> AsyncIterator[TokenEvent]:
+            async for event in events:
+                if (prompt := prompts.get(event.index)) is not None:
+                    prompt.computed.set()
+                yield event
+
         stream = self.engine.agenerate(
             request.engine_requests(),
             request.sampling,
@@ -191,8 +238,14 @@ class Service:
         )
         observer.submitted(request)  # before the engine's thread gets on with it
         async with stream:
-            events = observer.observe(stream)
-            yield self._cited(request, events) if request.citations else events
+            self._streams.add(stream)
+            try:
+                for index, prompt in prompts.items():
+                    prompt.can_share(partial(stream.share, index, partial(share, prompt)))
+                events = marked(observer.observe(stream))
+                yield self._cited(request, events) if request.citations else events
+            finally:
+                self._streams.remove(stream)
 
     async def _cited(
         self, request: ParsedRequest, events: AsyncIterator[TokenEvent]
@@ -226,6 +279,17 @@ class Service:
             written = False
         if not written:
             log_event("drain_over", left=self.admission.under_way)
+            await self._end_answers()
+
+    async def _end_answers(self) -> None:
+        """Ends what is under way: generations with what they have, others with an error."""
+        for stream in self._streams:
+            stream.cancel()
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_S):
+                    await self.admission.idle()
+            self._ending.set()
 
     def give_up(self) -> None:
         """Makes `drain` and `close` return as soon as they can."""

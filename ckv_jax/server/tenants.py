@@ -48,7 +48,8 @@ class Tenants:
 
     def __init__(self, keys: dict[str, Tenant] | None = None) -> None:
         """`keys`: tenants by API key."""
-        self._open = keys is None
+        self.open = keys is None
+        """Whether no request needs a key."""
         self._by_digest = {_digest(key): tenant for key, tenant in (keys or {}).items()}
 
     @classmethod
@@ -82,7 +83,7 @@ class Tenants:
 
     def of(self, authorization: str | None) -> Tenant:
         """The tenant of a request, by its `Authorization` header. Raises `ApiError` 401."""
-        if self._open:
+        if self.open:
             return DEFAULT_TENANT
         scheme, _, key = (authorization or "").partition(" ")
         tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
@@ -92,7 +93,7 @@ class Tenants:
 
     def all(self) -> Iterable[Tenant]:
         """Every tenant once."""
-        return [DEFAULT_TENANT] if self._open else list(dict.fromkeys(self._by_digest.values()))
+        return [DEFAULT_TENANT] if self.open else list(dict.fromkeys(self._by_digest.values()))
 
     def share(self, whole: int) -> int:
         """What one tenant may take of `whole`: half of it where there are others, at least 1."""

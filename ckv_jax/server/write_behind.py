@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,8 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
 _log = logging.getLogger("ckv_jax.server")
+Item = tuple[Callable[[], object], "Future[None]"]
+"""Work, and what ends after it."""
 _MEASURED_TOKENS = 128  # fewer say nothing about the speed of computing or writing
 _LATEST_WEIGHT = 0.3  # of the latest figure in a mean
 _RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
@@ -51,7 +54,7 @@ class WriteBehind:
         self._held: Counter[str] = Counter()  # bytes by tenant
         self._token_bytes = kv_bytes(engine.layout)
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._pending = 0
         self._closed = False
         self._idle = threading.Condition(self._lock)
@@ -72,7 +75,8 @@ class WriteBehind:
 
     def reserve(self, request: ParsedRequest, prompt: Prompt, new_tokens: int) -> int:
         """Bytes for the KV of one turn, 0 if it is not to be stored."""
-        reason = self._skip_reason(prompt, new_tokens, request.budget)
+        documents = bool(request.documents)
+        reason = self._skip_reason(prompt, new_tokens, request.budget, documents=documents)
         if reason is None:
             computed = len(prompt.tokens) - prompt.prefix.num_tokens + new_tokens
             num_bytes, tenant = computed * self._token_bytes, request.tenant.name
@@ -95,18 +99,24 @@ class WriteBehind:
             if not self._held[tenant]:
                 del self._held[tenant]
 
-    def _skip_reason(self, prompt: Prompt, new_tokens: int, budget: float | str) -> str | None:
+    def _skip_reason(
+        self, prompt: Prompt, new_tokens: int, budget: float | str, *, documents: bool
+    ) -> str | None:
         """Why a turn is not stored; None: it is, if there is room."""
         stored = prompt.prefix.num_tokens
         most = len(prompt.tokens) + new_tokens - stored
         if len(prompt.tokens) < self._config.store_tokens or most < self._config.turn_tokens:
             return "short"
-        if stored and not Budget.of(budget).exact:
+        if documents or (stored and not Budget.of(budget).exact):
             return "approximate"
         return "slow_disk" if self._config.guard_disk and not self.cost.worth_writing() else None
 
-    def submit(self, turns: Turns, generations: Sequence[Generation]) -> None:
-        """Queues what one finished request leaves to be written; returns at once."""
+    def submit(self, turns: Turns, generations: Sequence[Generation]) -> dict[int, Future[None]]:
+        """Queues what one finished request leaves to be written; returns at once.
+
+        The futures, by generation, end when its turn is written, or will not be.
+        """
+        writing: dict[int, Future[None]] = {}
         request = turns.request
         for index, generation in enumerate(generations):
             answer = generation.completion()
@@ -121,11 +131,27 @@ class WriteBehind:
                 self.skipped["short"] += 1
                 continue
             held = turns.take(index)
-            self._put(partial(self._store, generation, request, held))
+            writing[index] = self._put(partial(self._store, generation, request, held))
         if request.retain_s is not None:
             for prompt in request.prompts:
                 if prompt.prefix.num_tokens:
                     self._put(partial(self._retain, prompt.prefix, request.retain_s))
+        return writing
+
+    def submit_prompt(self, request: ParsedRequest, prompt: Generation) -> Future[None]:
+        """Queues a prompt whose text goes on, for others that wait for it. Any thread."""
+        kv, tenant = prompt.completion().kv, request.tenant.name
+        assert kv is not None
+        with self._lock:
+            self._held[tenant] += kv.nbytes
+
+        def store() -> None:
+            try:
+                self._engine.append(prompt)
+            finally:
+                self.release(tenant, kv.nbytes)
+
+        return self._put(store)
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything is written; False if that takes longer, or is given up."""
@@ -145,13 +171,17 @@ class WriteBehind:
         self.give_up()
         self._thread.join(seconds)
 
-    def _put(self, work: Callable[[], object]) -> None:
+    def _put(self, work: Callable[[], object]) -> Future[None]:
+        """Queues `work`; the future ends after it, whatever came of it."""
+        ended: Future[None] = Future()
         with self._lock:
             self._pending += 1
-        self._queue.put(work)
+        self._queue.put((work, ended))
+        return ended
 
     def _run(self) -> None:
-        while (work := self._next()) is not None and not self._closed:
+        while (item := self._next()) is not None and not self._closed:
+            work, ended = item
             try:
                 work()
             except (CkvError, OSError, ValueError) as error:
@@ -164,8 +194,9 @@ class WriteBehind:
                 with self._idle:
                     self._pending -= 1
                     self._idle.notify_all()
+                ended.set_result(None)
 
-    def _next(self) -> Callable[[], object] | None:
+    def _next(self) -> Item | None:
         """The next work: what is queued, or, when it is time, removing expired prefixes."""
         while True:
             left = self._prune_at - time.monotonic()
@@ -173,7 +204,7 @@ class WriteBehind:
                 self._prune_at = time.monotonic() + self._config.prune_s
                 with self._lock:
                     self._pending += 1
-                return self._engine.store.evict_expired
+                return self._engine.store.evict_expired, Future()
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=left)
 

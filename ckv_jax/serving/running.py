@@ -203,6 +203,9 @@ class Running:
         self._drop(batch, {})
         if not batch.going:
             return
+        for place, going in batch.going.items():
+            if going.sequence.shared:
+                going.sequence.share_prompt(going.kv(batch.decoder, place))
         self._put_behind(batch)
         decoder = batch.decoder
         tokens = np.zeros(len(decoder.rows), np.int32)

@@ -69,6 +69,7 @@ class Sequence:
         self._future: Future[Outcome] = Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
         self._cancelled = False
+        self._shares: Callable[[Generation], None] | None = None
         self._settled = threading.Event()
 
     def result(self, timeout: float | None = None) -> Outcome:
@@ -92,6 +93,12 @@ class Sequence:
         interrupted.
         """
         self._cancelled = True
+
+    def share(self, call: Callable[[Generation], None]) -> None:
+        """Calls `call`, in the engine thread, with a generation of no tokens: the prompt's whole
+        chunks with their KV, once that is computed. Never, if there are none, or the text is over
+        by then."""
+        self._shares = call
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -223,6 +230,29 @@ class Sequence:
             self.reason = "cancelled" if isinstance(lapsed, Cancelled) else "deadline"
             if not self.token_ids:
                 self.fail(lapsed)
+
+    @property
+    def shared(self) -> bool:
+        """Whether `share_prompt` has somebody to give it to."""
+        return self._shares is not None
+
+    def share_prompt(self, kv: np.ndarray) -> None:
+        """Gives the prompt to who asked for it; `kv` [L, 2, n, K, D] of all after the prefix."""
+        call, self._shares = self._shares, None
+        size, before = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
+        count = (before + len(self.suffix)) // size * size - before
+        if call is None or count <= 0:
+            return
+        answer = Completion(
+            token_ids=np.zeros(0, np.int32),
+            text="",
+            finish_reason="length",
+            prefix=self.prefix,
+            suffix=self.suffix[:count],
+            budget=self.budget,
+            kv=np.ascontiguousarray(kv[:, :, :count]),
+        )
+        call(Generation(request=self.request, trace=Trace(), answer=answer))
 
     def finish_text(self, kv: np.ndarray | None) -> None:
         """Ends with a generation."""

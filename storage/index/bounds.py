@@ -217,9 +217,12 @@ class Bounds:
 
     # -- wishes ------------------------------------------------------------------------------------
 
-    def wishes(self) -> dict[str, Wish]:
-        """What is wanted of prefixes, by id."""
-        return {id_: Wish.decode(data) for id_, data in self._files.pins().items()}
+    def wishes(self, tenant: str | None = None) -> dict[str, Wish]:
+        """What is wanted of prefixes, by id; None: of all tenants."""
+        if tenant is None:
+            return {id_: Wish.decode(data) for id_, data in self._files.pins().items()}
+        mine = self._index.catalog.holders(self._files.pinned_ids(), tenant)
+        return {id_: self.wish_of(id_) for id_ in mine}
 
     def wish_of(self, prefix_id: str) -> Wish:
         """What is wanted of one prefix."""

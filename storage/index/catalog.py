@@ -193,20 +193,26 @@ class Catalog:
         """Ids of segments that may have a chunk ending in `link`; None: of all tenants."""
         return self._ids("instr(links, ?) > 0", (link[: rows.LINK],), tenant)
 
-    def holders(self, prefix_ids: Collection[str]) -> dict[str, list[str]]:
+    def holders(
+        self, prefix_ids: Collection[str], tenant: str | None = None
+    ) -> dict[str, list[str]]:
         """Ids of the segments that hold the end of each prefix: those that end there, or, where
-        there are none, those that pass it. Prefixes that no segment holds are left out."""
+        there are none, those that pass it. Prefixes that no segment holds are left out.
+
+        `tenant`: whose segments alone; None: all.
+        """
         found: dict[str, list[str]] = {}
         if not prefix_ids:
             return found
-        for id_, end in self._db.read("SELECT id, end FROM segments", ()):
+        whose = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+        for id_, end in self._db.read(f"SELECT id, end FROM segments{whose[0]}", whose[1]):
             if end in prefix_ids:
                 found.setdefault(end, []).append(str(id_))
         inside = {bytes.fromhex(i)[: rows.LINK]: i for i in prefix_ids if i not in found}
         if not inside:
             return found
         wanted = np.sort(np.frombuffer(b"".join(inside), np.uint64))
-        for id_, links in self._db.read("SELECT id, links FROM segments", ()):
+        for id_, links in self._db.read(f"SELECT id, links FROM segments{whose[0]}", whose[1]):
             if not isinstance(links, bytes) or len(links) % rows.LINK:
                 continue
             there = np.frombuffer(links, np.uint64)
@@ -268,10 +274,13 @@ class Catalog:
 
     # -- sizes and scores ------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
-        """All segments."""
+    def entries(self, tenant: str | None = None) -> list[Entry]:
+        """Segments of one tenant; None: of all."""
         query = "SELECT id, parent, bytes, used, score, tenant FROM segments"
-        return [Entry(*row) for row in self._db.read(query, ()) if rows.sane(row)]
+        values: tuple[object, ...] = ()
+        if tenant is not None:
+            query, values = f"{query} WHERE tenant = ?", (tenant,)
+        return [Entry(*row) for row in self._db.read(query, values) if rows.sane(row)]
 
     def usage(self, tenant: str | None = None) -> int:
         """Bytes of all segments and reservations; those of one tenant."""

@@ -28,7 +28,7 @@ def find_prefix(store: ChunkStore, name: str, *, salt: str | None = None) -> Pre
     if is_id(name):
         with contextlib.suppress(PrefixNotFound):
             return store.prefix(name, salt=salt)  # without reading all names
-    known = store.wishes()
+    known = store.wishes(salt=salt)
     mine = [
         id_
         for id_, wish in known.items()

@@ -27,10 +27,13 @@ START_S = 120
 class Served:
     """`ckv serve` as users start it. Its log goes to a file; `url` is where it answers."""
 
-    def __init__(self, checkpoint: Path, store: Path, *args: object) -> None:
+    def __init__(
+        self, checkpoint: Path, store: Path, *args: object, before: tuple[str, ...] = ()
+    ) -> None:
+        """`before`: a command that starts the server, whose words follow it."""
         self.log = store.with_suffix(f".{time.monotonic_ns()}.jsonl")
         command = [
-            sys.executable, "-m", "ckv_jax.cli", "serve", checkpoint, "--store", store,
+            *before, sys.executable, "-m", "ckv_jax.cli", "serve", checkpoint, "--store", store,
             "--port", 0, "--name", MODEL, "--dtype", "float32", *args,
         ]  # fmt: skip
         with self.log.open("wb") as log:

@@ -46,7 +46,9 @@ def test_a_body_has_a_size_and_a_time(engine: Engine) -> None:
         assert chunked.status_code == 413
         where = urlsplit(url)
         with socket.create_connection((where.hostname, where.port)) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90\r\n\r\n{"
+            )
             assert b"408" in slow.recv(1000)
         assert post(url, "chat/completions", chat("Hello")).status_code == 200
 
@@ -93,7 +95,8 @@ def test_an_answer_that_is_not_read_ends() -> None:
         await asyncio.Event().wait()
         return {}
 
-    asyncio.run(Delivery(deliver, undelivered=said.append, send_s=0.05)({}, never, never))
+    delivery = Delivery(deliver, undelivered=said.append, send_s=0.05, ending=asyncio.Event())
+    asyncio.run(delivery({}, never, never))
     assert ended and "read nothing" in said[0]
 
 

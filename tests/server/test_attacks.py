@@ -96,7 +96,7 @@ def test_a_key_comes_before_a_body(served: Served) -> None:
     where = urlsplit(served.url)
     for path in ("completions", "chat/completions", "prefixes"):
         with socket.create_connection((where.hostname, where.port), timeout=10) as web:
-            head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n"
+            head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000000\r\n\r\n"
             web.sendall(head.encode() + b"{")  # the rest never comes
             answer = b"".join(iter(lambda: web.recv(4096), b""))
         assert b" 401 " in answer and b"invalid_api_key" in answer
@@ -265,7 +265,7 @@ def test_an_ingest_ends_with_its_client(fresh: Engine) -> None:
         for _ in range(6):
             body = json.dumps({"tokens": rng.integers(5, 500, 8000).tolist()}).encode()
             with socket.create_connection((where.hostname, where.port)) as web:
-                head = "POST /v1/prefixes HTTP/1.1\r\nhost: x\r\ncontent-length: "
+                head = "POST /v1/prefixes HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
                 web.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
                 time.sleep(0.05)
         wait_for(lambda: httpx.get(f"{url}/v1/status").json()["texts_under_way"] == 0, 10)

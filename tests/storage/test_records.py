@@ -158,6 +158,11 @@ def test_nothing_of_another_tenant_is_opened(folder: Path, monkeypatch: pytest.M
         assert asked == []
         assert [p.id for p in store.prefixes(salt="bob")] == [his.id]
         assert asked == [his.spans[0].segment_id]
+        assert store.sizes(salt="bob").keys() == {his.spans[0].segment_id}
+        store.set_wish(his.id, Wish(name="n"))
+        store.set_wish(hers[0].id, Wish(name="n"))
+        assert store.wishes(salt="bob").keys() == {his.id}
+        assert len(store.wishes()) == 2 and len(store.sizes()) == 6
         assert len(store.prefixes()) == 6
 
 
