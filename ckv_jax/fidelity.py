@@ -136,7 +136,9 @@ def gap(logits: np.ndarray) -> float:
     return float(first - second)
 
 
-def budget_for(engine: Engine, prefix: Prefix, suffix: Sequence[int], fidelity: float) -> float:
+def budget_for(
+    engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
+) -> float:
     """The smallest of the calibrated budgets whose first token is full attention's with
     probability `fidelity`, or 1.0. What it reads stays in the engine's caches.
 
