@@ -142,7 +142,7 @@ class Batch:
         at = int(np.flatnonzero((member.rows == row) & (member.lengths > 0))[0])
         scores = np.stack([np.asarray(mine[which].scores) for mine in picks])  # [P, b * J, M]
         mine = scores.reshape(len(picks), len(member.rows), -1, scores.shape[2])[:, at]
-        mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.prefix.num_chunks]
+        mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.opened.num_chunks]
         shares = mine / np.maximum(mine.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)
         mean: np.ndarray = shares.mean(axis=(0, 1)).astype(np.float32)
         return mean
