@@ -424,6 +424,6 @@ class Engine(OpenEngine):
         A period is one choice; where heads choose for themselves it has one for each KV head: entry
         `period * num_kv_heads + head`.
         """
-        latest = self._scheduler.call(lambda: dict(self._worker.residents.open(prefix).latest))
+        latest = self._scheduler.call(lambda: dict(self._worker.prefixes.known(prefix).latest))
         choices = [ids for period in sorted(latest) for ids in latest[period].swapaxes(0, 1)]
         return [np.unique(ids[ids >= 0]).astype(np.int64) for ids in choices]

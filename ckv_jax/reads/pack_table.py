@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckv_jax.reads.source import Source
+from ckv_jax.prefix.open_prefix import Source
 
 WAITING = -1
 """In place of a read's number: demanded, with no room yet."""
@@ -23,17 +23,16 @@ class PackTable:
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        views = [source.prefix for source in sources]
-        layout = views[0].prefix.layout
+        layout = sources[0].prefix.layout
         rows = layout.groups if sources[0].kind == "pack" else len(layout.probe_layers)
-        self._chunks = max([len(view.first_page) for view in views])
+        self._chunks = max([len(source.first_page) for source in sources])
         self._of_prefix = rows * self._chunks
-        self._first, self._stride = np.zeros((2, len(views) * self._chunks), np.int64)
-        for which, view in enumerate(views):
-            mine = slice(which * self._chunks, which * self._chunks + len(view.first_page))
-            self._first[mine] = view.first_page
-            self._stride[mine] = view.page_stride
-        size = len(views) * self._of_prefix
+        self._first, self._stride = np.zeros((2, len(sources) * self._chunks), np.int64)
+        for which, source in enumerate(sources):
+            mine = slice(which * self._chunks, which * self._chunks + len(source.first_page))
+            self._first[mine] = source.first_page
+            self._stride[mine] = source.page_stride
+        size = len(sources) * self._of_prefix
         self._device, self._host, self.read = np.zeros((3, size), np.int32)
         # of the first two: slots and 1 more; of the third: the number of the read that is to bring
         # a pack, from 1; `WAITING`; or 0

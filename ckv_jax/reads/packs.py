@@ -15,10 +15,10 @@ from jax import Array
 from ckv_jax.cache.tiers import PoolExhausted, counted
 from ckv_jax.memory.landing import Landing, Room
 from ckv_jax.memory.memory import Memory, job_packs
+from ckv_jax.prefix.open_prefix import Source
 from ckv_jax.reads.pack_table import WAITING, PackTable
 from ckv_jax.reads.prefetcher import Prefetcher
 from ckv_jax.reads.read_job import ReadJob, State
-from ckv_jax.reads.source import Source
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.trace import Trace
 
@@ -49,7 +49,7 @@ class Packs:
         self._landing = landing
         self._prefetcher = prefetcher
         self._trace = trace
-        self._layout = sources[0].prefix.prefix.layout
+        self._layout = sources[0].prefix.layout
         self._single = sources[0].kind != "pack" or self._layout.codec != PLAIN
         """Whether a read is of one layer group: others know how it is decoded, or what it is."""
         self._most = job_packs(self._layout)
@@ -286,8 +286,8 @@ class Packs:
         group = int(groups[0]) if (groups == groups[0]).all() else groups
         job = ReadJob(
             source.reader, group, chunks, room, demanded=demanded, sure=sure,
-            trace=self._trace, prefix=source.prefix.prefix.id, span=f"{source.kind}_read",
-            num_bytes=source.prefix.read_bytes(chunks),
+            trace=self._trace, prefix=source.prefix.id, span=f"{source.kind}_read",
+            num_bytes=source.read_bytes(chunks),
         )  # fmt: skip
         return job, codes
 
@@ -373,7 +373,7 @@ class Packs:
             if source.kind == "pack":
                 fresh = {(which, chunk) for chunk in chunks.tolist()} - self._recomputed
                 self._recomputed |= fresh
-                prefix = source.prefix.prefix
+                prefix = source.prefix
                 self._trace.count("recomputed_chunks", len(fresh), prefix=prefix.id)
             slots = self._slots(len(chunks))
             self._memory.write(packs, slots)

@@ -8,8 +8,8 @@ import pytest
 
 from ckv_jax.kernels_pallas.score.probe import Int4Keys, Int8Keys
 from ckv_jax.kernels_pallas.score.turned import turn
+from ckv_jax.prefix.open_prefixes import device_digest
 from ckv_jax.reads.digest import Digest
-from ckv_jax.reads.residents import device_digest
 from ckv_jax.storage.digest.data import DigestData
 
 T, D = 64, 16

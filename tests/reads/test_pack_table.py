@@ -15,12 +15,12 @@ from ckv_jax.reads.pack_table import WAITING, PackTable
 def table() -> PackTable:
     """Of one prefix with two layer groups of eight chunks."""
     layout = SimpleNamespace(groups=2, probe_layers=())
-    view = SimpleNamespace(
+    source: Any = SimpleNamespace(
+        kind="pack",
         prefix=SimpleNamespace(layout=layout),
         first_page=np.arange(8),
         page_stride=np.full(8, 8),
     )
-    source: Any = SimpleNamespace(prefix=view, kind="pack")
     return PackTable([source])
 
 
@@ -43,15 +43,15 @@ def test_reads_are_told_in_the_order_in_which_they_began(table: PackTable) -> No
 def two() -> PackTable:
     """Of two prefixes, of three chunks and of five, with two layer groups each."""
     layout = SimpleNamespace(groups=2, probe_layers=(0, 4, 8))
-    views = [
+    sources: Any = [
         SimpleNamespace(
+            kind="pack",
             prefix=SimpleNamespace(layout=layout),
             first_page=first + np.arange(count),
             page_stride=np.full(count, stride),
         )
         for first, count, stride in ((100, 3, 10), (500, 5, 50))
     ]
-    sources: Any = [SimpleNamespace(prefix=view, kind="pack") for view in views]
     return PackTable(sources)
 
 
@@ -80,10 +80,10 @@ def test_the_codes_of_a_group_are_a_range(two: PackTable) -> None:
 
 def test_a_probe_has_a_row_for_each_of_its_layers() -> None:
     layout = SimpleNamespace(groups=2, probe_layers=(0, 4, 8))
-    view = SimpleNamespace(
-        prefix=SimpleNamespace(layout=layout), first_page=np.arange(2), page_stride=np.full(2, 2)
-    )
-    source: Any = SimpleNamespace(prefix=view, kind="probe")
+    source: Any = SimpleNamespace(
+        kind="probe", prefix=SimpleNamespace(layout=layout), first_page=np.arange(2),
+        page_stride=np.full(2, 2),
+    )  # fmt: skip
     table = PackTable([source])
     assert table.pages(table.codes(0, 2, np.arange(2))).tolist() == [4, 5]
     assert table.device(table.codes(0, 2, np.arange(2))).tolist() == [-1, -1]

@@ -45,8 +45,8 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
     ) as engine:
         worker, chunks, call = engine._worker, np.arange(WORK), Call()
         after: Any = call
-        lease = worker.leases.open(prefix)
-        with worker.packs([lease.source], Trace()) as packs:
+        opened = worker.prefixes.use(prefix)
+        with worker.packs([opened], Trace()) as packs:
             packs.demand(0, 0, chunks)
             first = packs.collect(0, 0, chunks)
             before = worker.memory.pool.pages[first]
@@ -60,7 +60,7 @@ def test_slots_wait_for_the_calls_that_read_them(tmp_path: Path, ended: bool) ->
             second = packs.collect(0, 1, chunks)
             assert call.waited == (not ended)
             assert sorted(second) == sorted(first)
-        lease.close()
+        opened.close()
         assert worker.memory.free_slots == worker.memory.tiers.slots
 
 
@@ -71,16 +71,16 @@ def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> 
         prefixes = [engine.ingest(text) for text in texts]
         worker = engine._worker
         which, group, chunks = np.array([[0, 0, 1, 1, 1], [0, 1, 0, 1, 1], [2, 5, 2, 12, 3]])
-        leases = [worker.leases.open(prefix) for prefix in prefixes]
+        several = [worker.prefixes.use(prefix) for prefix in prefixes]
         stored = np.empty((len(which), *engine.layout.pack_shape), engine.layout.numpy_dtype)
         for at, (of, row) in enumerate(zip(which, group, strict=True)):
             assert (
-                leases[of]
-                .source.reader.read_packs(int(row), chunks[at : at + 1], stored[at : at + 1])
+                several[of]
+                .reader.read_packs(int(row), chunks[at : at + 1], stored[at : at + 1])
                 .all()
             )
         trace = Trace()
-        with worker.packs([lease.source for lease in leases], trace) as packs:
+        with worker.packs(several, trace) as packs:
             assert packs.demand(which, group, chunks) == len(which)
             slots = packs.collect(which, group, chunks)
             assert len(set(slots.tolist())) == len(which)
@@ -92,8 +92,8 @@ def test_one_demand_brings_packs_of_many_groups_and_prefixes(tmp_path: Path) -> 
             assert again[0] == again[2] and len(set(again.tolist())) == len(which) - 1
         reads = [span.args["packs"] for span in trace.spans if span.name == READ]
         assert sorted(reads) == [2, 3]  # one read for each prefix
-        for lease in leases:
-            lease.close()
+        for opened in several:
+            opened.close()
         assert worker.memory.free_slots == worker.memory.tiers.slots
         assert worker.memory.tiers.pinned_slots == 0
 
@@ -127,8 +127,8 @@ def test_what_is_read_again_for_nothing_is_unused(tmp_path: Path) -> None:
     """It was used once, kept, and has left memory since."""
     with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
         worker, chunks, trace = engine.worker, np.arange(2), Trace()
-        lease = worker.leases.open(engine.ingest(tokens(64)))
-        with worker.packs([lease.source], trace) as packs:
+        opened = worker.prefixes.use(engine.ingest(tokens(64)))
+        with worker.packs([opened], trace) as packs:
             packs.demand(0, 0, chunks)
             packs.collect(0, 0, chunks)
             packs.keep()
@@ -137,7 +137,7 @@ def test_what_is_read_again_for_nothing_is_unused(tmp_path: Path) -> None:
             for job, _ in list(packs._begun.values()):
                 worker.prefetcher.wait(job)
             packs.near_misses(0, 0, chunks[:0])
-        lease.close()
+        opened.close()
     assert trace.bytes["unused"] == 2 * engine.layout.stored_bytes
 
 
@@ -155,20 +155,20 @@ def test_a_read_whose_packs_find_no_slots_gives_its_room_back(tmp_path: Path, wa
     with small_engine(
         tmp_path, device_cache_bytes=0, host_cache_bytes=0, prefetch_device_bytes=work
     ) as engine:
-        lease, chunks = engine._worker.leases.open(prefix), np.arange(WORK)
+        opened, chunks = engine._worker.prefixes.use(prefix), np.arange(WORK)
         landing: Landing = host_blocks(engine, 4)
         rooms = [1] * 4  # packs
         if way == "in pool":  # whose host memory is for reads that slots are too few for
             rooms, size = [WORK], WORK * engine.layout.pack_bytes
             landing = landing_for(engine._worker.memory, engine.layout, host_bytes=size)
         for _ in range(5):
-            with engine._worker._packs([lease.source], landing, Trace()) as packs:
+            with engine._worker._packs([opened], landing, Trace()) as packs:
                 packs.demand(0, 0, chunks)
                 with pytest.raises(PoolExhausted):
                     packs.collect(0, 0, chunks)
         assert all(landing.take(n, demand=True) is not None for n in rooms)
         assert landing.take(7, demand=True) is None
-        lease.close()
+        opened.close()
         assert engine._worker.memory.free_slots == 8
 
 
@@ -177,9 +177,9 @@ def test_a_group_that_starts_over_takes_no_other_along(tmp_path: Path, waiting: 
     """What was demanded of both in one read, under way or with no room yet."""
     with small_engine(tmp_path, device_cache_bytes=0, host_cache_bytes=0) as engine:
         prefix = engine.ingest(tokens(16 * 4))
-        lease, chunks = engine._worker.leases.open(prefix), np.arange(4)
+        opened, chunks = engine._worker.prefixes.use(prefix), np.arange(4)
         landing = host_blocks(engine, 1)
-        with engine._worker._packs([lease.source], landing, Trace()) as packs:
+        with engine._worker._packs([opened], landing, Trace()) as packs:
             room = landing.take(1, demand=True) if waiting else None
             packs.demand(0, np.repeat([0, 1], 4), np.tile(chunks, 2))
             packs.start_over(0, 0)
@@ -191,7 +191,7 @@ def test_a_group_that_starts_over_takes_no_other_along(tmp_path: Path, waiting: 
             assert packs.demand(0, 0, chunks) == 4
             first = packs.collect(0, 0, chunks)
             stored = np.empty((8, *engine.layout.pack_shape), engine.layout.numpy_dtype)
-            ok = lease.source.reader.read_packs(np.repeat([0, 1], 4), np.tile(chunks, 2), stored)
+            ok = opened.reader.read_packs(np.repeat([0, 1], 4), np.tile(chunks, 2), stored)
             found = np.asarray(engine._worker.memory.pool.pages[np.concatenate([first, slots])])
             assert ok.all() and found.tobytes() == stored.tobytes()
-        lease.close()
+        opened.close()

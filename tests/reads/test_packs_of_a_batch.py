@@ -16,7 +16,6 @@ from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.memory.memory import Memory
 from ckv_jax.reads.packs import Packs
 from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.source import Source
 from ckv_jax.storage.layout import Layout
 from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Trace
@@ -58,13 +57,15 @@ class Place:
 
     def packs(self, kind: Any = "pack") -> Packs:
         self.trace = Trace()
-        view: Any = SimpleNamespace(
+        source: Any = SimpleNamespace(
+            kind=kind,
+            reader=self.reader,
+            recovered=Recomputed(),
             prefix=SimpleNamespace(layout=LAYOUT, id="some"),
             first_page=self.first + np.arange(CHUNKS),
             page_stride=np.full(CHUNKS, CHUNKS),
             read_bytes=lambda chunks: len(chunks) * PACK_BYTES,
         )
-        source = Source(view, self.reader, Recomputed(), kind)  # type: ignore[arg-type]
         landing = landing_for(self.memory, LAYOUT, host_bytes=0)
         return Packs([source], memory=self.memory, landing=landing, prefetcher=self.prefetcher,
                      trace=self.trace)  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ckv_jax.reads.probe_source import ProbeView, probe_source
-from ckv_jax.reads.source import Source
+from ckv_jax.prefix.open_prefix import ProbeSource, ProbeView
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.probe_pages import ProbePages
 from tests.support.truth import ingest, kv_of, some_tokens
@@ -36,7 +37,7 @@ class Recomputed:
 
 
 @pytest.fixture(params=LAYOUTS)
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Source]:
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProbeSource]:
     layout = LAYOUTS[request.param]
     with ChunkStore.open(tmp_path) as store:
         ingest(store, TOKENS[: 5 * 4], layout=layout)
@@ -44,13 +45,16 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Source]:
         first = 100 + np.arange(len(held))
         stride = np.where(held.span == 0, 10, 20)
         with store.reader(held.prefix) as reader:
-            yield probe_source(ProbeView(held, first, stride), reader, Recomputed(layout))
+            opened: Any = SimpleNamespace(
+                prefix=held.prefix, reader=reader, recovered=Recomputed(layout)
+            )
+            yield ProbeSource(opened, ProbeView(held, first, stride))
 
 
-def test_what_is_computed_again_is_what_was_stored(source: Source) -> None:
+def test_what_is_computed_again_is_what_was_stored(source: ProbeSource) -> None:
     """In every row, page by page and in any order, up to the last bit."""
-    view, layout = source.prefix, source.prefix.prefix.layout
-    assert isinstance(view, ProbeView) and source.kind == "probe"
+    view, layout = source.view, source.prefix.layout
+    assert source.kind == "probe"
     pages = np.random.default_rng(0).permutation(len(view.held))
     size = layout.probe_page_chunks * 4 * layout.probe_heads * layout.head_dim
     for group, layer in enumerate(layout.probe_layers):
@@ -68,13 +72,13 @@ def test_what_is_computed_again_is_what_was_stored(source: Source) -> None:
             assert not pack.reshape(-1)[count * keys[0].size :].astype(np.float32).any()
 
 
-def test_a_page_has_a_number_in_every_row_and_takes_its_tokens_bytes(source: Source) -> None:
-    view = source.prefix
-    assert isinstance(view, ProbeView) and view.prefix is view.held.prefix
-    every, layout = np.arange(len(view.held)), view.prefix.layout
-    wanted = [100 + page + 2 * (10 if view.held.span[page] == 0 else 20) for page in every]
-    assert view.pages(2, every).tolist() == wanted
-    assert view.pages(0, every[1:]).tolist() == (100 + every[1:]).tolist()
+def test_a_page_has_a_number_in_every_row_and_takes_its_tokens_bytes(source: ProbeSource) -> None:
+    view = source.view
+    every, layout = np.arange(len(view.held)), source.prefix.layout
+    assert source.first_page.tolist() == (100 + every).tolist()
+    assert source.page_stride.tolist() == [
+        10 if view.held.span[page] == 0 else 20 for page in every
+    ]
     token = layout.probe_heads * layout.head_dim * layout.disk_dtype.itemsize
-    assert view.read_bytes(every) == len(TOKENS) * token
-    assert view.read_bytes(every[:1]) == int(view.held.tokens[0]) * token
+    assert source.read_bytes(every) == len(TOKENS) * token
+    assert source.read_bytes(every[:1]) == int(view.held.tokens[0]) * token

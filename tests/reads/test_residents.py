@@ -11,7 +11,7 @@ from engine_support import SMALL, small_engine, tokens
 
 from ckv_jax import Engine, Prefix, Request
 from ckv_jax.kernels_pallas.score.probe import BoundKeys, Int4Keys, MeanKeys, TurnedKeys
-from ckv_jax.reads import residents
+from ckv_jax.prefix import open_prefixes
 from ckv_jax.reads.digest import Digest
 from ckv_jax.selection.select import Select
 from ckv_jax.stored_kv import read_kv
@@ -24,9 +24,9 @@ def test_every_probe_of_a_digest_is_of_its_own_layer(tmp_path: Path, score_layer
         prefix = engine.ingest(tokens(200))
         engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
         keys = read_kv(engine.store, prefix)[:, 0]
-        resident = engine._worker.residents.open(prefix)
-        assert resident.digest is not None
-        digest = resident.digest.probes
+        opened = engine._worker.prefixes.known(prefix)
+        assert opened.digest is not None
+        digest = opened.digest.probes
     assert tuple(digest) == prefix.layout.digest_layers
     assert len(digest) == {1: 3, 3: 8, 4: 10}[score_layers] and SMALL.num_layers == 10
     for layer, probe in digest.items():
@@ -46,11 +46,11 @@ def test_landmarks_are_of_every_chunk_of_their_layer(tmp_path: Path, kind: str) 
         (found,) = engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
         assert 0 < found.trace.attention_mass <= 1
         keys = read_kv(engine.store, prefix)[:, 0].astype(np.float32)
-        resident = engine._worker.residents.open(prefix)
-    assert resident.digest is not None and resident.digest_bytes > 0
-    for layer, probe in resident.digest.probes.items():
+        opened = engine._worker.prefixes.known(prefix)
+    assert opened.digest is not None and opened.digest_bytes > 0
+    for layer, probe in opened.digest.probes.items():
         chunks = [keys[layer, at : at + 16] for at in range(0, 200, 16)]
-        assert probe.shape[0] == resident.probe_chunks
+        assert probe.shape[0] == opened.probe_chunks
         if kind == "means":
             assert isinstance(probe, MeanKeys)
             wanted = np.stack([chunk.mean(0) for chunk in chunks])
@@ -71,19 +71,19 @@ def test_turned_keys_are_made_once_and_count_as_part_of_the_digest(tmp_path: Pat
         for seed in range(2):
             prefix = engine.ingest(tokens(200, seed))
             engine.reprefill([Request(prefix=prefix, suffix=tokens(5, 1), budget=0.2)])
-            held.append(engine._worker.residents.open(prefix))
-        residents = engine._worker.residents
+            held.append(engine._worker.prefixes.known(prefix))
+        prefixes = engine._worker.prefixes
         digest, other = held[1].digest, held[0].digest
         assert digest is not None and other is not None
         layer = next(iter(digest.probes))
         before = digest.nbytes
-        residents._budget = 2 * before  # as much as there is
-        (turned,) = residents.rough(held[1], digest, [layer])
+        prefixes._budget = 2 * before  # as much as there is
+        (turned,) = prefixes.rough(held[1], digest, [layer])
         assert isinstance(turned, TurnedKeys) and turned.shape == digest.probes[layer].shape
         assert digest.nbytes > before and held[0].digest is None  # the other one made way
         arrays = jax.tree.leaves([*digest.probes.values(), turned])
         assert digest.nbytes == sum(array.nbytes for array in arrays)
-        assert residents.rough(held[1], digest, [layer])[0] is turned
+        assert prefixes.rough(held[1], digest, [layer])[0] is turned
     assert Digest(digest.probes, turns=False).rough([layer]) == [digest.probes[layer]]
 
 
@@ -94,19 +94,19 @@ def ask(engine: Engine, prefix: Prefix) -> None:
 
 def test_the_digest_not_asked_for_longest_goes_first(tmp_path: Path) -> None:
     with small_engine(tmp_path, system="ckv") as engine:
-        texts, held = [engine.ingest(tokens(200, n)) for n in range(3)], engine.worker.residents
+        texts, held = [engine.ingest(tokens(200, n)) for n in range(3)], engine.worker.prefixes
         ask(engine, texts[0])
         held._budget = 2 * held.digest_bytes  # of three
         for which in (1, 0, 2):
             ask(engine, texts[which])
-        there = [held.open(text).digest is not None for text in texts]
+        there = [held.known(text).digest is not None for text in texts]
     assert there == [True, False, True]
 
 
 def test_a_forgotten_prefix_leaves_memory_and_keeps_its_worth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "MOST_RESIDENTS", 1)
+    monkeypatch.setattr(open_prefixes, "MOST_KNOWN", 1)
     with small_engine(tmp_path, system="ckv") as engine:
         first, second = (engine.ingest(tokens(200, n)) for n in range(2))
         ask(engine, first)
