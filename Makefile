@@ -1,5 +1,5 @@
 # Each target does all of its own set-up: an environment in .venv, then the thing itself.
-#   make demo        ask a question about a long stored text, at several budgets
+#   make demo        three questions about a stored document, with a small model that is fetched once
 #   make test        every test         (ARGS="-m 'not slow'" or ARGS=tests/test_engine.py narrows it)
 #   make lint        style and types
 #   make mutants     small wrong changes, and whether the tests notice (hours; goes on where it was stopped;
@@ -21,6 +21,8 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
   if "$$p" -c '$(USABLE)' >/dev/null 2>&1; then command -v "$$p"; break; fi; done)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+# Compiled now, where there is a C++ compiler, so that the first request need not wait for it.
+NATIVE := $(VENV)/bin/python -c 'from ckv_jax.kernels_pallas.native.library import native; native()'
 TORCH := torch==2.13.0
 
 .PHONY: demo test lint types mutants aot bench docs clean
@@ -70,11 +72,13 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax and what it needs into $(VENV) (minutes, the first time)"
 	@$(PIP) install -qq -e .
+	-@$(NATIVE)
 	@touch $@
 
 $(VENV)/.tested: pyproject.toml | $(VENV)/bin/python
 	@echo "installing ckv-jax with its test tools into $(VENV) (minutes, the first time)"
 	@$(PIP) install -qq -e '.[test]' $(TORCH)
+	-@$(NATIVE)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.mutable: $(VENV)/.tested

@@ -42,7 +42,7 @@ from bench.common import SHAPES, Json, Setting, stamped
 from bench.disk import FILE_BYTES, Disk
 from bench.floor import record
 from bench.json_file import write_text
-from bench.kernels import calls, ceilings
+from bench.kernels import KERNELS, calls, ceilings
 from bench.lab import Lab
 from bench.measure import Compilations, measured
 from ckv_jax import Engine, SamplingParams
@@ -54,7 +54,6 @@ SYSTEMS = ("ckv", "contiguous-kv")
 REPLAYS = 9
 TOKENS = 32
 LOOPS = 200
-IMPLEMENTATION = {"gpu": "mosaic_gpu", "tpu": "tpu"}
 
 
 @contextmanager
@@ -95,23 +94,18 @@ def device(setting: Setting) -> Json:
 def numerics(setting: Setting) -> Json:
     """Each kernel against its reference: relative difference, time of a call in a row of calls."""
     rows = []
-    names = ["reference"]
-    if (backend := jax.default_backend()) in IMPLEMENTATION:
-        names.append(IMPLEMENTATION[backend])
+    ours = KERNELS[jax.default_backend()]
     shape = SHAPES[setting.model]
     cases = list(calls(shape, setting))
+    few = dataclasses.replace(setting, suffix_tokens=1, budgets=(0.05,))
     cases += [
-        dataclasses.replace(call, kernel=f"{call.kernel}, {label}")
-        for label, changed in (
-            ("one token", dataclasses.replace(setting, suffix_tokens=1, budgets=(0.05,))),
-            ("16 queries", dataclasses.replace(setting, suffix_tokens=16, budgets=(0.05,))),
-        )
-        for call in calls(shape, changed)
-        if call.kernel == "attend" or call.kernel.startswith("score int4")
+        dataclasses.replace(call, kernel="attend, one token")
+        for call in calls(shape, few)
+        if call.kernel == "attend"
     ]
     for call in cases:
         expected: Any = None
-        for name in names:
+        for name in (name for name in ("reference", ours) if name in call.has):
             row: Json = {"kernel": call.kernel, "budget": call.budget, "implementation": name}
             rows.append(row)
             start = time.perf_counter()

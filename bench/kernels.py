@@ -3,7 +3,8 @@
     python -m bench.kernels --json bench/results/kernels.json     # 7B, 14B, 32B; 5k and 32k tokens
     python -m bench.kernels --quick
 
-One layer's calls of one request with 32 suffix tokens. The ceilings are measured right before the
+One layer's calls of one request with 32 suffix tokens; scores of three layers' int4 digests by the
+last 4 and 16 of them too, as the preset `ckv` selects. The ceilings are measured right before the
 calls of each model and prefix: a copy of a large array (bytes read and written) and a large matmul
 that accumulates in float32. `share` is the time these would need for the bytes that a call must
 move, or for its multiplications where those take longer, over the time it took: 1 is the ceiling,
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +29,20 @@ import numpy as np
 
 from bench.common import SHAPES, Json, Setting, budget_share, finish, positive, result_file, table
 from bench.kept import Kept
+from ckv_jax.kernels_pallas.attend.api import IMPLEMENTATIONS as ATTEND
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.dispatch import Implementation
+from ckv_jax.kernels_pallas.gather.api import IMPLEMENTATIONS as GATHER
 from ckv_jax.kernels_pallas.gather.api import gather
-from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
+from ckv_jax.kernels_pallas.score.api import (
+    Int4Keys,
+    Int8Keys,
+    Keys,
+    PqKeys,
+    Probe,
+    implementations,
+    score,
+)
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.selection.base import choose
@@ -39,7 +50,10 @@ from ckv_jax.selection.base import choose
 CHUNK = 8
 """Tokens of a chunk of the preset `ckv`."""
 BUDGETS = (0.05, 0.10, 0.25, 0.50, 1.0)
-KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu"}
+KERNELS: dict[str, Implementation] = {"gpu": "mosaic_gpu", "tpu": "tpu", "cpu": "cpu"}
+DIGESTS, FEW = 2, (4, 16)
+"""Layers whose digests are scored together, and the last queries that do so: a token's in decode,
+and a suffix's (`ckv`)."""
 COLUMNS = (
     "models", "prefix_tokens", "kernel", "budget", "implementation", "ms", "gb_per_s",
     "gflop_per_s", "share", "speedup", "temporary_mb", "peak_mb", "note",
@@ -64,6 +78,8 @@ class Call:
 
     kernel: str
     budget: float | None
+    has: Container[str]
+    """Implementations."""
     run: Callable[..., Any]
     operands: tuple[Any, ...]
     size: float
@@ -94,7 +110,7 @@ def kernel_rows(setting: Setting) -> list[Json]:
     rows = []
     for call in calls(shape, setting):
         seconds: float | None = None
-        for name in names:
+        for name in (name for name in names if name in call.has):
             row: Json = {
                 "models": setting.model,
                 "prefix_tokens": setting.prefix_tokens,
@@ -150,6 +166,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         yield Call(
             kernel="gather",
             budget=budget,
+            has=GATHER,
             run=lambda name, *a: gather(*a, target=target, implementation=name),
             operands=(pool, ids),
             size=2 * page_bytes,
@@ -159,6 +176,7 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         yield Call(
             kernel="attend",
             budget=budget,
+            has=ATTEND,
             run=lambda name, *a: attend(*a, target=target, implementation=name),
             operands=(q, pages, 2 * ids, 2 * ids + 1, full, new, new, zero),
             size=page_bytes + 2 * q.nbytes + 2 * new.nbytes,
@@ -169,24 +187,31 @@ def calls(shape: ModelConfig, setting: Setting) -> Iterator[Call]:
         yield Call(
             kernel=f"score {kind}",
             budget=None,
+            has=implementations(probe),
             run=_score,
             operands=(q, probe, count, lengths),
             size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
             flop=2 * queries * heads * dim * tokens,
         )
-        if kind == "int4":  # as the preset `ckv` scores
-            yield Call(
-                kernel="score int4 peaks",
-                budget=None,
-                run=partial(_score, peaks=True),
-                operands=(q, probe, count, lengths),
-                size=q.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(probe)),
-                flop=2 * queries * heads * dim * tokens,
-            )
+    digests = [dict(_probes(rng, random(tokens, kv_heads, dim)))["int4"] for _ in range(DIGESTS)]
+    for few in FEW:
+        last, of_few = q[:, -few:], jnp.full(1, min(few, queries), jnp.int32)
+        yield Call(
+            kernel=f"score {DIGESTS} int4 peaks by {few}",
+            budget=None,
+            has=implementations(digests[0]),
+            run=lambda name, q, probes, *a: sum(
+                _score(name, q, probe, *a, peaks=True) for probe in probes
+            ),
+            operands=(last, digests, count, of_few),
+            size=last.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(digests)),
+            flop=2 * DIGESTS * last.shape[1] * heads * dim * tokens,
+        )
     scores, best = jnp.asarray(rng.random((1, chunks)), jnp.float32), max(1, chunks // 4)
     yield Call(
         kernel="select",
         budget=0.25,
+        has=("reference",),
         run=lambda name, s, n: choose(s, best, jnp.full((1,), best, jnp.int32), count=n).ids,
         operands=(scores, jnp.int32(chunks)),
         size=scores.nbytes,

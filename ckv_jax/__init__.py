@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckv_jax.answer import Answer
     from ckv_jax.config import EngineConfig, SystemConfig
     from ckv_jax.engine import Engine
     from ckv_jax.errors import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ckv_jax.trace import Trace
 
 _HOME = {
+    "Answer": "answer",
     "AsyncTokenStream": "serving.async_streams",
     "Blend": "parts.blend",
     "Cancelled": "errors",
@@ -73,6 +75,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Answer",
     "AsyncTokenStream",
     "Blend",
     "Cancelled",

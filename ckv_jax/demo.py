@@ -122,7 +122,7 @@ class Demo:
         """
         config = EngineConfig(system=system, device_cache_bytes=0, host_cache_bytes=0)
         with Engine.from_pretrained(self.checkpoint, store=store, config=config) as engine:
-            prefix = engine.ingest(self.text, progress=ingesting)
+            prefix = engine.ingest(self.text, raw=True, progress=ingesting)
             total = len(budgets) * (1 + len(self.questions) * self.runs)
             total += 1 + min(self.compared, len(self.questions))
             total += 2 * len(self.questions[:SHOWN])

@@ -6,13 +6,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
+from ckv_jax.answer import Answer, room
 from ckv_jax.cache.widths import Widths
+from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
+from ckv_jax.errors import ContextOverflow
+from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress
-from ckv_jax.model.sampling import SamplingParams
+from ckv_jax.model.sampling import MOST_LOGPROBS, Logprobs, SamplingParams
 from ckv_jax.opened import OpenEngine
 from ckv_jax.request import Generation, Request, Result, TokenEvent
 from ckv_jax.serving.async_streams import AsyncTokenStream, outcomes, results_async, submitted
@@ -23,6 +28,7 @@ from ckv_jax.serving.streams import Item, Submit, TokenStream, results
 from ckv_jax.serving.warmup import warm
 from ckv_jax.serving.ways import Way, sampled, several
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 from ckv_jax.validate import check_whole
 
 Tokens = np.ndarray  # int32 [n]
@@ -52,17 +58,26 @@ class Engine(OpenEngine):
         """
         return self._placement.encode(text, begins=begins)
 
-    def chat(self, messages: str | Several[dict[str, str]]) -> str:
-        """Messages as text for the model to go on from, by the tokenizer's own template.
+    def chat(self, messages: str | Several[dict[str, Any]], **template_values: Any) -> Tokens:
+        """Token ids int32 [n] of messages, by the tokenizer's own chat template.
 
-        A string is one message of the user's. Raises `ValueError` for messages that the template
-        refuses, `CheckpointError` if there is no template.
+        A string is one message of the user's. `template_values` are variables of the template, such
+        as `enable_thinking`; with `add_generation_prompt=False` no answer begins. Names of control
+        tokens within messages are text. Raises `ValueError` for messages that the template refuses,
+        `CheckpointError` if there is no template.
         """
-        if self.tokenizer is None:
-            raise ValueError("got messages, expected token ids: this engine has no tokenizer")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        return self.tokenizer.apply_chat(messages)
+        return self._questions.chat(messages, **template_values)
+
+    def question(self, prefix: Prefix, question: str) -> Tokens:
+        """Token ids int32 [n] of a question after a stored document, up to where its answer begins.
+
+        As the document's chat template has it; after bare text, the question as it is.
+        """
+        return self._questions.tokens(prefix, question)
+
+    def is_document(self, prefix: Prefix) -> bool:
+        """Whether a prefix is a document in the chat template, which questions continue."""
+        return self._questions.around(prefix) != ("", "")
 
     def check_prefix(self, prefix: Prefix) -> None:
         """Refuses a prefix of another model, tenant or layout; the error says what differs."""
@@ -70,24 +85,59 @@ class Engine(OpenEngine):
 
     def ingest(
         self,
-        text: TextOrIds,
+        document: TextOrIds,
         *,
+        raw: bool = False,
+        turn: str | None = None,
+        instructions: str = "",
         progress: Progress | None = None,
         grouping: Progress | None = None,
         salt: str | None = None,
     ) -> Prefix:
-        """Computes and stores the KV of a text, or of what of it is not stored yet.
+        """Computes and stores the KV of a document, or of what of it is not stored yet.
 
-        A block at a time between the tokens of others; `progress` is called in this thread.
-        `grouping`: where chunks are of alike tokens, told at the end of runs that are grouped, in
-        another thread. `salt`: whose prefix it is; None: the engine's.
+        Where the tokenizer has a chat template, a text is stored as the template renders it, up to
+        the document's end; `ask` and `question` continue it. Token ids are stored as they are.
+
+        Args:
+            document: text, or token ids.
+            raw: store bare text, without the template; names of control tokens are such tokens.
+            turn: "system" or "user", the turn that the document stands in; None: the system turn,
+                or the user's where the template takes no document in a system turn.
+            instructions: text of the system turn, before a document that stands there.
+            progress: called in this thread, block by block between the tokens of others.
+            grouping: called in another thread at the end of runs that are grouped, where chunks are
+                of alike tokens.
+            salt: the tenant's; None: the engine's.
         """
-        tokens = self.encode(text, begins=True)
+        if not isinstance(document, str) or raw:
+            if turn is not None or instructions:
+                raise ValueError("got turn or instructions for bare text, expected neither")
+            placed, tokens = None, self.encode(document, begins=True)
+        else:
+            placed = self._questions.document(document, turn=turn, instructions=instructions)
+            tokens = self.encode(document, begins=True) if placed is None else placed.tokens
         if not len(tokens):
             raise ValueError("got an empty text, expected at least one token")
-        self._placement.check_context(len(tokens), 0)
+        if len(tokens) > (limit := self.model_config.max_position_embeddings):
+            raise ContextOverflow(
+                f"got a text of {len(tokens)} tokens, expected at most {limit}, the model's context"
+            )
         salt = self.config.salt if salt is None else salt
-        return self._ingest.store(tokens, progress, grouping, salt=salt)
+        prefix = self._ingest.store(tokens, progress, grouping, salt=salt)
+        if placed is not None:
+            self._questions.note(prefix, placed)
+        return prefix
+
+    def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
+        """The passages of the prefix that an answer attended to most, at most so many.
+
+        Found by at most five short re-prefills over the same prefix. Empty over several documents,
+        and with systems that score no chunks. Attention is evidence of reading, not proof. Raises
+        what is wrong with the generation.
+        """
+        check_whole("most", most, least=0)
+        return self._citations.of(generation, most, self.reprefill)
 
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
@@ -102,6 +152,58 @@ class Engine(OpenEngine):
         return self._ingest.append(generation.completion(), exact=exact)
 
     # -- requests ---------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        prefix: Prefix | str,
+        question: str,
+        *,
+        budget: float | str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Answer:
+        """The answer to a question about a stored document.
+
+        Args:
+            prefix: a handle from `ingest`, an id or the start of one, or a name.
+            question: text.
+            budget: see `Request.budget`; None: the engine's. "fidelity:0.95": the smallest one
+                whose first token is full attention's with that probability, see `calibrate`;
+                "auto": "fidelity:0.98".
+            sampling: None: the likeliest tokens, up to the answer's end, at most 256.
+
+        Raises what is wrong with the request.
+        """
+        if isinstance(prefix, str):
+            prefix = find_prefix(self.store, prefix, salt=self.config.salt)
+        suffix = self.question(prefix, question)
+        if sampling is None:
+            limit = self.model_config.max_position_embeddings
+            sampling = SamplingParams(max_tokens=room(prefix.num_tokens, len(suffix), limit))
+        if (wanted := fidelity_of(budget)) is not None:
+            budget = budget_for(self, prefix, suffix.tolist(), wanted)
+        request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
+        (generation,) = self.generate(request, sampling).results()
+        return Answer.of(generation, lambda: self.citations(generation))
+
+    def calibrate(
+        self,
+        prefixes: Prefix | Several[Prefix],
+        *,
+        questions: int | Several[str] = 200,
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
+
+        Args:
+            prefixes: stored texts to ask about; several depend less on what one of them is like.
+            questions: how many passages of them to begin again; or questions of your own, for whose
+                kind the probability then holds.
+            progress: called with how many requests are done, and all of them.
+
+        Raises `ValueError` for a prefix of fewer than 512 tokens.
+        """
+        some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
+        return calibrate(self, some, questions=questions, progress=progress)
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""
@@ -198,6 +300,21 @@ class Engine(OpenEngine):
             return self._submit(asked, ways, listener)
 
         return AsyncTokenStream(submit)
+
+    def score(self, text: TextOrIds, *, top: int = 0) -> Future[list[Logprobs]]:
+        """How likely each token of a text is after those before it, by a dense prefill.
+
+        Returns at once; cancelling the future ends the computation. The result is a `Logprobs` for
+        every token but the first, each with the `top` likeliest. Nothing comes from the store.
+        """
+        tokens = self.encode(text, begins=True)
+        if not len(tokens):
+            raise ValueError("got an empty text, expected at least one token")
+        check_whole("top", top, least=0, most=MOST_LOGPROBS)
+        self._placement.check_context(len(tokens), 0)
+        job = self._scheduler.add(self._worker.score_job(tokens, top))
+        job.future.add_done_callback(lambda future: job.cancel() if future.cancelled() else None)
+        return job.future
 
     def recompute(self, request: Request) -> Result:
         """The same request with nothing from the store: a dense prefill of all its tokens.

@@ -10,6 +10,7 @@ from typing import Self
 from jax import Array
 
 from ckv_jax import compilation_cache
+from ckv_jax.citations import Citations
 from ckv_jax.config import EngineConfig
 from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.identity import model_fingerprint
@@ -22,6 +23,7 @@ from ckv_jax.model.shardings import Shardings
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from ckv_jax.pipeline.layers import Layers
+from ckv_jax.questions import Questions
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prompts import Prompts
@@ -67,6 +69,9 @@ class OpenEngine:
                 f"got tensor_parallel={config.tensor_parallel}, expected "
                 f"{layers.shardings.size}, the devices that the model is split over"
             )
+        if (config.weights == "int8") != layers.int8:
+            has = "int8" if layers.int8 else None
+            raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
         check_split(self.system, config.tensor_parallel)
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
@@ -93,6 +98,8 @@ class OpenEngine:
             layout=self.layout, codec=self.system.coder,
         )  # fmt: skip
         self._prompts = Prompts(self._ingest, self._scheduler)
+        self._questions = Questions(tokenizer, store)
+        self._citations = Citations(tokenizer, self._questions.tokens)
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()
@@ -123,9 +130,13 @@ class OpenEngine:
         check_split(system, config.tensor_parallel)
         shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
-        model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
+        model = load_pretrained(
+            path, dtype=config.dtype, weights=config.weights, shardings=shardings
+        )
         tokenizer = load_tokenizer(path)
-        fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
+        fingerprint = model_fingerprint(
+            path, model.config, dtype=config.dtype, weights=config.weights
+        )
         opened = ChunkStore.open(store, config=store_config)
         try:
             return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)

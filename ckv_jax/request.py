@@ -27,16 +27,16 @@ class Request:
     """One suffix over one prefix, or over several put one after the other."""
 
     prefix: Prefix | str | Sequence[int] | None = None
-    """A handle from `Engine.ingest`, its id, or token ids of which as much is used as is stored;
-    None: there are `parts`."""
+    """A handle from `Engine.ingest`, its id or name, or token ids of which as much is used as is
+    stored; None: there are `parts`."""
     parts: Sequence[Prefix | str] | None = None
-    """In place of a prefix: stored prefixes, each a handle or an id, in the order in which their
-    texts are to be read. Their keys are moved to their places, and `blend` says how much is
+    """In place of a prefix: stored prefixes, each a handle, an id or a name, in the order in which
+    their texts are to be read. Their keys are moved to their places, and `blend` says how much is
     computed again. Nothing of it is stored."""
     blend: Blend = _BLEND
     """What of the `parts` is computed again."""
-    suffix: str | Sequence[int]
-    """Text, or token ids."""
+    suffix: str | Sequence[int] | np.ndarray
+    """Text, or token ids, such as those of `Engine.question`."""
     budget: float | str | None = None
     """Share of the prefix in (0, 1]; or "mass:0.95": in every period as many chunks as hold that
     share of the attention of the queries that select, "mass:0.95:0.02-0.5": between two and fifty
@@ -45,6 +45,8 @@ class Request:
     """A name of the caller's, unique within one call, given back in the result."""
     deadline_s: float | None = None
     """Seconds from submission after which nobody waits for the answer any more."""
+    attention: bool = False
+    """Whether a `Result` has the attention that each chunk of the prefix got."""
     salt: str | None = None
     """The tenant who asks, whose prefixes alone exist for it; None: the engine's."""
 
@@ -91,6 +93,8 @@ class FirstAnswer:
     logits: np.ndarray
     codec: str = PLAIN
     """See `Result.codec`."""
+    attention: np.ndarray | None = None
+    """See `Result.attention`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,13 @@ class Result:
         exact up to that. "none": to the last bit."""
         return self._answer().codec
 
+    @property
+    def attention(self) -> np.ndarray | None:
+        """float32 [M]: the share of the attention of the queries that select which each chunk of
+        the prefix got, the mean over selections. None where `Request.attention` did not ask for it,
+        nothing is stored, or the system scores no chunks."""
+        return self._answer().attention
+
     def __str__(self) -> str:
         """One line for people: the token and what it took, or what was wrong."""
         if self.error is not None:
@@ -172,6 +183,12 @@ class Completion:
     """One for each token, if `SamplingParams.logprobs` asked for them."""
     parts: tuple[Prefix, ...] = ()
     """Those of the request, in place of a prefix, which is empty then."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [T]: of the prefix, or the parts, of the suffix and of the generation."""
+        before = [part.tokens for part in self.parts or (self.prefix,)]
+        return np.concatenate([*before, self.suffix, self.token_ids]).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

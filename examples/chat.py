@@ -2,9 +2,10 @@
 
     python examples/chat.py --store /tmp/kv --text handbook.txt
 
-Each turn is appended to the stored prefix, so that the next one computes its own tokens only. With
-a budget below 1 a turn is computed a second time for that, so that what is stored is exact. Ends
-with end-of-file (Ctrl-D).
+The messages so far are rendered by the model's own chat template; what of them is stored is read
+back, and each turn is stored, so that the next one computes its own tokens only. With a budget
+below 1 a turn is computed a second time for that, so that what is stored is exact. Ends with
+end-of-file (Ctrl-D).
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from pathlib import Path
 
 from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.demo import NOISE, demo_checkpoint
-
-TURN = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def main() -> None:
@@ -38,15 +37,19 @@ def main() -> None:
     checkpoint = args.checkpoint or demo_checkpoint()
     config = EngineConfig(budget=args.budget)
     with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:
-        history = engine.ingest(f"<|im_start|>system\n{text}<|im_end|>\n")
+        engine.ingest(text, turn="system")
+        messages = [{"role": "system", "content": text.strip()}]
         for line in prompt():
-            request = Request(prefix=history, suffix=TURN.format(question=line))
+            messages.append({"role": "user", "content": line})
+            tokens = engine.chat(messages).tolist()
+            request = Request(prefix=tokens[:-1], suffix=tokens[-1:])
             stream = engine.generate(request, sampling, keep_kv=True)
             for event in stream:
                 print(event.text, end="", flush=True)
             (generation,) = stream.results()
-            history = engine.append(generation)
-            print(f"\n[{generation.trace.ttft_ms:.0f} ms, {history.num_tokens} tokens stored]")
+            messages.append({"role": "assistant", "content": generation.text})
+            stored = engine.append(generation).num_tokens
+            print(f"\n[{generation.trace.ttft_ms:.0f} ms, {stored} tokens stored]")
 
 
 def prompt() -> Iterator[str]:

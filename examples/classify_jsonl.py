@@ -42,7 +42,8 @@ def main() -> None:
         first = {label: int(engine.encode(f" {label}")[0]) for label in labels}
         if len(set(first.values())) < len(labels):
             sys.exit("two labels begin with the same token; rename one")
-        prefix = engine.ingest("".join(block(e["text"]) + f" {e['label']}\n" for e in examples))
+        shots = "".join(block(e["text"]) + f" {e['label']}\n" for e in examples)
+        prefix = engine.ingest(shots, raw=True)
         requests = [Request(prefix=prefix, suffix=block(item["text"])) for item in texts]
         for item, result in zip(texts, engine.reprefill(requests), strict=True):
             label = max(labels, key=lambda name: result.logits[first[name]])

@@ -4,18 +4,17 @@
 
 The model reads each file once and its KV stays in the store; a second question, today or in a
 month, loads the tenth of each file that matters for it. Answers come sorted by how sure the model
-is of its first token.
+is of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
-import numpy as np
-
-from ckv_jax import Engine, EngineConfig, Request, Result
+from ckv_jax import Engine, EngineConfig, Generation, Request, SamplingParams
 from ckv_jax.demo import NOISE, demo_checkpoint
 
 
@@ -28,6 +27,7 @@ def main() -> None:
         "--checkpoint", type=Path, help="a model's folder; without it the answers are noise"
     )
     parser.add_argument("--budget", type=float, default=0.10)
+    parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
     files = sorted(path for path in args.folder.rglob("*") if path.suffix in (".md", ".txt"))
@@ -40,17 +40,19 @@ def main() -> None:
     with Engine.from_pretrained(checkpoint, store=args.store, config=config) as engine:
         prefixes = [engine.ingest(path.read_text(encoding="utf-8")) for path in files]
         requests = [
-            Request(prefix=prefix, suffix=f"\n\nQuestion: {args.question}\nAnswer:", id=str(path))
+            Request(prefix=prefix, suffix=engine.question(prefix, args.question), id=str(path))
             for prefix, path in zip(prefixes, files, strict=True)
         ]
-        for result in sorted(engine.reprefill(requests), key=confidence, reverse=True):
-            print(f"{confidence(result):6.1%}  {result.request.id}: {result.text!r}")
+        sampling = SamplingParams(max_tokens=args.max_tokens, logprobs=0)
+        answers = engine.generate(requests, sampling).results()
+        for answer in sorted(answers, key=confidence, reverse=True):
+            print(f"{confidence(answer):6.1%}  {answer.request.id}: {answer.text.strip()}")
 
 
-def confidence(result: Result) -> float:
-    """The probability that the model gives its first token."""
-    shifted = np.exp(result.logits.astype(np.float64) - result.logits.max())
-    return float(shifted.max() / shifted.sum())
+def confidence(answer: Generation) -> float:
+    """The probability that the model gives the answer's tokens, as their geometric mean."""
+    tokens = answer.completion().logprobs
+    return math.exp(sum(one.token for one in tokens) / len(tokens)) if tokens else 0.0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from ckv_jax.kernels_pallas.target import Target
 
 __all__ = ["Choice", "Implementation", "Kernel", "choices", "dispatch"]
 
-Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu"]
+Implementation = Literal["auto", "reference", "mosaic_gpu", "tpu", "cpu"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def dispatch(
     """Calls one of the implementations of kernel `name`, in the order in which "auto" tries them.
 
     "auto" passes over an implementation that raises NotImplementedError for these shapes on this
-    target: what runs in its place, and why, is logged as a warning and noted for `choices`.
+    target: what runs in its place, and why, is logged as a warning once in a process, and noted
+    for `choices`.
 
     Raises:
       ValueError: no such implementation.
@@ -97,8 +99,13 @@ def dispatch(
             refused.append(f"{key} does not: {error}")
             continue
         if refused:
-            _log.warning("%s runs %s; %s", key, name, "; ".join(refused))
+            _warn_once(f"{key} runs {name}; {'; '.join(refused)}")
         if (made := _made.get()) is not None:
             made.append(Choice(name, key, tuple(refused)))
         return out
     raise NotImplementedError("; ".join(refused))
+
+
+@cache
+def _warn_once(line: str) -> None:
+    _log.warning("%s", line)

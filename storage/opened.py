@@ -37,6 +37,8 @@ class OpenStore:
         self._segments = OpenSegments(place, self.index.manifest, self._counts.add)
         self._proof = Proof(self.index.report, place.patience)
         self.bounds = Bounds(self.files, self.index, config, self._counts)
+        if not readonly:
+            self._counts.add("swept", self.bounds.sweep())
 
     @classmethod
     def open(
@@ -76,6 +78,11 @@ class OpenStore:
             patience.close()
             raise
         return made[0]
+
+    @property
+    def reads_past_cache(self) -> bool:
+        """Whether reads go past the page cache, so that they come from the disk."""
+        return self._place.direct
 
     def stats(self) -> dict[str, int]:
         """Counters since `open`: hits, misses, bad_packs, gone, unread, quarantined, evicted, …"""

@@ -379,9 +379,24 @@ class ChunkStore(OpenStore):
 
         return self._run("noting a wish", work)
 
-    def wishes(self) -> dict[str, Wish]:
-        """What is wanted of prefixes, by id."""
-        return self._run("reading wishes", self.bounds.wishes)
+    def wishes(self, *, salt: str | None = None) -> dict[str, Wish]:
+        """What is wanted of prefixes, by id; None: of all tenants."""
+        whose = None if salt is None else tenant.mark(salt)
+        return self._run("reading wishes", lambda: self.bounds.wishes(whose))
+
+    def sizes(self, *, salt: str | None = None) -> dict[str, tuple[int, float]]:
+        """(bytes, time of last use in seconds since the epoch) of each segment, by id; None: of
+        all tenants."""
+        whose = None if salt is None else tenant.mark(salt)
+
+        def work() -> dict[str, tuple[int, float]]:
+            return {e.id: (e.bytes, e.used) for e in self.index.catalog.entries(whose)}
+
+        return self._run("adding up", work)
+
+    def wish_of(self, prefix: Prefix) -> Wish:
+        """What is wanted of one prefix."""
+        return self._run("reading a wish", lambda: self.bounds.wish_of(prefix.id))
 
     def evict_to(self, max_bytes: int) -> int:
         """Evict whole segments until at most `max_bytes` are used; returns the bytes freed."""

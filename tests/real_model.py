@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,16 @@ def smollm2_gguf() -> Path:
         return fetch()
     except CheckpointError as error:
         pytest.skip(f"the real model is not here: {error}")
+
+
+def smollm2_in_transformers(path: Path) -> Any:
+    """transformers' float32 model of the same file."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(path.parent),
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    ).eval()

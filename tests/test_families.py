@@ -129,11 +129,12 @@ def test_text_begins_and_ends_as_its_checkpoint_says(family: Path, tmp_path: Pat
     config, store = settings("ckv"), tmp_path / "kv"
     with Engine.from_pretrained(folder, store=store, config=config) as engine:
         begin = engine.encode("<s>", begins=True)[0]
-        prefix = engine.ingest("the cat sat on the mat, the dog sat")
+        prefix = engine.ingest("the cat sat on the mat, the dog sat", raw=True)
         assert [begin] == [token for token in prefix.tokens if token == begin] == [prefix.tokens[0]]
-        assert engine.ingest("<s>the cat sat on the mat, the dog sat") == prefix
+        assert engine.ingest("<s>the cat sat on the mat, the dog sat", raw=True) == prefix
         question = engine.chat("where?")
-        assert question.startswith("<s>")
+        assert question[0] == begin
+        question = question[1:]
         (answer,) = engine.generate(Request(prefix=prefix, suffix=question)).results()
         way = SamplingParams(temperature=0.8, top_k=50, max_tokens=12)
         (same,) = engine.generate(Request(prefix=prefix, suffix=question), way).results()

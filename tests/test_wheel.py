@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckv_jax.kernels_pallas.native.build import compiler, headers
+
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = """
 import sys
@@ -52,10 +54,13 @@ def test_the_wheel_installs_under_one_import_root(tmp_path: Path) -> None:
     ):
         expected = {
             f"ckv_jax/{inside}{file.relative_to(source / folder)}"
-            for file in (source / folder).rglob("*.py")
+            for pattern in ("*.py", "*.cc", "*.h")
+            for file in (source / folder).rglob(pattern)
         }
         assert expected <= set(names), expected - set(names)
     assert "ckv_jax/py.typed" in names
+    native = [name for name in names if name.endswith(".so")]
+    assert len(native) == (1 if compiler() and headers() else 0)
     assert "ckv_jax/data/handbook.txt" in names
     reference = ROOT / "ckv_jax" / "data" / "reference"
     assert {f"ckv_jax/data/reference/{file.name}" for file in reference.glob("*")} <= set(names)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from ckv_jax.cli import ask, batch, demo, ingest, model_tools, serve, store_tools
+from ckv_jax.cli import ask, batch, calibrate, chat, demo, ingest, model_tools, serve, store_tools
 from ckv_jax.cli.output import one_line
 from ckv_jax.errors import CkvError
 
@@ -46,15 +46,17 @@ app = typer.Typer(
         "Answer many questions about one long text without reading it again.\n\n"
         "[bold]ckv ingest[/bold] runs a model over a text once and keeps what the model "
         "made of it (its KV cache) on disk; [bold]ckv ask[/bold] then reads back only the share "
-        "that a question needs. New here? Start with [bold]ckv demo[/bold]: it needs no model, "
-        "no network and no GPU."
+        "that a question needs. New here? Start with [bold]ckv demo[/bold]: it fetches a "
+        "small model once and needs no GPU."
     ),
 )
 for _command in (
     demo.demo,
     ingest.ingest,
     ask.ask,
+    chat.chat,
     batch.batch,
+    calibrate.calibrate,
     serve.serve,
     model_tools.convert,
     store_tools.inspect,
@@ -68,24 +70,35 @@ for _command in (
     app.command(_command.__name__, help=_help)(_command)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
+def _print_version(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import version
 
-        typer.echo(f"ckv {version('ckv-jax')}")
-        raise typer.Exit
+    typer.echo(f"ckv {version('ckv-jax')}")
+    if context.params["verbose"]:
+        from ckv_jax.kernels_pallas.native.library import LEVELS, native
+
+        typer.echo(f"jax {version('jax')}, jaxlib {version('jaxlib')}")
+        found = native()
+        typer.echo(
+            f"native kernels of a CPU: {LEVELS[found.level]}, {found.path}"
+            if found.path
+            else f"native kernels of a CPU: none, JAX's own run ({found.refused})"
+        )
+    raise typer.Exit
 
 
 @app.callback()
 def _root(
+    verbose: Annotated[  # eager: known when the version is printed
+        bool, typer.Option("--verbose", "-v", is_eager=True, help="With --version: of what runs.")
+    ] = False,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, typer.Option("--version", callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    del version
+    del verbose, version
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,14 +28,20 @@ from ckv_jax.cli.options import (
 from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.cli.stores import (
     codec_name,
+    figures,
     find_prefix,
+    generates,
     kv_bytes,
+    low_coverage_message,
     open_store,
     recomputed_message,
+    show_citations,
     store_config,
 )
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from ckv_jax.engine import Engine
     from ckv_jax.request import Generation, Request, Result
     from ckv_jax.storage.prefix import Prefix
@@ -46,7 +54,11 @@ _MIB = 2**20
 def ask(
     checkpoint: Checkpoint,
     question: Annotated[
-        str, typer.Argument(metavar="QUESTION", help="What follows the stored text, as it is.")
+        str,
+        typer.Argument(
+            metavar="QUESTION",
+            help="What to ask about the document; after bare text, how the text goes on.",
+        ),
     ],
     store: Store,
     prefix: Annotated[
@@ -71,26 +83,31 @@ def ask(
     ] = None,
     system: System = "ckv",
     max_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--max-tokens",
             metavar="N",
             min=1,
-            help="Tokens to answer with, at most. Text, question and answer together have to fit "
-            "the model's context.",
+            help="Tokens to answer with, at most. Without it: 256, as far as the model's context "
+            "has room for them; 1 with a --system that gives first tokens only.",
         ),
-    ] = 1,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Put the question into the tokenizer's chat template."),
-    ] = False,
-    warm_up: Annotated[
+    ] = None,
+    timing: Annotated[
         bool,
         typer.Option(
-            "--warm-up/--no-warm-up",
-            help="Answer once before measuring, so that the times exclude compilation.",
+            "--timing",
+            help="Answer once before, so that compiling is in no time, then show where the time "
+            "to the first token went.",
         ),
-    ] = True,
+    ] = False,
+    sources: Annotated[
+        bool,
+        typer.Option(
+            "--sources",
+            help="Show the passages that the answer attended to most: evidence of what was read, "
+            "not proof.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -110,12 +127,12 @@ def ask(
     io_concurrency: IoConcurrency = 32,
     json: Json = False,
 ) -> None:
-    """Answer a question over stored texts, reading only the share that the budget allows.
+    """Answer a question about a stored document, reading only the share that the budget allows.
 
-    Prints the answer as it comes, then where the time to its first token went: programs compiled
-    and the digest of the keys in memory, as in a server that is running, and the KV on disk. With
-    --max-tokens the warm-up also leaves packs in memory; --no-warm-up shows the first time.
+    Prints the answer as it comes, up to its end, then a line of figures: the time to the first
+    token and of the whole command, how much of the document took part, and what was read.
     """
+    began = time.perf_counter()
     if not question.strip():
         raise ValueError("the question is empty")
     check_writable(trace)
@@ -128,30 +145,40 @@ def ask(
     )
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.answer import answer_json
+        from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.budget import Budget
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
+        from ckv_jax.fidelity import budget_for, fidelity_of
+        from ckv_jax.request import Generation
         from ckv_jax.systems import preset
 
         compilation_cache.enable()
-        share = EngineConfig().budget if budget is None else parse_budget(budget)
-        most = Budget.of(share).most
+        wanted = fidelity_of(budget)
+        share = EngineConfig().budget
+        if budget is not None and wanted is None:
+            share = parse_budget(budget)
+        most = Budget.of(share).most if wanted is None else 1.0
         with open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [find_prefix(opened, name, salt=salt) for name in names]
+        if wanted is not None and len(stored) > 1:
+            raise ValueError(f"got --budget {budget} for several texts, expected one text")
         if recompute is not None and len(stored) == 1:
             raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
-        several, size = max_tokens > 1, sum(map(kv_bytes, stored))
+        chosen = preset(system, codec=codec_name(stored[0]))
+        if max_tokens is None and not generates(chosen):
+            max_tokens = 1
+        several, size = max_tokens != 1, sum(map(kv_bytes, stored))
         config = EngineConfig(
-            system=preset(system, codec=codec_name(stored[0])),
+            system=chosen,
             dtype=dtype,
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,
-            # A first token asks for nothing twice; those after it do.
-            device_cache_bytes=round(2 * most * size) if several else 0,
-            host_cache_bytes=EngineConfig().host_cache_bytes if several else 0,
+            # A first token asks for nothing twice; those after it do, and larger budgets.
+            device_cache_bytes=round(2 * most * size) if several or wanted else 0,
+            host_cache_bytes=EngineConfig().host_cache_bytes if several or wanted else 0,
             prefetch_device_bytes=_MIB * 64 + round(1.1 * most * size),
         )
         engine = Engine.from_pretrained(
@@ -160,24 +187,27 @@ def ask(
     with engine:
         for one in stored:
             engine.check_prefix(one)
-        if chat:
-            question = engine.chat(question)
-        request = _request(stored, question, recompute)
-        if warm_up:
-            with terminal.status("compiling"):
+        request = _request(engine, stored, question, recompute)
+        if max_tokens is None:
+            tokens = sum(one.num_tokens for one in stored)
+            limit = engine.model_config.max_position_embeddings
+            max_tokens = room(tokens, len(request.suffix), limit)
+        with terminal.status("compiling or loading programs") as waiting:
+            if wanted is not None:
+                found = budget_for(engine, stored[0], engine.encode(request.suffix), wanted)
+                request = replace(request, budget=found)
+            if timing:
                 _answer(engine, request, min(2, max_tokens))
-        outcome = _answer(engine, request, max_tokens, None if json else terminal)
+            outcome = _answer(engine, request, max_tokens, None if json else terminal, waiting)
         answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
+        if sources and isinstance(outcome, Generation):
+            with terminal.status("looking for sources"):
+                answer["citations"] = citations_json(engine.citations(outcome))
         lost = recomputed_message(answer["recomputed_chunks"], engine, store)
+        direct = engine.store.reads_past_cache
         if verbose:
             answer["engine"] = engine.stats().to_json()
-    if not json:
-        terminal.out.print("\n")
-    if answer["compiled"]:
-        terminal.warn(
-            f"the time to the first token holds that of compiling or loading "
-            f"{number_of(answer['compiled'], 'program')}"
-        )
+    answer["whole_s"] = time.perf_counter() - began
     if answer["recomputed_chunks"]:
         terminal.warn(lost)
     if trace is not None:
@@ -186,68 +216,71 @@ def ask(
         write_perfetto(trace, [outcome.trace])
     if json:
         terminal.json(answer)
-    else:
+        return
+    terminal.out.print("\n")
+    show_citations(terminal, answer.get("citations", ()))
+    terminal.figures(figures(answer, direct=direct))
+    if answer["low_coverage"]:
+        terminal.warn(low_coverage_message(answer["attention_mass"], answer["budget"]))
+    if timing:
         outcome.trace.breakdown_bar(terminal.out)
         _show_reads(terminal, answer)
-        if answer.get("tokens_s"):
-            terminal.say(_speed(answer))
-        for name, value in answer.get("engine", {}).items():
-            terminal.say(f"{name.replace('_', ' '):<14} {value:,}")
+    for name, value in answer.get("engine", {}).items():
+        terminal.say(f"{name.replace('_', ' '):<14} {value:,}")
 
 
-def _request(stored: list[Prefix], question: str, recompute: float | None) -> Request:
-    """A request over one prefix, or over several put together."""
+def _request(
+    engine: Engine, stored: list[Prefix], question: str, recompute: float | None
+) -> Request:
+    """A request over one prefix, or over several: a question continues the first."""
     from ckv_jax.parts.blend import Blend
     from ckv_jax.request import Request
 
+    suffix = engine.question(stored[0], question).tolist()
     if len(stored) == 1:
-        return Request(prefix=stored[0], suffix=question)
+        return Request(prefix=stored[0], suffix=suffix)
     blend = Blend() if recompute is None else Blend(recompute=recompute)
-    return Request(parts=stored, suffix=question, blend=blend)
+    return Request(parts=stored, suffix=suffix, blend=blend)
 
 
 def _answer(
-    engine: Engine, request: Request, max_tokens: int, terminal: Terminal | None = None
+    engine: Engine,
+    request: Request,
+    max_tokens: int,
+    terminal: Terminal | None = None,
+    waiting: Status | None = None,
 ) -> Result | Generation:
     """The first token, or a generation; printed as it comes if there is a `terminal`."""
     from ckv_jax.model.sampling import SamplingParams
 
+    show = terminal.stream(waiting) if terminal is not None else _silent
     if max_tokens == 1:  # all that every system gives
         (result,) = engine.reprefill([request])
         result.raise_for_error()
-        if terminal is not None:
-            terminal.out.out(result.text, end="")
+        show(result.text)
         return result
     with engine.generate(request, SamplingParams(max_tokens=max_tokens)) as stream:
         for event in stream:
-            if terminal is not None:
-                terminal.out.out(event.text, end="")
+            show(event.text)
         (generation,) = stream.results()
     generation.raise_for_error()
     return generation
 
 
-def _speed(answer: dict[str, Any]) -> str:
-    """Tokens per second after the first, and which tier their packs were in."""
-    line = f"{answer['tokens_s']:.1f} tokens/s"
-    if decode := answer["decode"]:
-        line += (
-            f"; of the packs that a token selected {decode['device_hits']:.1%} were on the device, "
-            f"{decode['host_hits']:.1%} in host memory; {byte_size(round(decode['ssd_bytes']))} "
-            "per token came from SSD"
-        )
-    return line
+def _silent(text: str) -> None:
+    """Shows nothing."""
 
 
 def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:
-    chunks = answer["chunks"]
-    share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
-    host, device = (byte_size(answer["bytes"][tier]) for tier in ("host", "device"))
+    """What `--timing` says besides the breakdown."""
     unused = answer["ssd_bytes_unused"]
-    needed = byte_size(answer["bytes"]["ssd"] - unused)
-    terminal.say(
-        f"\nattended to {share:.1%} of {number_of(answer['prefix_tokens'], 'token')}, which hold "
-        f"{answer['attention_mass']:.1%} of the probe's attention"
+    host, device, needed = (
+        byte_size(count)
+        for count in (
+            answer["bytes"]["host"],
+            answer["bytes"]["device"],
+            answer["bytes"]["ssd"] - unused,
+        )
     )
     if "blended_tokens" in answer:
         terminal.say(
@@ -256,6 +289,11 @@ def _show_reads(terminal: Terminal, answer: dict[str, Any]) -> None:
             f"{answer['recomputed_tokens']:,} computed again"
         )
     terminal.say(
-        f"read from SSD: {needed} needed, {byte_size(unused)} ahead and not used; "
-        f"host {host}, device {device}"
+        f"until the first token: {needed} of the store needed, {byte_size(unused)} read ahead and "
+        f"not used; host {host}, device {device}"
     )
+    if decode := answer.get("decode"):
+        terminal.say(
+            f"of the packs that a later token selected {decode['device_hits']:.1%} were on the "
+            f"device, {decode['host_hits']:.1%} in host memory"
+        )

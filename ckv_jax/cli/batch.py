@@ -46,8 +46,8 @@ def batch(
         typer.Argument(
             metavar="REQUESTS.jsonl",
             help="One JSON object per line: question (text or token ids) and prefix, or a whole "
-            "prompt; optionally id, budget, max_tokens, temperature, top_p, top_k, seed, stop, "
-            "stop_token_ids.",
+            "prompt; optionally id, budget, max_tokens (256 after a document in the chat template, "
+            "else 1), temperature, top_p, top_k, seed, stop, stop_token_ids.",
         ),
     ],
     store: Store,
@@ -59,7 +59,9 @@ def batch(
     ],
     prefix: Annotated[
         str | None,
-        typer.Option("--prefix", metavar="ID", help="The stored text of lines that name none."),
+        typer.Option(
+            "--prefix", metavar="ID|NAME", help="The stored text of lines that name none."
+        ),
     ] = None,
     budget: Budget = None,
     system: System = "ckv",

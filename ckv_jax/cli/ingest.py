@@ -28,8 +28,9 @@ from ckv_jax.cli.options import (
     read_text,
 )
 from ckv_jax.cli.output import Terminal, byte_size, number_of
-from ckv_jax.cli.stores import find_prefix, store_config
+from ckv_jax.cli.stores import store_config
 from ckv_jax.storage.index.wishes import MOST_LETTERS, Wish, first_words
+from ckv_jax.storage.tools.names import find_prefix
 
 __all__ = ["ingest"]
 
@@ -40,8 +41,8 @@ def ingest(
         str,
         typer.Argument(
             metavar="TEXTFILE",
-            help="The text, UTF-8; - reads it from stdin. With question and answer it has to fit "
-            "the model's context, which `ckv inspect CHECKPOINT` shows.",
+            help="The document, UTF-8; - reads it from stdin. With question and answer it has to "
+            "fit the model's context, which `ckv inspect CHECKPOINT` shows.",
         ),
     ],
     store: Store,
@@ -81,13 +82,35 @@ def ingest(
             help="A name for it: `ckv ask --prefix NAME` finds it, `ckv inspect` shows it.",
         ),
     ] = "",
+    turn: Annotated[
+        str | None,
+        typer.Option(
+            "--turn",
+            metavar="system|user",
+            help="The turn of the chat template that the document stands in. Without it: the "
+            "system turn, or the user's where the template takes no document in a system turn.",
+        ),
+    ] = None,
+    instructions: Annotated[
+        str,
+        typer.Option(
+            "--instructions",
+            metavar="TEXT",
+            help="Text of the system turn, before a document that stands there.",
+        ),
+    ] = "",
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Store bare text, without the model's chat template."),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Run the model over a text once and keep its KV cache in the store.
+    """Run the model over a document once and keep its KV cache in the store.
 
-    Prints the id of the stored prefix, for `ckv ask --prefix`. Of a text that shares a prefix with
-    a stored one, only the rest is computed and stored. An interrupted ingest stores nothing; run it
-    again.
+    The document is stored where the model's chat template has it, if there is a template; `ckv ask`
+    continues it with a question. Prints the id of the stored prefix, for `ckv ask --prefix`. Of a
+    text that shares a prefix with a stored one, only the rest is computed and stored. An
+    interrupted ingest stores nothing; run it again.
     """
     terminal = Terminal(as_json=json)
     if system == "recompute":
@@ -135,13 +158,18 @@ def ingest(
         try:
             with terminal.progress() as bar:
                 prefix = engine.ingest(
-                    text, progress=bar("tokens"), grouping=bar("runs of tokens grouped")
+                    text,
+                    raw=raw,
+                    turn=turn,
+                    instructions=instructions,
+                    progress=bar("tokens"),
+                    grouping=bar("runs of tokens grouped"),
                 )
         except KeyboardInterrupt:
             terminal.warn("interrupted: nothing of this text was kept; run the command again")
             raise typer.Exit(130) from None
         seconds = time.perf_counter() - start
-        before = engine.store.wishes().get(prefix.id, Wish())
+        before = engine.store.wish_of(prefix)
         engine.store.set_wish(prefix.id, replace(before, **retention))
         try:
             unique = bool(name) and find_prefix(engine.store, name, salt=salt) == prefix

@@ -8,22 +8,23 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from ckv_jax.answer import answer_json
+from ckv_jax.answer import answer_json, room
 from ckv_jax.cli.output import json_line, one_line
-from ckv_jax.cli.stores import find_prefix
+from ckv_jax.cli.stores import generates
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError
 from ckv_jax.model.sampling import SamplingParams
 from ckv_jax.request import Generation, Request, Result
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 from ckv_jax.validate import check_text
 
 __all__ = [
@@ -61,6 +62,8 @@ class Job:
     question: str | tuple[int, ...]
     budget: float | str | None
     sampling: SamplingParams
+    bounded: bool = True
+    """Whether the line says how many tokens the answer may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,7 @@ def _job(values: Mapping[str, Any], *, line: int, digest: str, id: str, prefix: 
         question=_text(field, values.get(field)),
         budget=None if budget is None else check_budget(budget),
         sampling=_sampling(values),
+        bounded="max_tokens" in values,
     )
 
 
@@ -298,27 +302,28 @@ class Answerer:
 
     def answer(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any] | str]]:
         """Yields each job with its answer as JSON, or with its error."""
-        ready: list[tuple[Job, Request]] = []
+        ready: list[tuple[Job, Request, SamplingParams]] = []
         for job in jobs:
             try:
-                ready.append((job, self._request(job)))
+                ready.append((job, *self._request(job)))
             except (CkvError, ValueError) as error:
                 yield job, one_line(error)
         if not ready:
             return
         for decode in (False, True):
-            part = [(job, request) for job, request in ready if _needs_decode(job) == decode]
-            yield from zip([job for job, _ in part], self._outcomes(part, decode), strict=True)
+            part = [one for one in ready if _needs_decode(one[2]) == decode]
+            outcomes = self._outcomes([one[1:] for one in part], decode)
+            yield from zip([job for job, *_ in part], outcomes, strict=True)
 
     def _outcomes(
-        self, part: Sequence[tuple[Job, Request]], decode: bool
+        self, part: Sequence[tuple[Request, SamplingParams]], decode: bool
     ) -> Iterator[dict[str, Any] | str]:
         if not part:
             return
-        requests = [request for _, request in part]
+        requests = [request for request, _ in part]
         found: list[Result | Generation] = []
         if decode:
-            found += self._engine.generate(requests, [job.sampling for job, _ in part]).results()
+            found += self._engine.generate(requests, [sampling for _, sampling in part]).results()
         else:
             found += self._engine.reprefill(requests)
         for outcome, request in zip(found, requests, strict=True):
@@ -329,16 +334,22 @@ class Answerer:
             except (CkvError, ValueError) as error:
                 yield one_line(error)
 
-    def _request(self, job: Job) -> Request:
+    def _request(self, job: Job) -> tuple[Request, SamplingParams]:
         if job.prefix is None:
-            return self._prompt_request(job)
+            return self._prompt_request(job), job.sampling
+        engine, sampling = self._engine, job.sampling
         if job.prefix not in self._prefixes:
-            engine = self._engine
             prefix = find_prefix(engine.store, job.prefix, salt=engine.config.salt)
             self._prefixes[job.prefix] = prefix
-        return Request(
-            prefix=self._prefixes[job.prefix], suffix=job.question, budget=job.budget, id=job.id
-        )
+        prefix = self._prefixes[job.prefix]
+        suffix = job.question
+        if isinstance(suffix, str):
+            suffix = tuple(engine.question(prefix, suffix).tolist())
+            if not job.bounded and generates(engine.system) and engine.is_document(prefix):
+                limit = engine.model_config.max_position_embeddings
+                most = room(prefix.num_tokens, len(suffix), limit)
+                sampling = replace(sampling, max_tokens=most)
+        return Request(prefix=prefix, suffix=suffix, budget=job.budget, id=job.id), sampling
 
     def _prompt_request(self, job: Job) -> Request:
         """A whole prompt: its shared prefix is stored, the rest is computed."""
@@ -349,6 +360,6 @@ class Answerer:
         return Request(prefix=stored, suffix=rest.tolist(), budget=job.budget, id=job.id)
 
 
-def _needs_decode(job: Job) -> bool:
-    """Whether a job asks for more than the likeliest first token, all that baselines give."""
-    return job.sampling.max_tokens > 1 or job.sampling.temperature > 0
+def _needs_decode(sampling: SamplingParams) -> bool:
+    """Whether more than the likeliest first token is wanted, which is all that baselines give."""
+    return sampling.max_tokens > 1 or sampling.temperature > 0

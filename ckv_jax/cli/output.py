@@ -16,6 +16,7 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.status import Status
@@ -79,13 +80,40 @@ class Terminal:
         """
         (self.err if self.as_json else self.out).print(text, markup=False, soft_wrap=not wrap)
 
+    def figures(self, text: str) -> None:
+        """A dim line of figures under an answer."""
+        self.say(text) if self.as_json else self.out.print(text, style="dim", markup=False)
+
+    def stream(self, waiting: Status | None = None) -> Callable[[str], None]:
+        """Prints the pieces of an answer as they come, without white space before the first word.
+
+        `waiting`: a spinner that ends with the first word.
+        """
+        begun = False
+
+        def show(text: str) -> None:
+            nonlocal begun
+            text = text if begun else text.lstrip()
+            if not text:
+                return
+            if not begun and waiting is not None:
+                waiting.stop()
+            begun = True
+            self.out.out(text, end="")
+            self.out.file.flush()
+
+        return show
+
     def warn(self, text: str) -> None:
         """A warning: a line on stderr about a fault that does not end the command."""
         self.err.print(f"ckv: {text}", markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self) -> Iterator[Callable[[str], Reporter]]:
+    def progress(self, *, estimate: bool = True) -> Iterator[Callable[[str], Reporter]]:
         """Bars on stderr, gone when done; silent where stderr is not a terminal.
+
+        `estimate`: show the time left, else the time that has passed: steps that compile take a
+        hundred times as long as others, and no estimate holds.
 
         Yields `bar(label)`, which makes a reporter; its bar shows from its first report on.
         """
@@ -94,7 +122,7 @@ class Terminal:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn() if estimate else TimeElapsedColumn(),
         )
         with Progress(
             *columns, console=self.err, transient=True, disable=not self.err.is_terminal

@@ -79,6 +79,32 @@ def serve(
             "--max-requests", metavar="N", help="Answers under way at once; more get status 429."
         ),
     ] = 64,
+    chat_template_kwargs: Annotated[
+        str,
+        typer.Option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables of the chat template where a request gives none, such as "
+            '{"enable_thinking": false}.',
+        ),
+    ] = "{}",
+    cors_origin: Annotated[
+        list[str],
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Origin of a page that may read answers in a browser, or *; may be repeated.",
+        ),
+    ] = [],  # noqa: B006 - as typer takes it
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Name by which requests may come without --api-keys, beside addresses and this "
+            "machine's own; .NAME: all below it, too; may be repeated.",
+        ),
+    ] = [],  # noqa: B006
     warm_up: Annotated[
         int,
         typer.Option(
@@ -136,6 +162,7 @@ def serve(
     try:
         from ckv_jax.server.app import bind, create_app, run
         from ckv_jax.server.config import ServerConfig
+        from ckv_jax.server.messages import parse_template_kwargs
         from ckv_jax.server.observability import log_to_stderr
         from ckv_jax.server.tenants import Tenants
     except ImportError as error:
@@ -148,6 +175,9 @@ def serve(
         sparse_budget=parse_budget(sparse_budget),
         max_tokens=max_tokens,
         max_requests=max_requests,
+        chat_template_kwargs=parse_template_kwargs(chat_template_kwargs),
+        cors_origins=tuple(cors_origin),
+        allowed_hosts=tuple(allowed_host),
         warm_tokens=warm_up,
         store_tokens=store_tokens,
         guard_disk=guard_disk,

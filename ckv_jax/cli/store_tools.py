@@ -37,7 +37,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def inspect(
     store: Annotated[str, typer.Argument(metavar="STORE|MODEL", help="A store, or a checkpoint.")],
     prefix: Annotated[
-        str | None, typer.Argument(metavar="[PREFIX]", help="An id, or the start of one.")
+        str | None, typer.Argument(metavar="[PREFIX]", help="A name, an id, or the start of one.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -195,7 +195,9 @@ def prune(
 
 def pin(
     store: _StoreArgument,
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="An id, or the start of one.")],
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="A name, an id, or the start of one.")
+    ],
     unpin: Annotated[bool, typer.Option("--unpin", help="Allow eviction again.")] = False,
     json: Json = False,
 ) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ckv_jax.cli.options import parse_size
-from ckv_jax.cli.output import number_of
-from ckv_jax.storage.errors import PrefixNotFound
-from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.place.url import folder_of
+from ckv_jax.storage.tools import names
 
 if TYPE_CHECKING:
+    from ckv_jax.config import SystemConfig
     from ckv_jax.engine import Engine
     from ckv_jax.storage.config import StoreConfig
     from ckv_jax.storage.prefix import Prefix
@@ -20,11 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "codec_name",
+    "figures",
     "find_prefix",
+    "generates",
     "is_store",
     "kv_bytes",
+    "low_coverage_message",
     "open_store",
     "recomputed_message",
+    "show_citations",
     "store_config",
 ]
 
@@ -67,65 +70,19 @@ def store_config(
 
 
 def find_prefix(store: ChunkStore, name: str | None, *, salt: str) -> Prefix:
-    """The stored prefix with this name, or whose id starts with it; None: the only one stored.
+    """The stored prefix of a name or an id, see `storage.tools.names`; None: the only one stored.
 
-    A whole id comes before a name. Raises `PrefixNotFound` with similar ids or, if there are none,
-    with what is stored; `ValueError` for a name that several prefixes have.
+    Raises `PrefixNotFound` and, for a name of several prefixes, `ValueError`.
     """
-    from ckv_jax.storage.segment.manifest import is_id
-
-    if name is not None and is_id(name):
-        with contextlib.suppress(PrefixNotFound):
-            return store.prefix(name, salt=salt)  # without reading all names
-    known = store.wishes()
-    if name is None:
-        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
-        if not stored:
-            raise ValueError("the store holds no prefix; `ckv ingest` makes one")
-        if len(stored) > 1:
-            raise ValueError(
-                f"{len(stored)} prefixes are stored; say which with --prefix: "
-                f"{_listed(stored, known)}"
-            )
-        (name,) = stored
-    mine = [
-        id_
-        for id_, wish in known.items()
-        if name and wish.name == name and _belongs_to(store, id_, salt)
-    ]
-    if len(mine) > 1:
-        raise ValueError(
-            f"{len(mine)} prefixes are called {name!r}; say which by its id: "
-            f"{_listed(mine, known, called=False)}"
-        )
-    try:
-        return store.prefix(mine[0] if mine else name, salt=salt)
-    except PrefixNotFound as error:
-        stored = [prefix.id for prefix in store.prefixes(salt=salt)]
-        if error.several or error.close or not stored:
-            raise
-        raise PrefixNotFound(name, stored=_listed(stored, known)) from error
-
-
-def _belongs_to(store: ChunkStore, prefix_id: str, salt: str) -> bool:
-    try:
-        store.prefix(prefix_id, salt=salt)
-    except PrefixNotFound:
-        return False
-    return True
-
-
-def _listed(
-    ids: Sequence[str], known: Mapping[str, Wish], most: int = 5, *, called: bool = True
-) -> str:
-    """The first ids, each with its name (if `called`), its first words or its source."""
-    lines = []
-    for id_ in ids[:most]:
-        wish = known.get(id_, Wish())
-        begins = f"“{wish.begins}”" if wish.begins else wish.source
-        about = (called and wish.name) or begins
-        lines.append(f"{id_[:12]}{f' ({about})' if about else ''}")
-    return ", ".join(lines) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+    if name is not None:
+        return names.find_prefix(store, name, salt=salt)
+    stored = store.prefixes(salt=salt)
+    if not stored:
+        raise ValueError("the store holds no prefix; `ckv ingest` makes one")
+    if len(stored) > 1:
+        said = names.listed([prefix.id for prefix in stored], store.wishes())
+        raise ValueError(f"{len(stored)} prefixes are stored; say which with --prefix: {said}")
+    return stored[0]
 
 
 def codec_name(prefix: Prefix) -> str:
@@ -135,6 +92,43 @@ def codec_name(prefix: Prefix) -> str:
 
     codec_of(prefix.layout)
     return prefix.layout.codec.partition(":")[0]
+
+
+def generates(system: SystemConfig) -> bool:
+    """Whether a system goes on after the first token."""
+    return system.executor is None and system.selector != "none"
+
+
+def figures(answer: Mapping[str, Any], *, direct: bool) -> str:
+    """One line about an answer as JSON. `direct`: whether reads went past the page cache."""
+    chunks = answer["chunks"]
+    share = chunks["selected"] / chunks["total"] if chunks["total"] else 1.0
+    compiled = answer["compiled"]
+    read = answer["bytes"]["ssd"] + answer.get("decode_ssd_bytes", 0)
+    parts = [
+        f"first token {answer['ttft_ms'] / 1e3:.2f} s"
+        + (f" with {number_of(compiled, 'program')} compiled or loaded" if compiled else ""),
+        f"{answer['tokens_s']:.1f} tokens/s" if answer.get("tokens_s") else "",
+        f"{answer['whole_s']:.1f} s in all",
+        f"{share:.1%} of {number_of(answer['prefix_tokens'], 'token')} hold "
+        f"{answer['attention_mass']:.1%} of the attention",
+        f"{byte_size(read)} from {'SSD' if direct else 'the store'}",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def show_citations(terminal: Terminal, citations: Iterable[Mapping[str, Any]]) -> None:
+    """The passages under an answer, each with its share."""
+    for one in citations:
+        terminal.say(f"{one['share']:>4.0%}  “{one['text']}”")
+
+
+def low_coverage_message(covered: float, budget: float | str, *, option: str = "--budget") -> str:
+    """The warning under an answer that stands on little of the question's attention."""
+    more = f"with a larger {option}"
+    if isinstance(budget, float):
+        more = f"with {option} {min(1.0, 2 * budget):g}"
+    return f"the answer covers {covered:.0%} of the question's attention; ask {more} for more"
 
 
 def kv_bytes(prefix: Prefix) -> int:

@@ -2,7 +2,8 @@
 
 Twelve chapters were written for this package (`handbook.txt`); the night log of chapter 13 is
 put together from templates by a seeded generator, so that the text can be as long as a test
-needs and still holds facts that a question can ask about.
+needs and still holds facts that a question can ask about. `python -m ckv_jax.data.handbook` prints
+the chapters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from datetime import date, timedelta
 from importlib.resources import files
 
-__all__ = ["QUESTION", "handbook", "night_log"]
+__all__ = ["QUESTION", "chapters", "handbook", "night_log"]
 
 QUESTION = "Which plate hangs above the door of the console room?"
 
@@ -84,11 +85,19 @@ def night_log(nights: int, *, seed: int = 1974) -> str:
     return "\n\n".join(entries)
 
 
+def chapters() -> str:
+    """The twelve chapters: 2,400 words."""
+    return (files(__package__) / "handbook.txt").read_text(encoding="utf-8")
+
+
 def handbook(nights: int = 40) -> str:
-    """The whole text: twelve chapters (2,400 words) and a log of `nights` nights."""
-    chapters = (files(__package__) / "handbook.txt").read_text(encoding="utf-8")
+    """The whole text: the chapters and a log of `nights` nights."""
     intro = (
         "13. The night log\n\nThese are pages of the log as the keepers left them, "
         "with the five parts in their order."
     )
-    return f"{chapters.strip()}\n\n{intro}\n\n{night_log(nights)}\n"
+    return f"{chapters().strip()}\n\n{intro}\n\n{night_log(nights)}\n"
+
+
+if __name__ == "__main__":
+    print(chapters(), end="")

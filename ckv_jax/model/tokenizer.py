@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,85 @@ from ckv_jax.validate import check_text
 
 __all__ = ["Tokenizer", "load_tokenizer", "tokenizer_files"]
 
+_CUT = "\ufdd0\ufdd1"  # not characters, so that no text holds them
+
 _WHOLE = "tokenizer.json"
 _PARTS = ("vocab.json", "merges.txt")
+_NORMALIZERS = frozenset(("NFC", "Prepend"))
+_PRE_TOKENIZERS = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"))
+_NFC = 3  # bytes of a text for each of its composed form, at most: three letters of one syllable
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_REST = [byte for byte in range(256) if byte not in _PLAIN]
+_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + place): byte for place, byte in enumerate(_REST)
+}
+"""The letters that byte-level vocabularies write bytes as."""
+_WORD_END = re.compile("[A-Za-z0-9][ \u0120\u2581]")  # a space as byte-level and as SentencePiece
+_PIECE = 1 << 18
+_SURE = 2
 _EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
            "chat_template.jinja")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBounds:
+    """What one id of a tokenizer stands for at most; None and False where that is not known."""
+
+    max_bytes: int | None
+    """UTF-8 bytes of text."""
+    splits_words: bool
+    """Whether no id holds the end of a word, a letter or digit of ASCII, and a space after it."""
+
+    @classmethod
+    def of(cls, backend: str) -> TokenBounds:
+        """From the JSON of a `tokenizers.Tokenizer`."""
+        values = json.loads(backend)
+        model = values["model"]
+        vocab = model.get("vocab", ())
+        names = [entry[0] for entry in vocab] if isinstance(vocab, list) else list(vocab)
+        added = values.get("added_tokens") or []
+        names += [token["content"] for token in added]
+        keeps = (
+            values.get("truncation") is None
+            and _keeps_all(values.get("normalizer"), "normalizers", _NORMALIZERS)
+            and _keeps_all(values.get("pre_tokenizer"), "pretokenizers", _PRE_TOKENIZERS)
+            and not any(token["lstrip"] or token["rstrip"] for token in added)
+        )
+        every_byte = model.get("byte_fallback") and set(names) >= _BYTES
+        unknown = {"BPE": model.get("unk_token"), "Unigram": True}.get(model["type"], True)
+        if not keeps or (unknown and not every_byte):
+            return cls(None, False)
+        longest = max(len(name.encode("utf-8", "surrogatepass")) for name in names)
+        return cls(_NFC * longest, not any(map(_WORD_END.search, names)))
+
+    def least(self, text: bytes) -> int:
+        """The fewest ids of a text in UTF-8; 0 where nothing is known."""
+        if self.max_bytes is None:
+            return 0
+        count = -(-len(text) // self.max_bytes)
+        if not self.splits_words:
+            return count
+        ends = 0
+        for at in range(0, len(text), _PIECE):
+            piece = np.frombuffer(text[at : at + _PIECE + 1], np.uint8)
+            lower = piece | 0x20
+            word = ((lower >= ord("a")) & (lower <= ord("z"))) | (
+                (piece >= ord("0")) & (piece <= ord("9"))
+            )
+            ends += int(np.count_nonzero(word[:-1] & (piece[1:] == ord(" "))))
+        return max(count, ends)
+
+
+def _keeps_all(part: Any, several: str, known: frozenset[str]) -> bool:
+    """Whether a normalizer or pre-tokenizer drops nothing of a text."""
+    if part is None:
+        return True
+    if part["type"] == "Sequence":
+        return all(_keeps_all(one, several, known) for one in part[several])
+    if part["type"] == "Replace":
+        return part["pattern"] == {"String": " "} and bool(part["content"])
+    return part["type"] in known and part.get("behavior") != "Removed"
 
 
 class Tokenizer:
@@ -40,6 +119,14 @@ class Tokenizer:
         self._front: list[int] = next(
             (whole[:at] for at in range(added + 1) if whole[at : at + len(plain)] == plain), []
         )
+        self._line: list[int] = backend.encode("\n", add_special_tokens=False)
+        spaced = [*self._line, *plain] != backend.encode("\na", add_special_tokens=False)
+        self._spaced = spaced  # a SentencePiece tokenizer puts a space before a text
+        control = [
+            token.content for token in backend.added_tokens_decoder.values() if token.special
+        ]
+        names = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        self._control = re.compile(names) if names else None
 
     @property
     def vocab_size(self) -> int:
@@ -65,6 +152,52 @@ class Tokenizer:
             rest = ids[len(front) :]
         return np.asarray([*front, *rest] if begins and ids else rest, np.int32)
 
+    @cached_property
+    def bounds(self) -> TokenBounds:
+        """What one id stands for at most."""
+        return TokenBounds.of(self._backend.backend_tokenizer.to_str())
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether a text is more than so many ids, found without encoding it as a whole.
+
+        False proves nothing. Encoding takes a hundred times the memory of the text: a long one is
+        counted by what one id can hold at most, then piece by piece.
+        """
+        if len(text) <= tokens:
+            return False
+        data = text.encode("utf-8", "surrogatepass")
+        if self.bounds.least(data) > tokens:
+            return True
+        if len(text) <= _PIECE:
+            return False
+        count = 0
+        for at in range(0, len(text), _PIECE):
+            count += len(self._backend.encode(text[at : at + _PIECE], add_special_tokens=False))
+            if count > _SURE * tokens:  # where pieces meet, ids may differ: never by as much
+                return True
+        return False
+
+    def as_text(self, text: str) -> str:
+        """Marks names of control tokens in a text, so that `encode_chat` takes them for text."""
+        if self._control is None:
+            return text
+        return self._control.sub(lambda name: f"{name[0][:1]}{_CUT}{name[0][1:]}", text)
+
+    def encode_chat(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " n"]:
+        """Token ids, int32, of text of a chat template; names marked by `as_text` are text.
+
+        A text that does not begin a sequence goes on within a line: no space comes before it.
+        """
+        pieces = text.split(_CUT)
+        ids = [self.encode(pieces[0], begins=True)] if begins else []
+        return np.concatenate([*ids, *map(self._encode_on, pieces[len(ids) :])]).astype(np.int32)
+
+    def _encode_on(self, text: str) -> Int[np.ndarray, " n"]:
+        if not self._spaced:
+            return self.encode(text)
+        ids, line = self.encode(f"\n{text}"), self._line
+        return ids[len(line) :] if ids[: len(line)].tolist() == line else self.encode(text)
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of token ids, byte for byte; a split character shows as U+FFFD."""
         text: str = self._backend.decode(
@@ -73,6 +206,23 @@ class Tokenizer:
             clean_up_tokenization_spaces=False,
         )
         return text
+
+    def decode_bytes(self, token_id: int, text: str) -> bytes:
+        """The bytes of an id whose text is `text`, also where that shows part of a character."""
+        if "\ufffd" not in text:
+            return text.encode("utf-8", "surrogatepass")
+        name: str = self._backend.backend_tokenizer.id_to_token(token_id) or ""
+        if name in _BYTES:
+            return bytes([int(name[3:5], 16)])
+        if self._byte_level and all(letter in _BYTE_OF for letter in name):
+            return bytes(_BYTE_OF[letter] for letter in name)
+        return text.encode("utf-8", "surrogatepass")
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        decoder = json.loads(self._backend.backend_tokenizer.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteLevel" for part in parts)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, as HF has them, to a folder."""
@@ -88,13 +238,53 @@ class Tokenizer:
         """Turns the ids that follow others into text one at a time, special tokens included."""
         return Detokenizer(self._backend.backend_tokenizer, after=after)
 
+    def without_front(self, ids: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """The ids of a text that goes on from another: without a begin-of-text."""
+        count = len(self._front)
+        return ids[count:] if count and ids[:count].tolist() == self._front else ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat` has a template to apply."""
+        return bool(self._backend.chat_template)
+
+    def chat_ids(self, messages: Sequence[dict[str, Any]], **values: Any) -> Int[np.ndarray, " n"]:
+        """Token ids, int32, of `apply_chat`; names of control tokens in messages are text."""
+        return self.encode_chat(self.apply_chat(self._as_texts(messages), **values), begins=True)
+
+    def _as_texts(self, value: Any) -> Any:
+        """`as_text` of every string in a value, keys and roles apart."""
+        if isinstance(value, str):
+            return self.as_text(value)
+        if isinstance(value, Mapping):
+            return {
+                key: each if key == "role" else self._as_texts(each) for key, each in value.items()
+            }
+        if isinstance(value, Sequence):
+            return [self._as_texts(each) for each in value]
+        return value
+
+    def has_token(self, text: str) -> bool:
+        """Whether a text is one id."""
+        return self._backend.backend_tokenizer.token_to_id(text) is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        found = self._backend.chat_template or ""
+        return found if isinstance(found, str) else "".join(map(str, found.values()))
+
     def apply_chat(
-        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **values: Any,
     ) -> str:
         """The tokenizer's own chat template over `{"role", "content"}` messages, as text.
 
-        Raises `ValueError` for messages the template refuses and `CheckpointError` if the
-        tokenizer has no template.
+        `values`: variables of the template, such as `enable_thinking`. Raises `ValueError` for
+        messages the template refuses and `CheckpointError` if the tokenizer has no template.
         """
         if not isinstance(messages, Sequence):
             raise ValueError(f"got messages={messages!r}, expected a list of them")
@@ -112,7 +302,10 @@ class Tokenizer:
 
         try:
             text: str = self._backend.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **values,
             )
         except (TemplateError, TypeError) as error:  # TypeError: what it joins is no text
             raise ValueError(f"the chat template refuses these messages: {error}") from error

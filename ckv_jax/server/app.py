@@ -11,23 +11,21 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
 from opentelemetry.trace import TracerProvider
-from starlette.concurrency import run_in_threadpool
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from ckv_jax.engine import Engine
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.http import (
-    ApiError,
-    JsonResponse,
-    draining,
-    install_error_handlers,
-    limit_body,
-)
+from ckv_jax.server.connections import Connections, check_host, raise_descriptor_limit
+from ckv_jax.server.http import ApiError, JsonResponse, draining, install_error_handlers
 from ckv_jax.server.metrics import CONTENT_TYPE
 from ckv_jax.server.observability import log_event, log_requests
-from ckv_jax.server.prefixes import add_prefix_routes
+from ckv_jax.server.prefixes import prefix_routes
 from ckv_jax.server.schema import ChatRequest, CompletionRequest
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenants
@@ -41,7 +39,7 @@ def create_app(
     tenants: Tenants | None = None,
     *,
     tracing: TracerProvider | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application over `engine`. Its `state.service` is the `Service`, to be closed first.
 
     Args:
@@ -49,25 +47,37 @@ def create_app(
 
     Raises `ValueError` for an engine that cannot generate text.
     """
-    service = Service(engine, config, tenants or Tenants(), tracing)
-    app = FastAPI(
-        title="ckv_jax",
-        summary="OpenAI's API over prefixes whose KV cache is stored on SSD",
-        docs_url=None,
-        redoc_url=None,
+    tenants = tenants or Tenants()
+    service = Service(engine, config, tenants, tracing)
+    app = Starlette(
+        routes=[*model_routes(service), *prefix_routes(service), *status_routes(service)],
+        middleware=[
+            Middleware(log_requests, ended=service.request_ended),
+            *_for_browsers(config),
+            *([Middleware(check_host, allowed=config.allowed_hosts)] if tenants.open else []),
+        ],
     )
     app.state.service = service
-    app.add_middleware(limit_body, max_bytes=config.max_body_bytes, seconds=config.body_s)
-    app.add_middleware(log_requests, ended=service.request_ended)  # the outermost
     install_error_handlers(app)
-    add_model_routes(app, service)
-    add_prefix_routes(app, service)
-    add_status_routes(app, service)
     return app
 
 
-def add_model_routes(app: FastAPI, service: Service) -> None:
-    """Adds the models, chats and completions of OpenAI's API to `app`."""
+def _for_browsers(config: ServerConfig) -> list[Middleware]:
+    if not config.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
+
+
+def model_routes(service: Service) -> list[Route]:
+    """The models, chats and completions of OpenAI's API."""
 
     def card(name: str) -> dict[str, Any]:
         return {
@@ -78,44 +88,46 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
             "max_model_len": service.engine.model_config.max_position_embeddings,
         }
 
-    @app.get("/v1/models")
     async def models(http: Request) -> Response:
         """The model, and its sparse alias."""
         service.tenant(http)
         return JsonResponse({"object": "list", "data": [card(m) for m in service.parser.models]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str, http: Request) -> Response:
+    async def model(http: Request) -> Response:
         """One model by its name."""
         service.tenant(http)
+        name = http.path_params["name"]
         service.parser.check_model(name)
         return JsonResponse(card(name))
 
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, http: Request) -> Response:
+    async def chat(http: Request) -> Response:
         """Generates the next message of a chat."""
-        return await service.answer(http, body)
+        return await service.answer(http, ChatRequest)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: Request) -> Response:
+    async def completions(http: Request) -> Response:
         """Generates what follows a text."""
-        return await service.answer(http, body)
+        return await service.answer(http, CompletionRequest)
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+    ]
 
 
-def add_status_routes(app: FastAPI, service: Service) -> None:
-    """Adds health, readiness, metrics and the status page to `app`.
+def status_routes(service: Service) -> list[Route]:
+    """Health, readiness, metrics and the status page.
 
     The page has no figures of its own; the figures that it requests need a key.
     """
     page = files("ckv_jax.server").joinpath("status.html").read_text(encoding="utf-8")
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         """Whether the process is alive."""
         return JsonResponse({"status": "ok"})
 
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         """Whether the server is ready for requests: neither warming up nor stopping."""
         if service.admission.closed:
             raise draining()
@@ -124,16 +136,15 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(503, message, code="warming_up", retry_s=5)
         return JsonResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Metrics for Prometheus."""
-        return Response(await run_in_threadpool(service.metrics.text), media_type=CONTENT_TYPE)
+    async def metrics(_: Request) -> Response:
+        """Metrics for Prometheus, from a thread of their own: no request is before them."""
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(service.scrapes, service.metrics.text)
+        return Response(text, media_type=CONTENT_TYPE)
 
-    @app.get("/", include_in_schema=False)
-    async def status_page() -> HTMLResponse:
+    async def status_page(_: Request) -> HTMLResponse:
         return HTMLResponse(page)
 
-    @app.get("/v1/status")
     async def status(http: Request) -> Response:
         """The state of the engine, and the stages of the time to first token."""
         service.tenant(http)
@@ -144,6 +155,14 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
                 "engine": service.engine.stats().to_json(),
             }
         )
+
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/", status_page),
+        Route("/v1/status", status),
+    ]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -177,13 +196,15 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def run(app: FastAPI, bound: socket.socket) -> None:
+def run(app: Starlette, bound: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT; then refuses new requests, and ends after those under way.
 
     A second signal ends it at once. Main thread.
     """
+    connections = Connections(raise_descriptor_limit())
     config = uvicorn.Config(
         app,
+        http=connections.protocol,  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ckv_jax.config import check_budget
 from ckv_jax.validate import check_number, check_whole
@@ -27,6 +29,13 @@ class ServerConfig:
     """Generations computed or waiting at once; further requests are refused (429)."""
     max_choices: int = 16
     """Generations that one request may ask for."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template where a request gives none, such as `enable_thinking`."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages that browsers may let read answers; "*": all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which requests without keys may come, beside addresses and the machine's own;
+    ".name": all below it, too."""
     warm_tokens: int = 0
     """Length of the prompts whose programs are compiled before the server is ready; 0: programs are
     compiled when they are first needed."""

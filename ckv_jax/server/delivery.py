@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ckv_jax.request import Generation, TokenEvent
-from ckv_jax.server.formats import ResponseFormat, TokenLogprobs
-from ckv_jax.server.http import as_api_error, encode
+from ckv_jax.server.formats import ResponseFormat
+from ckv_jax.server.http import as_api_error, draining, encode
 from ckv_jax.server.schema import ParsedRequest
 
 
@@ -22,16 +22,17 @@ async def send_whole(
     client: Client,
 ) -> list[Generation]:
     """Sends all generations as one object once they have ended, and returns them."""
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sampling]
     ended: dict[int, Generation] = {}
     async for event in events:
-        if event.logprobs is not None and event.token_id is not None:
-            logprobs[event.index].append((event.token_id, event.logprobs))
+        if event.token_id is not None:
+            form.token(event.index, event.token_id, event.logprobs)
         if event.generation is not None:
             event.generation.raise_for_error()
             ended[event.index] = event.generation
     generations = [ended[choice] for choice in range(request.num_generations)]
-    await client.whole(form.whole(generations, logprobs))
+    covered = min(generation.trace.attention_mass for generation in generations)
+    headers = [(b"x-ckv-attention-covered", b"%.4f" % covered)]
+    await client.whole(form.whole(generations), headers=headers)
     return generations
 
 
@@ -42,7 +43,6 @@ async def send_stream(
     client: Client,
 ) -> list[Generation]:
     """Sends all generations piece by piece as they come, and returns them."""
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in request.sampling]
     ended: dict[int, Generation] = {}
     started: set[int] = set()
     async for event in events:
@@ -53,16 +53,16 @@ async def send_stream(
             started.add(choice)
             if (opening := form.opening(choice)) is not None:
                 await client.event(opening)
-        if event.logprobs is not None and event.token_id is not None:
-            logprobs[choice].append((event.token_id, event.logprobs))
-        if event.text or logprobs[choice]:
-            await client.event(form.piece(choice, event.text, logprobs[choice]))
-            logprobs[choice] = []
+        if event.token_id is not None:
+            form.token(choice, event.token_id, event.logprobs)
+        if (piece := form.piece(choice, event.text)) is not None:
+            await client.event(piece)
         if event.generation is not None:
             ended[choice] = event.generation
-            await client.event(form.end(choice, event.generation))
+            for piece in form.end(choice, event.generation):
+                await client.event(piece)
     generations = [ended[choice] for choice in range(request.num_generations)]
-    if request.include_usage:
+    if request.usage.include_usage:
         await client.event(form.usage(generations))
     await client.end_of_events()
     return generations
@@ -85,14 +85,17 @@ class Client:
         self._send_s = send_s
         self._started = False  # a status has been sent: an error can only go into the body
 
-    async def whole(self, value: Mapping[str, Any]) -> None:
+    async def whole(
+        self,
+        value: Mapping[str, Any],
+        status: int = 200,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         """Sends one JSON object, and nothing else."""
         body = encode(value)
-        headers = [
-            (b"content-type", b"application/json; charset=utf-8"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        await self._start(200, headers)
+        kind = (b"content-type", b"application/json; charset=utf-8")
+        await self._start(status, [kind, (b"content-length", b"%d" % len(body)), *headers])
         await self._body(body, more=False)
 
     async def event(self, value: Mapping[str, Any]) -> None:
@@ -143,6 +146,7 @@ class Delivery(Response):
         deliver: sends the answer, and cleans up when it is cancelled. Raises errors of the request.
         undelivered: receives the reason if the answer does not reach the client.
         send_s: as for `Client`.
+        ending: set once no answer may go on: it ends with an error.
     """
 
     def __init__(
@@ -151,8 +155,10 @@ class Delivery(Response):
         *,
         undelivered: Callable[[str], None],
         send_s: float,
+        ending: asyncio.Event,
     ) -> None:
         self.background = None
+        self._ending = ending
         self._deliver = deliver
         self._undelivered = undelivered
         self._send_s = send_s
@@ -161,10 +167,14 @@ class Delivery(Response):
         client = Client(send, self._send_s)
         work = asyncio.ensure_future(self._deliver(client))
         gone = asyncio.ensure_future(_disconnected(receive))
+        ending = asyncio.ensure_future(self._ending.wait())
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            tasks = (work, gone, ending)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise Undelivered("the client is gone")
+                if gone.done():
+                    raise Undelivered("the client is gone")
+                raise draining()
             await work
         except Undelivered as error:
             self._undelivered(str(error))
@@ -174,9 +184,9 @@ class Delivery(Response):
             except Undelivered as undelivered:
                 self._undelivered(str(undelivered))
         finally:
-            for task in (work, gone):
+            for task in (work, gone, ending):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(work, gone, ending, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ckv_jax.answer import LOW_COVERAGE
+from ckv_jax.engine import Engine
 from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
-from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.request import Generation
-from ckv_jax.server.schema import ParsedRequest, Prompt
+from ckv_jax.server.messages import Reasoning, reasons, split
+from ckv_jax.server.schema import ParsedRequest
 
 _FINISH = {"stop": "stop", "length": "length", "cancelled": "length", "deadline": "length"}
 
-TokenLogprobs = tuple[int, Logprobs]
-"""A token id and its log probabilities."""
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One token, or one that might have come in its place, with its log probability."""
+
+    id: int
+    text: str
+    """What it adds to the text; "bytes:\\x…" for part of a character."""
+    bytes: bytes
+    value: float | None
+    """None: the first token of a prompt, which follows nothing."""
+    top: tuple[Row, ...] = ()
+
+    @property
+    def characters(self) -> int:
+        """Characters that begin in its bytes."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes)
 
 
 class ResponseFormat:
@@ -27,40 +46,59 @@ class ResponseFormat:
     chunk_kind: str
     """`object` of a piece of a stream."""
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ParsedRequest, engine: Engine) -> None:
+        assert engine.tokenizer is not None
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._request = request
-        self._tokenizer = tokenizer
+        self._tokenizer = engine.tokenizer
+        self._silent_ids = frozenset(engine.model_config.eos_token_ids)
         self._latest = [
             prompt.tokens[-LAST_TOKENS:].tolist()
             for prompt in request.prompts
             for _ in range(request.choices)
         ]
+        count = request.num_generations
+        self._tokens = [0] * count
+        self._rows: list[deque[tuple[int, int, Row]]] = [deque() for _ in range(count)]
+        self._row_bytes = [0] * count
+        self._text_bytes = [0] * count
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         """The first piece of a choice in a stream, before any text; None if there is none."""
         return None
 
-    def piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next piece of a choice in a stream."""
-        raise NotImplementedError
+    def token(self, choice: int, token: int, found: Logprobs | None) -> None:
+        """Takes in one token of a choice, before the text that it leads to."""
+        self._tokens[choice] += 1
+        if found is None:
+            return
+        after = self._latest[choice]
+        row = self._row(token, after, found.token, found.top)
+        self._latest[choice] = [*after, token][-LAST_TOKENS:]
+        start = self._row_bytes[choice]
+        width = 0 if token in self._silent_ids else len(row.bytes)
+        self._row_bytes[choice] += width
+        self._rows[choice].append((start, start + width, row))
 
-    def end(self, choice: int, generation: Generation) -> dict[str, Any]:
-        """The last piece of a choice in a stream."""
+    def piece(self, choice: int, text: str) -> dict[str, Any] | None:
+        """The next piece of a choice in a stream; None where there is nothing to say yet."""
+        rows = self._covered(choice, text)
+        return self._piece(choice, text, rows) if text or rows else None
+
+    def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
+        """The last pieces of a choice in a stream."""
         raise NotImplementedError
 
     def usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The last piece of a stream, if the client asked for its usage."""
         return self._object(self.chunk_kind, [], usage=usage(self._request, generations))
 
-    def whole(
-        self, generations: Sequence[Generation], logprobs: Sequence[Sequence[TokenLogprobs]]
-    ) -> dict[str, Any]:
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The whole answer as one object."""
-        choices = [
-            self._whole_choice(choice, generation, found)
-            for choice, (generation, found) in enumerate(zip(generations, logprobs, strict=True))
-        ]
+        choices = []
+        for choice, generation in enumerate(generations):
+            rows = self._covered(choice, generation.text)
+            choices.append(self._whole_choice(choice, generation, rows))
         return self._object(
             self.kind,
             choices,
@@ -68,10 +106,24 @@ class ResponseFormat:
             ckv=cost(self._request, 0, generations[0]),
         )
 
+    def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
+        raise NotImplementedError
+
     def _whole_choice(
-        self, choice: int, generation: Generation, logprobs: Sequence[TokenLogprobs]
+        self, choice: int, generation: Generation, rows: Sequence[Row]
     ) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """One piece of a stream, with the usage so far if the client asked for that."""
+        if self._request.usage.continuous_usage_stats:
+            prompt, tokens = self._request.prompt_tokens, sum(self._tokens)
+            more["usage"] = {
+                "prompt_tokens": prompt,
+                "completion_tokens": tokens,
+                "total_tokens": prompt + tokens,
+            }
+        return self._object(self.chunk_kind, [choice], **more)
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
@@ -83,21 +135,28 @@ class ResponseFormat:
             **more,
         }
 
-    def _rows(
-        self, choice: int, logprobs: Sequence[TokenLogprobs]
-    ) -> list[tuple[str, float, list[tuple[str, float]]]]:
-        """For each token its string after the tokens before it, its log probability, and the
-        strings and log probabilities of the likeliest."""
-        rows = []
-        for token, found in logprobs:
-            after = self._latest[choice]
-            top = [
-                (self._tokenizer.decode_next(other, after=after), value)
-                for other, value in found.top
-            ]
-            rows.append((self._tokenizer.decode_next(token, after=after), found.token, top))
-            self._latest[choice] = [*after, token][-LAST_TOKENS:]
-        return rows
+    def _covered(self, choice: int, text: str) -> list[Row]:
+        """Rows of tokens that begin within the text so far, to which `text` is added: none of what
+        is held back, and none past a stop string."""
+        self._text_bytes[choice] += len(text.encode("utf-8", "surrogatepass"))
+        end, rows = self._text_bytes[choice], self._rows[choice]
+        found = []
+        while rows and (rows[0][0] < end or rows[0][1] <= end):
+            found.append(rows.popleft()[2])
+        return found
+
+    def _row(
+        self, token: int, after: Sequence[int], value: float | None,
+        top: Sequence[tuple[int, float]],
+    ) -> Row:  # fmt: skip
+        def one(id_: int, value: float | None, top: tuple[Row, ...] = ()) -> Row:
+            text = self._tokenizer.decode_next(id_, after=after)
+            data = self._tokenizer.decode_bytes(id_, text)
+            if data != text.encode("utf-8", "surrogatepass"):
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            return Row(id_, text, data, value, top)
+
+        return one(token, value, tuple(one(*other) for other in top))
 
 
 class ChatFormat(ResponseFormat):
@@ -107,60 +166,77 @@ class ChatFormat(ResponseFormat):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, request: ParsedRequest, engine: Engine) -> None:
+        super().__init__(request, engine)
+        self._prompt_end = self._tokenizer.decode(request.prompts[0].tokens[-LAST_TOKENS:].tolist())
+        self._reasoning: list[Reasoning] | None = None
+        if reasons(self._tokenizer):
+            self._reasoning = [Reasoning(self._prompt_end) for _ in request.sampling]
+
     def opening(self, choice: int) -> dict[str, Any] | None:
         return self._delta(choice, {"role": "assistant", "content": ""})
 
-    def piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return self._delta(choice, {"content": text}, logprobs)
+    def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
+        if self._reasoning is None:
+            return self._delta(choice, {"content": text}, rows)
+        delta = _parts(self._reasoning[choice].push(text))
+        return self._delta(choice, delta or {"content": ""}, rows) if delta or rows else None
 
-    def end(self, choice: int, generation: Generation) -> dict[str, Any]:
-        return self._delta(choice, {}, reason=generation.finish_reason) | {
-            "ckv": cost(self._request, choice, generation)
-        }
+    def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
+        pieces = []
+        if self._reasoning is not None and (rest := _parts(self._reasoning[choice].finish())):
+            pieces.append(self._delta(choice, rest))
+        last = self._delta(choice, {}, reason=generation.finish_reason)
+        return [*pieces, last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
-        self, choice: int, generation: Generation, logprobs: Sequence[TokenLogprobs]
+        self, choice: int, generation: Generation, rows: Sequence[Row]
     ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        if self._reasoning is not None:
+            reasoning, message["content"] = split(generation.text, self._prompt_end)
+            if reasoning:
+                message["reasoning_content"] = reasoning
         return {
             "index": choice,
-            "message": {"role": "assistant", "content": generation.text, "refusal": None},
-            "logprobs": self._logprobs(choice, logprobs),
+            "message": message,
+            "logprobs": self._logprobs(rows),
             "finish_reason": _FINISH[generation.finish_reason],
         }
 
     def _delta(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        logprobs: Sequence[TokenLogprobs] = (),
+        self, choice: int, delta: dict[str, Any], rows: Sequence[Row] = (),
         reason: str | None = None,
-    ) -> dict[str, Any]:
-        return self._object(
-            self.chunk_kind,
-            [
-                {
-                    "index": choice,
-                    "delta": delta,
-                    "logprobs": self._logprobs(choice, logprobs),
-                    "finish_reason": None if reason is None else _FINISH[reason],
-                }
-            ],
+    ) -> dict[str, Any]:  # fmt: skip
+        return self._chunk(
+            {
+                "index": choice,
+                "delta": delta,
+                "logprobs": self._logprobs(rows),
+                "finish_reason": None if reason is None else _FINISH[reason],
+            }
         )
 
-    def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not logprobs:
+    def _logprobs(self, rows: Sequence[Row]) -> dict[str, Any] | None:
+        if not rows:
             return None
         return {
             "content": [
-                _logprob(text, value) | {"top_logprobs": [_logprob(*other) for other in top]}
-                for text, value, top in self._rows(choice, logprobs)
+                _logprob(row) | {"top_logprobs": [_logprob(other) for other in row.top]}
+                for row in rows
             ],
             "refusal": None,
         }
 
 
-def _logprob(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+def _parts(pieces: tuple[str, str]) -> dict[str, str]:
+    """More of the reasoning and of the content, as fields of a delta."""
+    names = ("reasoning_content", "content")
+    return {name: piece for name, piece in zip(names, pieces, strict=True) if piece}
+
+
+def _logprob(row: Row) -> dict[str, Any]:
+    return {"token": row.text, "logprob": row.value, "bytes": list(row.bytes)}
 
 
 class CompletionFormat(ResponseFormat):
@@ -169,55 +245,98 @@ class CompletionFormat(ResponseFormat):
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer) -> None:
-        super().__init__(request, tokenizer)
+    def __init__(self, request: ParsedRequest, engine: Engine) -> None:
+        super().__init__(request, engine)
         self._offsets = [0] * request.num_generations
+        self._echoes: list[tuple[str, list[Row]]] = [("", []) for _ in request.prompts]
 
-    def piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return self._object(self.chunk_kind, [self._choice(choice, text, logprobs)])
+    def echo(self, scores: Sequence[Sequence[Logprobs]] | None) -> None:
+        """Prompts come before what follows them; `scores` are of all their tokens but the first."""
+        for i, prompt in enumerate(self._request.prompts):
+            rows, tokens = [], prompt.tokens.tolist()
+            for at, token in enumerate(tokens if scores is not None else ()):
+                found = scores[i][at - 1] if scores is not None and at else None
+                after = tokens[max(0, at - LAST_TOKENS) : at]
+                value, top = (None, ()) if found is None else (found.token, found.top)
+                rows.append(self._row(token, after, value, top))
+            self._echoes[i] = (prompt.text or self._tokenizer.decode(tokens), rows)
 
-    def end(self, choice: int, generation: Generation) -> dict[str, Any]:
-        last = self._choice(choice, "", (), generation.finish_reason)
-        return self._object(self.chunk_kind, [last], ckv=cost(self._request, choice, generation))
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        if not self._request.echo:
+            return None
+        return self._chunk(self._choice(choice, *self._echoes[choice // self._request.choices]))
+
+    def piece(self, choice: int, text: str) -> dict[str, Any] | None:
+        return None if self._request.silent else super().piece(choice, text)
+
+    def _piece(self, choice: int, text: str, rows: Sequence[Row]) -> dict[str, Any] | None:
+        return self._chunk(self._choice(choice, text, rows))
+
+    def end(self, choice: int, generation: Generation) -> list[dict[str, Any]]:
+        last = self._chunk(self._choice(choice, "", (), self._reason(generation)))
+        return [last | {"ckv": cost(self._request, choice, generation)}]
 
     def _whole_choice(
-        self, choice: int, generation: Generation, logprobs: Sequence[TokenLogprobs]
+        self, choice: int, generation: Generation, rows: Sequence[Row]
     ) -> dict[str, Any]:
-        return self._choice(choice, generation.text, logprobs, generation.finish_reason)
+        before, its_rows = self._echoes[choice // self._request.choices]
+        text = generation.text
+        if self._request.silent:
+            text, rows = "", ()
+        return self._choice(choice, before + text, [*its_rows, *rows], self._reason(generation))
+
+    def _reason(self, generation: Generation) -> str:
+        return "length" if self._request.silent else generation.finish_reason
 
     def _choice(
-        self, choice: int, text: str, logprobs: Sequence[TokenLogprobs], reason: str | None = None
+        self, choice: int, text: str, rows: Sequence[Row], reason: str | None = None
     ) -> dict[str, Any]:
         return {
             "index": choice,
             "text": text,
-            "logprobs": self._logprobs(choice, logprobs),
+            "logprobs": self._logprobs(choice, rows),
             "finish_reason": None if reason is None else _FINISH[reason],
         }
 
-    def _logprobs(self, choice: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not logprobs:
+    def _logprobs(self, choice: int, rows: Sequence[Row]) -> dict[str, Any] | None:
+        if not rows:
             return None
-        rows = self._rows(choice, logprobs)
         offsets = []
-        for text, _, _ in rows:
+        for row in rows:
             offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(text)
+            self._offsets[choice] += row.characters
         return {
-            "tokens": [text for text, _, _ in rows],
-            "token_logprobs": [value for _, value, _ in rows],
-            "top_logprobs": [dict(top) for _, _, top in rows],
+            "tokens": [row.text for row in rows],
+            "token_logprobs": [row.value for row in rows],
+            "top_logprobs": [_by_text(row) for row in rows],
             "text_offset": offsets,
         }
+
+
+def _by_text(row: Row) -> dict[str, float] | None:
+    """Log probabilities of the likeliest tokens and of `row` itself, by their text; of two with
+    the same text one has its id in place of that."""
+    if row.value is None:
+        return None
+    found: dict[str, float] = {}
+    ids: set[int] = set()
+    for other in (*row.top, row):
+        if other.id not in ids and other.value is not None:
+            ids.add(other.id)
+            key = f"token_id:{other.id}" if other.text in found else other.text
+            found[key] = other.value
+    return found
 
 
 def usage(request: ParsedRequest, generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens as OpenAI counts them: each prompt once, however many its generations."""
     prompt = request.prompt_tokens
     completion = sum(len(generation.token_ids) for generation in generations)
+    if request.silent:
+        completion = 0
     cached = sum(
-        cached_tokens(prompt, generations[i * request.choices])
-        for i, prompt in enumerate(request.prompts)
+        cached_tokens(request, i, generations[i * request.choices])
+        for i in range(len(request.prompts))
     )
     return {
         "prompt_tokens": prompt,
@@ -227,11 +346,16 @@ def usage(request: ParsedRequest, generations: Sequence[Generation]) -> dict[str
     }
 
 
-def cached_tokens(prompt: Prompt, generation: Generation | None) -> int:
-    """Prompt tokens whose KV came from the store; an upper bound without a `generation`, the
-    prompt's first that ended."""
-    stored = prompt.prefix.num_tokens
-    return stored if generation is None else min(stored, generation.completion().prefix.num_tokens)
+def cached_tokens(request: ParsedRequest, index: int, generation: Generation | None) -> int:
+    """Tokens of a prompt, and of documents before it, whose KV came from the store; without a
+    `generation`, the prompt's first that ended, as many as were stored."""
+    stored = request.prompts[index].prefix.num_tokens
+    if generation is None:
+        return stored
+    answer = generation.completion()
+    if answer.parts:
+        return generation.trace.blended_tokens
+    return answer.prefix.num_tokens if request.documents else min(stored, answer.prefix.num_tokens)
 
 
 def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[str, Any]:
@@ -243,13 +367,16 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     """
     trace = generation.trace
     answer = generation.completion()
+    cited = {"citations": request.cited[choice]} if choice in request.cited else {}
     return {
         "budget": request.budget,
         "attention_covered": trace.attention_mass,
+        "low_coverage": trace.attention_mass < LOW_COVERAGE,
         "prefix_tokens": answer.prefix.num_tokens,
         "ssd_bytes": trace.of(answer.prefix.id, "ssd"),
         "chunks_recomputed": trace.of(answer.prefix.id, "recomputed_chunks"),
         "ttft_ms": trace.ttft_ms,
         "queued_ms": generation.queued_ms,
+        "waited_ms": request.waited_ms,
         "ended_by": answer.finish_reason,
-    }
+    } | cited

@@ -1,9 +1,7 @@
-"""HTTP as OpenAI's clients know it: bodies read within limits, JSON, and errors of one form."""
+"""HTTP as OpenAI's clients know it: JSON, and errors of one form."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
 import logging
 import math
@@ -11,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckv_jax.errors import (
     Cancelled,
@@ -37,7 +34,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed"}
-_KEY_SIZE = 4096  # characters, or token ids, that a prefix key is made of
+_WITH_BODY = ("POST", "PUT", "PATCH")
 
 
 # -- JSON and errors -------------------------------------------------------------------------------
@@ -123,12 +120,16 @@ def draining() -> ApiError:
 
 
 @contextmanager
-def client_errors() -> Iterator[None]:
-    """Turns a `ValueError` of the block, which reads a request, into error 400 for the client."""
+def client_errors(param: str, expected: str | None = None) -> Iterator[None]:
+    """Turns a `ValueError` of the block, which reads field `param`, into error 400 for the client.
+
+    `expected`: the message in place of the error's own, which may repeat a value.
+    """
     try:
         yield
     except ValueError as error:
-        raise invalid(str(error)) from error
+        message = str(error) if expected is None else f"{param}: expected {expected}"
+        raise invalid(message, param=param) from error
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -161,128 +162,21 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(500, "the server failed at this request", code="internal_error")
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Gives every error that leaves `app` the form of `ApiError`."""
 
-    async def api(_: Request, error: Exception) -> JsonResponse:
-        return as_api_error(error).response()
+    async def api(http: Request, error: Exception) -> JsonResponse:
+        response = as_api_error(error).response()
+        if http.method in _WITH_BODY and not hasattr(http.state, "body_read"):
+            response.headers["connection"] = "close"  # the rest of the body is not read
+        return response
 
-    async def http(_: Request, error: Exception) -> JsonResponse:
+    async def other(http: Request, error: Exception) -> JsonResponse:
         assert isinstance(error, HTTPException)
         code = _CODES.get(error.status_code, "invalid_request")
-        return ApiError(error.status_code, error.detail, code=code).response()
-
-    async def validation(_: Request, error: Exception) -> JsonResponse:
-        assert isinstance(error, RequestValidationError)
-        return _of_validation(error).response()
+        return await api(http, ApiError(error.status_code, error.detail, code=code))
 
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(CkvError, api)
     app.add_exception_handler(Exception, api)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, validation)
-
-
-def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first field that is wrong; its value is not repeated."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")[:200]
-    kind = str(first["type"])
-    if kind == "json_invalid":
-        return invalid(f"the body is no valid JSON: {first['ctx']['error']}", code="invalid_json")
-    if kind == "extra_forbidden":
-        message = f"this server knows no field {where!r}"
-        return invalid(message, param=where, code="unknown_parameter")
-    if kind == "missing":
-        return invalid(f"{where or 'a JSON body'} is missing", param=where, code="missing")
-    if kind == "value_error":
-        return invalid(f"{where}: {first['ctx']['error']}", param=where)
-    return invalid(f"{where or 'body'}: {first['msg']}", param=where or None)
-
-
-# -- bodies of requests ----------------------------------------------------------------------------
-
-
-def limit_body(app: ASGIApp, *, max_bytes: int, seconds: float) -> ASGIApp:
-    """ASGI middleware that reads each body before `app` does, as `read_body`."""
-
-    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        try:
-            body = await read_body(scope, receive, max_bytes=max_bytes, seconds=seconds)
-        except ApiError as error:
-            response = error.response()
-            response.headers["connection"] = "close"  # the rest of the body is not read
-            await response(scope, receive, send)
-            return
-        if body is None:
-            return  # the client has disconnected
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return unread.pop() if unread else await receive()
-
-        await app(scope, replay, send)
-
-    return limited
-
-
-async def read_body(
-    scope: Scope, receive: Receive, *, max_bytes: int, seconds: float
-) -> bytes | None:
-    """The whole body of a request; None if the client disconnects before its end.
-
-    Raises `ApiError` 413 for more than `max_bytes`, 408 if it is not there after `seconds`.
-    """
-    large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
-    declared = dict(scope["headers"]).get(b"content-length", b"")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise large
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > max_bytes:
-                    raise large
-                if not message.get("more_body"):
-                    return b"".join(parts)
-    except TimeoutError:
-        late = f"the body was not there within {seconds:g} s"
-        raise ApiError(408, late, code="request_timeout") from None
-
-
-def prefix_key(body: bytes) -> str:
-    """A hexadecimal digest of the start of a request's prompt, by which replicas are chosen.
-
-    Of a chat, or of a prefix stored for chats, it covers the first message alone; of other
-    prompts, the start of the first one. A body that is not valid has a key, too: a replica reports
-    what is wrong with it.
-    """
-    text = ""
-    try:
-        values = json.loads(body)
-        for name in ("messages", "prompt", "text", "tokens"):
-            if name in values:
-                text = _first_text(values[name])
-                break
-    except (ValueError, TypeError, RecursionError):
-        pass
-    return hashlib.sha256(text[:_KEY_SIZE].encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _first_text(value: Any) -> str:
-    """The first text in messages, parts of a message, prompts, or token ids."""
-    if isinstance(value, list) and value and isinstance(value[0], int):
-        return ",".join(map(str, value[:_KEY_SIZE]))
-    if isinstance(value, list):
-        return _first_text(value[0]) if value else ""
-    if isinstance(value, dict):
-        return _first_text(value.get("content", value.get("text", "")))
-    return value if isinstance(value, str) else ""
+    app.add_exception_handler(HTTPException, other)

@@ -75,8 +75,8 @@ class Metrics(Collector):
         for i, prompt in enumerate(request.prompts):
             choices = range(i * request.choices, (i + 1) * request.choices)
             if any(choice in started for choice in choices):
-                self._prompt.inc(len(prompt.tokens))
-                self._cached.inc(cached_tokens(prompt, generations.get(choices[0])))
+                self._prompt.inc(request.document_tokens + len(prompt.tokens))
+                self._cached.inc(cached_tokens(request, i, generations.get(choices[0])))
         self._generated.inc(tokens)
         for generation in generations.values():
             trace = generation.trace

@@ -5,6 +5,7 @@ The log is one JSON object per line on stderr, without any text of a client.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
@@ -14,12 +15,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import Request
 from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckv_jax.request import Generation, TokenEvent
+from ckv_jax.server.http import draining
 from ckv_jax.server.metrics import Metrics
 from ckv_jax.server.schema import ParsedRequest
 from ckv_jax.trace import STAGES
@@ -93,6 +95,9 @@ def log_requests(app: ASGIApp, *, ended: Callable[[RequestRecord], None]) -> ASG
 
         try:
             await app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server ends
+            if not record.status:
+                await draining().response()(scope, receive, send_with_id)
         finally:
             record.write()
             ended(record)

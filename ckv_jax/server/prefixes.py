@@ -2,98 +2,124 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from ckv_jax.errors import DeadlineExceeded
-from ckv_jax.server.http import ApiError, JsonResponse, invalid
-from ckv_jax.server.schema import Message, Seconds, Strict, Tokens
+from ckv_jax.errors import Cancelled, DeadlineExceeded
+from ckv_jax.server.delivery import Client
+from ckv_jax.server.http import ApiError, JsonResponse, client_errors, invalid
+from ckv_jax.server.messages import Messages
+from ckv_jax.server.schema import Seconds, Strict, Tokens
 from ckv_jax.server.service import Service
 from ckv_jax.server.tenants import Tenant
-from ckv_jax.storage.index.wishes import MOST_PRIORITY, Wish
+from ckv_jax.storage.index.wishes import MOST_LETTERS, MOST_PRIORITY, Wish
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
-class RetentionChange(Strict):
-    """How long a prefix is to be kept; fields that are not given stay as they are."""
+class PrefixChange(Strict):
+    """A prefix's name and how long it is to be kept; fields that are not given stay as they are."""
 
+    name: Annotated[str, Field(max_length=MOST_LETTERS)] | None = None
+    """What people call it; "": nothing any more."""
     pinned: bool | None = None
     retain_s: Seconds | None = None
     priority: Priority | None = None
 
     def applied_to(self, before: Wish) -> Wish:
         """`before` with these changes. `retain_s: null` means for ever."""
-        given = self.model_fields_set & {"pinned", "retain_s", "priority"}
+        given = self.model_fields_set & {"name", "pinned", "retain_s", "priority"}
         changes = {name: getattr(self, name) for name in given}
-        for name in ("pinned", "priority"):
+        for name in ("name", "pinned", "priority"):
             if changes.get(name, 0) is None:
                 del changes[name]
-        return replace(before, **changes)
+        with client_errors("name"):
+            return replace(before, **changes)
 
 
-class NewPrefix(RetentionChange):
-    """`POST /v1/prefixes`: a text, token ids, or the first messages of a chat."""
+class NewPrefix(PrefixChange):
+    """`POST /v1/prefixes`: a document, bare text, token ids, or the first messages of a chat."""
 
+    document: Annotated[str, Field(min_length=1)] | None = None
+    """Stored as the chat template has it: a chat that begins with it reads it back."""
+    turn: Literal["system", "user"] | None = None
+    """The turn that the document stands in, see `Engine.ingest`."""
+    instructions: str = ""
+    """Text of the system turn, before a document that stands there."""
     text: Annotated[str, Field(min_length=1)] | None = None
+    """Stored as it is, for completions."""
     tokens: Tokens | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
 
     @model_validator(mode="after")
     def _one(self) -> NewPrefix:
-        given = [self.text, self.tokens, self.messages]
+        given = [self.document, self.text, self.tokens, self.messages]
         if sum(value is not None for value in given) != 1:
-            raise ValueError("expected one of text, tokens and messages")
+            raise ValueError("expected one of document, text, tokens and messages")
+        if self.document is None and (self.turn is not None or self.instructions):
+            raise ValueError("got turn or instructions without a document")
         return self
 
 
-def add_prefix_routes(app: FastAPI, service: Service) -> None:
-    """Adds the routes to `app`. Each tenant sees its own prefixes alone."""
-    router = APIRouter(prefix="/v1/prefixes")
+def prefix_routes(service: Service) -> list[Route]:
+    """The routes. Each tenant sees its own prefixes alone."""
     engine = service.engine
+    ingests = service.ingests
 
-    def store(body: NewPrefix, tenant: Tenant) -> dict[str, Any]:
-        if body.messages is not None:
-            text: str | list[int] = service.parser.chat_text(body.messages)
+    def store(body: NewPrefix, tenant: Tenant, given_up: threading.Event) -> dict[str, Any]:
+        until = time.monotonic() + service.config.request_s
+
+        def check(done: int, total: int) -> None:
+            """Ends an ingest that is late, or that has no client any more; after each block."""
+            if given_up.is_set():
+                raise Cancelled("the client is gone")
+            if done < total and time.monotonic() > until:
+                raise DeadlineExceeded(f"got {done} of {total} tokens computed in time")
+
+        ingest = partial(engine.ingest, salt=tenant.salt, progress=check)
+        if body.document is not None:
+            service.parser.check_fits(body.instructions + body.document, "document")
+            with client_errors("document"):
+                prefix = ingest(body.document, turn=body.turn, instructions=body.instructions)
+        elif body.messages is not None:
+            prefix = ingest(service.parser.messages_tokens(body.messages))
+        elif body.text is not None:
+            prefix = ingest(service.parser.encode(body.text, "text"))
         else:
-            text = body.tokens or body.text or ""
-        prefix = engine.ingest(
-            service.parser.encode(text),
-            salt=tenant.salt,
-            progress=partial(check_time, time.monotonic() + service.config.request_s),
-        )
-        wish = body.applied_to(wish_of(prefix))
+            prefix = ingest(service.parser.encode(body.tokens or [], "tokens"))
+        wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish)
+        return describe(prefix, wish, engine.store.sizes(salt=tenant.salt))
 
-    def check_time(until: float, done: int, tokens: int) -> None:
-        """Ends an ingest that is late; called after each block."""
-        if done < tokens and time.monotonic() > until:
-            raise DeadlineExceeded(f"got {done} of {tokens} tokens computed in time")
-
-    def change(prefix_id: str, body: RetentionChange, tenant: Tenant) -> dict[str, Any]:
+    def change(prefix_id: str, body: PrefixChange, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        wish = body.applied_to(wish_of(prefix))
+        wish = body.applied_to(engine.store.wish_of(prefix))
         engine.store.set_wish(prefix.id, wish, salt=tenant.salt)
-        return describe(prefix, wish)
+        return describe(prefix, wish, engine.store.sizes(salt=tenant.salt))
 
     def listed(tenant: Tenant) -> list[dict[str, Any]]:
-        wishes = engine.store.wishes()
-        found = engine.store.prefixes(salt=tenant.salt)
-        return [describe(prefix, wishes.get(prefix.id, Wish())) for prefix in found]
+        sizes, found = engine.store.sizes(salt=tenant.salt), engine.store.prefixes(salt=tenant.salt)
+        return [describe(prefix, engine.store.wish_of(prefix), sizes) for prefix in found]
+
+    def look(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
+        prefix = find(prefix_id, tenant)
+        return describe(prefix, engine.store.wish_of(prefix), engine.store.sizes(salt=tenant.salt))
 
     def delete(prefix_id: str, tenant: Tenant) -> dict[str, Any]:
         prefix = find(prefix_id, tenant)
-        wish, freed = wish_of(prefix), 0
+        wish, freed = engine.store.wish_of(prefix), 0
         engine.store.set_wish(prefix.id, Wish(), salt=tenant.salt)
         try:
             freed = engine.store.delete(prefix)
@@ -105,57 +131,68 @@ def add_prefix_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(409, message, code="in_use", retry_s=1)
         return {"id": prefix.id, "object": "prefix", "deleted": True, "bytes": freed}
 
-    def find(prefix_id: str, tenant: Tenant) -> Prefix:
-        if not prefix_id.isalnum() or len(prefix_id) < 8:
-            raise invalid("a prefix is named by at least 8 digits of its id", param="id")
-        return engine.store.prefix(prefix_id, salt=tenant.salt)
+    def find(name: str, tenant: Tenant) -> Prefix:
+        with client_errors("id"):  # of several with this name it lists the ids
+            prefix = find_prefix(engine.store, name, salt=tenant.salt)
+        if len(name) < 8 and engine.store.wish_of(prefix).name != name:
+            raise invalid("expected a prefix's name, or at least 8 digits of its id", param="id")
+        return prefix
 
-    def wish_of(prefix: Prefix) -> Wish:
-        return engine.store.wishes().get(prefix.id, Wish())
-
-    @router.post("")
-    async def post(body: NewPrefix, http: Request) -> Response:
+    async def post(http: Request) -> Response:
         """Stores a prefix and returns once it is stored; 503 if that takes longer than an answer
-        may. One that is stored already costs nothing."""
+        may. One that is stored already costs nothing; one whose client leaves ends."""
         tenant = service.tenant(http)
-        with service.admission.admit(tenant, 1):
-            return JsonResponse(await run_in_threadpool(store, body, tenant), status=201)
+        body = await service.bodies.parse(http, NewPrefix)
 
-    @router.get("")
+        async def deliver(client: Client) -> None:
+            with service.admission.admit(tenant, 1):
+                stored = await ingests.run(tenant, partial(store, body, tenant))
+            await client.whole(stored, status=201)
+
+        return service.delivery(http, deliver)
+
     async def get(http: Request) -> Response:
         """Lists the stored prefixes that no other continues."""
         data = await run_in_threadpool(listed, service.tenant(http))
         return JsonResponse({"object": "list", "data": data})
 
-    @router.get("/{prefix_id}")
-    async def one(prefix_id: str, http: Request) -> Response:
-        """One prefix, by its id or the start of it."""
-
-        def look(tenant: Tenant) -> Mapping[str, Any]:
-            prefix = find(prefix_id, tenant)
-            return describe(prefix, wish_of(prefix))
-
-        return JsonResponse(await run_in_threadpool(look, service.tenant(http)))
-
-    @router.patch("/{prefix_id}")
-    async def patch(prefix_id: str, body: RetentionChange, http: Request) -> Response:
-        """Pins or unpins a prefix, sets its time to live or its priority."""
+    async def one(http: Request) -> Response:
+        """One prefix, by its name, its id or the start of that."""
         tenant = service.tenant(http)
-        return JsonResponse(await run_in_threadpool(change, prefix_id, body, tenant))
+        return JsonResponse(await run_in_threadpool(look, http.path_params["id"], tenant))
 
-    @router.delete("/{prefix_id}")
-    async def remove(prefix_id: str, http: Request) -> Response:
+    async def patch(http: Request) -> Response:
+        """Names, pins or unpins a prefix, sets its time to live or its priority."""
+        tenant = service.tenant(http)
+        body = await service.bodies.parse(http, PrefixChange)
+        found = await run_in_threadpool(change, http.path_params["id"], body, tenant)
+        return JsonResponse(found)
+
+    async def remove(http: Request) -> Response:
         """Removes a prefix, the turns that continue it, and the segments that only it needs."""
-        return JsonResponse(await run_in_threadpool(delete, prefix_id, service.tenant(http)))
+        tenant = service.tenant(http)
+        return JsonResponse(await run_in_threadpool(delete, http.path_params["id"], tenant))
 
-    app.include_router(router)
+    return [
+        Route("/v1/prefixes", post, methods=["POST"]),
+        Route("/v1/prefixes", get, methods=["GET"]),
+        Route("/v1/prefixes/{id:path}", one, methods=["GET"]),
+        Route("/v1/prefixes/{id:path}", patch, methods=["PATCH"]),
+        Route("/v1/prefixes/{id:path}", remove, methods=["DELETE"]),
+    ]
 
 
-def describe(prefix: Prefix, wish: Wish) -> dict[str, Any]:
-    """A prefix as JSON."""
+def describe(prefix: Prefix, wish: Wish, sizes: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """A prefix as JSON. `bytes` counts whole segments, which others may share; `last_used` in
+    seconds since the epoch. `sizes`: see `ChunkStore.sizes`."""
+    found = [sizes[span.segment_id] for span in prefix.spans if span.segment_id in sizes]
     return {
         "id": prefix.id,
         "object": "prefix",
+        "name": wish.name,
+        "begins": wish.begins,
+        "bytes": sum(count for count, _ in found),
+        "last_used": int(max((used for _, used in found), default=0)),
         "tokens": prefix.num_tokens,
         "chunks": prefix.num_chunks,
         "pinned": wish.pinned,

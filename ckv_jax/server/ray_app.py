@@ -17,6 +17,7 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -28,15 +29,10 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from ckv_jax.server.bodies import prefix_key, read_body
 from ckv_jax.server.config import ServerConfig
-from ckv_jax.server.http import (
-    ApiError,
-    JsonResponse,
-    as_api_error,
-    encode,
-    prefix_key,
-    read_body,
-)
+from ckv_jax.server.http import ApiError, JsonResponse, as_api_error, encode
+from ckv_jax.server.tenants import Tenants
 
 _log = logging.getLogger("ckv_jax.server")
 _SCOPE = (
@@ -79,6 +75,10 @@ class Settings:
         """The configuration of each replica. Raises `TypeError` and `ValueError`."""
         return ServerConfig(model=self.name, **self.server)
 
+    def tenants(self) -> Tenants:
+        """Those of the key file. Raises `ValueError`."""
+        return Tenants.load(Path(self.api_keys)) if self.api_keys else Tenants()
+
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ranks replicas by the request's key, so that equal prefixes go to the same one as long as it
@@ -102,17 +102,14 @@ class Replica:
     """One engine, and the application over it, called by ASGI messages."""
 
     def __init__(self, settings: Settings) -> None:
-        from pathlib import Path
-
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
         from ckv_jax.server.app import create_app
         from ckv_jax.server.observability import log_to_stderr
-        from ckv_jax.server.tenants import Tenants
         from ckv_jax.storage.config import StoreConfig
 
         log_to_stderr()
-        tenants = Tenants.load(Path(settings.api_keys)) if settings.api_keys else Tenants()
+        tenants = settings.tenants()
         quotas = {t.salt: t.max_bytes for t in tenants.all() if t.max_bytes is not None}
         self._engine = Engine.from_pretrained(
             settings.checkpoint,
@@ -167,9 +164,10 @@ class Replica:
 class Ingress:
     """Sends each request to a replica, and to another one if that dies."""
 
-    def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
+    def __init__(self, replicas: DeploymentHandle, config: ServerConfig, tenants: Tenants) -> None:
         self._replicas = replicas.options(stream=True)
         self._config = config
+        self._tenants = tenants
 
     async def __call__(self, request: Request) -> Response:
         """Answers one request; `/health` and `/ready` by itself, since Serve starts an ingress
@@ -185,16 +183,14 @@ class Ingress:
             return as_api_error(error).response()
 
     async def _answer(self, request: Request) -> Response:
-        body = await read_body(
-            request.scope,
-            request.receive,
-            max_bytes=self._config.max_body_bytes,
-            seconds=self._config.body_s,
+        if request.url.path.startswith("/v1/"):
+            self._tenants.of(request.headers.get("authorization"))  # a key before a body
+        received = await read_body(
+            request, max_bytes=self._config.max_body_bytes, seconds=self._config.body_s
         )
-        if body is None:
-            return Response(status_code=499)  # the client has disconnected
+        body = bytes(received)
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
-        key = prefix_key(body)
+        key = await asyncio.to_thread(prefix_key, body)
         for left in reversed(range(_TRIES)):
             messages = self._replicas.answer.remote(key=key, scope=scope, body=body)
             try:
@@ -254,11 +250,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         graceful_shutdown_timeout_s=config.drain_s,
     ).bind(settings)
+    tenants = settings.tenants()
     ingress = serve.deployment(
         Ingress,
         name="ingress",
         max_ongoing_requests=10 * settings.replicas * config.max_requests,
         ray_actor_options={"num_cpus": 0.1},
     )
-    application: serve.Application = ingress.bind(replicas, config)
+    application: serve.Application = ingress.bind(replicas, config, tenants)
     return application

@@ -1,18 +1,27 @@
 """Request bodies: their fields, and how they become requests of the engine.
 
-Unknown fields are refused, and so are values that this server does not support.
+Fields that change no answer are ignored; those that would, and are not built here, are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from ckv_jax.config import check_budget
 from ckv_jax.engine import Engine
@@ -20,22 +29,67 @@ from ckv_jax.model.sampling import MOST_LOGPROBS, SamplingParams
 from ckv_jax.request import Request
 from ckv_jax.server.config import SPARSE, ServerConfig
 from ckv_jax.server.http import ApiError, client_errors, invalid
+from ckv_jax.server.messages import (
+    Message,
+    Messages,
+    Tolerant,
+    check_template_kwargs,
+    effort,
+)
 from ckv_jax.server.tenants import Tenant
+from ckv_jax.storage.errors import PrefixNotFound
 from ckv_jax.storage.prefix import Prefix
+from ckv_jax.storage.tools.names import find_prefix
 
 _MOST_STOPS = 16
 _MOST_PROMPTS = 256
+_MOST_DOCUMENTS = 64
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=3.2e9, allow_inf_nan=False)]
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
+Document = Annotated[str, Field(min_length=1, max_length=200)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=_MOST_STOPS)]
+
+
 class Strict(BaseModel):
-    """A body without unknown fields and without values of another type."""
+    """An object of our own, without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _token_ids(value: Any) -> list[int]:
+    """A list of token ids; the first that is none ends the check."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a list of token ids, at least one")
+    if not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("expected token ids, which are whole numbers from 0 on")
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    """A text, token ids, or a list of either, by its first item."""
+    if isinstance(value, str):
+        return value
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str | list):
+        if len(value) > _MOST_PROMPTS:
+            raise ValueError(f"expected at most {_MOST_PROMPTS} prompts")
+        if isinstance(first, list):
+            return [_token_ids(tokens) for tokens in value]
+        if not all(isinstance(text, str) for text in value):
+            raise ValueError("expected texts alone, or token ids alone")
+        return value
+    if first is None:
+        raise ValueError("expected a text, token ids, or a list of either")
+    return _token_ids(value)
+
+
+Tokens = Annotated[Any, BeforeValidator(_token_ids)]
+"""Token ids."""
 
 
 class CkvOptions(Strict):
@@ -49,11 +103,21 @@ class CkvOptions(Strict):
     of the prefix that may be read for that."""
     retain_s: Seconds | None = None
     """Seconds after its last use for which the stored part of this prompt is kept."""
+    documents: Annotated[list[Document], Field(min_length=1, max_length=_MOST_DOCUMENTS)] | None = (
+        None
+    )
+    """Ids, or names, of stored prefixes that are read before the prompt, in this order."""
+    citations: Annotated[int, Field(ge=0, le=20)] = 0
+    """Passages of the stored part of the prompt that the answer attended to most, at most so many,
+    see `Engine.citations`."""
 
     @field_validator("budget", mode="before")
     @classmethod
     def _a_budget(cls, value: Any) -> Any:
-        return None if value is None else check_budget(value)
+        try:
+            return None if value is None else check_budget(value)
+        except (ValueError, TypeError):
+            raise ValueError("expected a share in (0, 1], or mass:SHARE[:LEAST-MOST]") from None
 
     @model_validator(mode="after")
     def _one_mass(self) -> CkvOptions:
@@ -75,91 +139,121 @@ def _plain(share: float) -> str:
     return np.format_float_positional(share, trim="0")
 
 
-class StreamOptions(Strict):
+class StreamOptions(Tolerant):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether each piece has the usage so far."""
     include_obfuscation: Literal[False] = False
 
 
-class TextPart(Strict):
-    """One part of a message's content."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "store": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+}
+"""Fields of other servers that would change an answer and are not built here, and the values that
+change nothing; null is one for all."""
 
-    type: Literal["text"]
-    text: str
 
+class GenerationRequest(Tolerant):
+    """Fields that chats and completions share; fields that nobody knows here are ignored."""
 
-class Message(Strict):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
-class TextFormat(Strict):
-    """The one supported value of `response_format`."""
-
-    type: Literal["text"]
-
-
-class GenerationRequest(Strict):
-    """Fields that chats and completions share. A field that is not supported may have the value
-    that changes nothing."""
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    n: Count | None = None
+    best_of: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    user: str | None = None
+    stop_token_ids: StopIds | None = None
     ckv: CkvOptions = CkvOptions()
 
-    @field_validator("presence_penalty", "frequency_penalty", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _as_int(cls, value: Any) -> Any:
-        return 0 if isinstance(value, float) and value == 0 else value
+    def _built_here(cls, values: Any) -> Any:
+        """Raises `ApiError` for a field that asks for what is not built here."""
+        for name, neutral in _NEUTRAL.items():
+            value = values.get(name) if isinstance(values, dict) else None
+            if value is not None and value not in neutral:
+                allowed = "".join(f"{json.dumps(other)}, " for other in neutral)
+                message = f"{name}: this server supports {allowed}null, or no such field"
+                raise invalid(message, param=name, code="unsupported_value")
+        return values
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> GenerationRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of: expected n, or no such field")
+        return self
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of fields that have no effect here."""
+        return [name[:64] for name in self.model_extra or () if name not in _NEUTRAL]
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings that end a generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
 
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Messages
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = None
-    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=20)] | None = None
+    echo: Literal[False] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return value and check_template_kwargs(value)
 
     @property
     def num_generations(self) -> int:
@@ -180,16 +274,11 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=_MOST_PROMPTS)]
-    )
+    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    """A text, token ids, or a list of either."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -207,7 +296,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def new_tokens(self) -> int:
         """The most tokens of a generation; 16 by default, as in OpenAI's API."""
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -226,6 +315,8 @@ class Prompt:
     """int32 [T]."""
     prefix: Prefix
     """The stored part of it on arrival, without its last token."""
+    text: str = ""
+    """As it was given; empty for token ids and chats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +334,21 @@ class ParsedRequest:
     budget: float | str
     """As `Request.budget`."""
     retain_s: float | None
-    include_usage: bool
     request_s: float
+    usage: StreamOptions
+    """Which pieces of a stream have the usage."""
+    echo: bool = False
+    """Whether answers begin with their prompts."""
+    documents: tuple[Prefix, ...] = ()
+    """Stored prefixes that are read before each prompt."""
+    waited_ms: float = 0.0
+    """For others that were computing or writing what its prompts begin with."""
+    silent: bool = False
+    """Whether nothing is generated: the one token that is computed is not shown."""
+    citations: int = 0
+    """Passages wanted of each generation."""
+    cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Those found, by the place of the generation."""
     arrived: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
@@ -255,14 +359,20 @@ class ParsedRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        """Tokens of all prompts, each with the documents before it."""
+        return sum(self.document_tokens + len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def document_tokens(self) -> int:
+        """Tokens of the documents before each prompt."""
+        return sum(document.num_tokens for document in self.documents)
 
     def engine_requests(self) -> list[Request]:
         """One request for each generation."""
         return [
             Request(
-                prefix=prompt.prefix,
+                prefix=None if self.documents else prompt.prefix,
+                parts=self.documents or None,
                 suffix=prompt.tokens[prompt.prefix.num_tokens :].tolist(),
                 budget=self.budget,
                 deadline_s=self.request_s,
@@ -288,7 +398,7 @@ class RequestParser:
     def check_model(self, name: str) -> None:
         """Raises `ApiError` 404 for a name that is none of `models`."""
         if name not in self.models:
-            message = f"there is no model {name[:200]!r} here, but {', '.join(self.models)}"
+            message = f"there is no such model here, but {', '.join(self.models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def check(self, body: ChatRequest | CompletionRequest) -> None:
@@ -296,40 +406,50 @@ class RequestParser:
         self.check_model(body.model)
         most = self._config.max_choices
         if body.num_generations > most:
-            raise invalid(
-                f"got {body.num_generations} generations, expected at most {most}", param="n"
-            )
+            raise invalid(f"n: prompts times n may be at most {most}", param="n")
 
     def parse(self, body: ChatRequest | CompletionRequest, tenant: Tenant) -> ParsedRequest:
         """The request in the engine's terms. Raises `ApiError` and `CkvError`."""
         limit = self._engine.model_config.max_position_embeddings
+        documents = tuple(self.document(name, tenant) for name in body.ckv.documents or ())
+        if documents and body.echo:
+            raise invalid("echo: expected false, or no documents", param="echo")
         if isinstance(body, ChatRequest):
-            prompts = [self.encode(self.chat_text(body.messages))]
-            usual = min(self._config.max_tokens, max(1, limit - len(prompts[0])))
-            new_tokens = body.new_tokens or usual
+            field, texts = "messages", [""]
+            prompts = [self.chat_tokens(body, documents)]
         else:
-            prompts = [self.encode(prompt) for prompt in body.prompts]
-            new_tokens = body.new_tokens
+            field, texts = "prompt", [t if isinstance(t, str) else "" for t in body.prompts]
+            prompts = [self.encode(prompt, field, begins=not documents) for prompt in body.prompts]
+        before = sum(document.num_tokens for document in documents)
+        usual = min(self._config.max_tokens, max(1, limit - before - len(prompts[0])))
+        new_tokens = usual if body.new_tokens is None else body.new_tokens
         for tokens in prompts:
-            if len(tokens) + new_tokens > limit:
+            if before + len(tokens) + max(1, new_tokens) > limit:
                 raise invalid(
-                    f"got a prompt of {len(tokens)} tokens and room for {new_tokens} new ones; "
-                    f"this model's context has room for {limit} together",
-                    param="messages" if isinstance(body, ChatRequest) else "prompt",
+                    f"{field}: {before + len(tokens)} tokens, and this model's context has room "
+                    f"for {limit}, new ones included",
+                    param=field,
                     code="context_length_exceeded",
                 )
         choices = body.n or 1
         seed = secrets.randbits(32) if body.seed is None else body.seed
         given = {
             name: value
-            for name in ("temperature", "top_p", "top_k")
+            for name in ("temperature", "top_p")
             if (value := getattr(body, name)) is not None
         }
-        with client_errors():
+        if body.top_k is not None:
+            given["top_k"] = max(0, body.top_k)  # -1 and 0: all of them
+        if (body.min_tokens or 0) > new_tokens:
+            raise invalid("min_tokens: expected at most max_tokens", param="min_tokens")
+        with client_errors("stop"):
             sampling = dataclasses.replace(
                 self._engine.default_sampling,
-                max_tokens=new_tokens,
+                max_tokens=max(1, new_tokens),
+                min_tokens=body.min_tokens or 0,
+                ignore_eos=bool(body.ignore_eos),
                 stop=body.stops,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
                 logprobs=body.num_logprobs,
                 **given,
             )
@@ -339,8 +459,12 @@ class RequestParser:
             tenant=tenant,
             model=body.model,
             prompts=[
-                Prompt(tokens=tokens, prefix=self._stored(tokens[:-1], tenant))
-                for tokens in prompts
+                Prompt(
+                    tokens=tokens,
+                    prefix=self.stored(tokens[:-1] if not documents else tokens[:0], tenant.salt),
+                    text=text,
+                )
+                for tokens, text in zip(prompts, texts, strict=True)
             ],
             choices=choices,
             sampling=[
@@ -350,29 +474,86 @@ class RequestParser:
             ],
             budget=budget if (requested := body.ckv.as_budget) is None else requested,
             retain_s=body.ckv.retain_s,
-            include_usage=body.include_usage,
             request_s=self._config.request_s,
+            usage=body.stream_options or StreamOptions(),
+            echo=bool(body.echo),
+            documents=documents,
+            silent=new_tokens == 0,
+            citations=body.ckv.citations,
         )
 
-    def chat_text(self, messages: list[Message]) -> str:
-        """Messages in the model's own chat template, up to the start of its answer."""
-        roles = {"developer": "system"}  # as chat templates name it
-        with client_errors():
-            return self._engine.chat(
-                [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
-            )
+    def document(self, name: str, tenant: Tenant) -> Prefix:
+        """A stored prefix of a tenant's by its id, the start of that, or its name.
 
-    def encode(self, text: str | list[int]) -> np.ndarray:
-        """int32 [T]: the tokens of a prompt or a prefix. Raises `ApiError`."""
-        with client_errors():
-            tokens = self._engine.encode(text, begins=True)
+        Raises `ApiError` 404 where there is none, 400 where several have the name.
+        """
+        try:
+            return find_prefix(self._engine.store, name, salt=tenant.salt)
+        except PrefixNotFound as error:
+            message = "ckv.documents: no such prefix is stored"
+            if error.several:
+                message = "ckv.documents: several prefixes begin so; name one by its id"
+            raise ApiError(404, message, code="prefix_not_found", param="ckv.documents") from error
+        except ValueError as error:
+            message = "ckv.documents: several prefixes have this name; name one by its id"
+            raise invalid(message, param="ckv.documents") from error
+
+    def chat_tokens(self, body: ChatRequest, documents: Sequence[Prefix]) -> np.ndarray:
+        """int32 [T]: a chat in the model's own template, up to the start of its answer.
+
+        After a document that stands in the template, a question that continues it.
+        """
+        engine = self._engine
+        assert engine.tokenizer is not None
+        if documents and engine.is_document(documents[-1]):
+            (first, *others) = body.messages
+            if others or first.role != "user":
+                message = "messages: expected one of the user's after a document"
+                raise invalid(message, param="messages")
+            self.check_fits(first.text, "messages")
+            with client_errors("messages"):
+                return engine.question(documents[-1], first.text)
+        template = {
+            **effort(engine.tokenizer, body.reasoning_effort),
+            **(body.chat_template_kwargs or {}),
+        }
+        tokens = self.messages_tokens(body.messages, **template)
+        return engine.tokenizer.without_front(tokens) if documents else tokens
+
+    def messages_tokens(self, messages: list[Message], **template: Any) -> np.ndarray:
+        """The same of messages; `template`: its variables, beside the server's own."""
+        self.check_fits("\n".join([message.text for message in messages]), "messages")
+        values = {**self._config.chat_template_kwargs, **template}
+        with client_errors("messages"):
+            return self._engine.chat([message.rendered() for message in messages], **values)
+
+    def encode(self, text: str | list[int], field: str, *, begins: bool = True) -> np.ndarray:
+        """int32 [T]: the tokens of a prompt or a prefix, from a field. Raises `ApiError`.
+
+        `begins`: whether nothing comes before them.
+        """
+        self.check_fits(text, field)
+        expected = "Unicode text" if isinstance(text, str) else "token ids of this model"
+        with client_errors(field, expected):
+            tokens = self._engine.encode(text, begins=begins)
         if not len(tokens):
-            raise invalid("got an empty text, expected at least one token")
+            raise invalid(f"{field}: expected at least one token", param=field)
         return tokens
 
-    def _stored(self, tokens: np.ndarray, tenant: Tenant) -> Prefix:
-        """The longest prefix of `tokens` int32 [T] that this tenant has stored."""
+    def check_fits(self, text: str | list[int], field: str) -> None:
+        """Refuses what cannot fit the model's context before it is encoded. Raises `ApiError`."""
+        tokenizer, limit = self._engine.tokenizer, self._engine.model_config.max_position_embeddings
+        assert tokenizer is not None
+        if tokenizer.exceeds(text, limit) if isinstance(text, str) else len(text) > limit:
+            raise invalid(
+                f"{field}: more tokens than the {limit} that this model's context has room for",
+                param=field,
+                code="context_length_exceeded",
+            )
+
+    def stored(self, tokens: np.ndarray, salt: str) -> Prefix:
+        """The longest prefix of `tokens` int32 [T] that the tenant of a salt has stored."""
         engine = self._engine
         return engine.store.longest_prefix(
-            tokens, fingerprint=engine.fingerprint, layout=engine.layout, salt=tenant.salt
+            tokens, fingerprint=engine.fingerprint, layout=engine.layout, salt=salt
         )

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 
 import numpy as np
-from fastapi import Request
 from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 from starlette.responses import Response
 
 from ckv_jax import request as engine_request
+from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
-from ckv_jax.errors import CkvError
-from ckv_jax.model.sampling import SamplingParams
-from ckv_jax.request import TokenEvent
+from ckv_jax.errors import CkvError, DeadlineExceeded
+from ckv_jax.model.sampling import Logprobs, SamplingParams
+from ckv_jax.model.tokenizer import Tokenizer
+from ckv_jax.request import Generation, TokenEvent
+from ckv_jax.server.bodies import Bodies, Limits
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.delivery import Client, Delivery, send_stream, send_whole
 from ckv_jax.server.formats import ChatFormat, CompletionFormat, ResponseFormat
+from ckv_jax.server.ingests import INGEST_THREADS, Ingests
 from ckv_jax.server.metrics import Metrics
 from ckv_jax.server.observability import RequestObserver, RequestRecord, log_event
 from ckv_jax.server.schema import ChatRequest, CompletionRequest, ParsedRequest, RequestParser
+from ckv_jax.server.sharing import Prompt, Sharing, after
 from ckv_jax.server.tenants import Admission, Tenant, Tenants
-from ckv_jax.server.write_behind import WriteBehind
+from ckv_jax.server.write_behind import Turns, WriteBehind
+from ckv_jax.serving.async_streams import AsyncTokenStream
 from ckv_jax.storage.index.wishes import Wish
 
+LEAST_ITEMS = 4096
+"""Of lists in bodies, however small the context is."""
+_LAST_S = 0.75  # for the last events of streams, and again for errors in their place
+_MOST_IGNORED = 100
 _WARM_BATCH = 2
 _WARM_SUFFIX = 64
 _WARM_ANSWER = 64
@@ -68,13 +81,26 @@ class Service:
         self.engine = engine
         self.config = config
         self.started = int(time.time())
-        self.admission = Admission(config.max_requests)
+        self.admission = Admission(config.max_requests, tenants.share(config.max_requests))
+        self.ingests = Ingests(tenants.share(INGEST_THREADS))
+        self.bodies = Bodies(
+            Limits(
+                max_bytes=config.max_body_bytes,
+                items=max(limit, LEAST_ITEMS),
+                text_bytes=text_bytes(engine.tokenizer, limit),
+            ),
+            config.body_s,
+        )
+        self.scrapes = ThreadPoolExecutor(1, thread_name_prefix="ckv-metrics")
         self.parser = RequestParser(engine, config)
-        self.write_behind = WriteBehind(engine, config)
+        self.write_behind = WriteBehind(engine, config, tenants.share(config.write_behind_bytes))
         self.metrics = Metrics(engine, self.admission, self.write_behind)
         self._tenants = tenants
         self._tracer = trace.get_tracer("ckv_jax", tracer_provider=tracing)
-        self._tokenizer = engine.tokenizer
+        self.sharing = Sharing(config.turn_tokens, self.parser.stored)
+        self._streams: set[AsyncTokenStream] = set()
+        self._ending = asyncio.Event()
+        self._ignored: set[str] = set()
         self._end_at: float | None = None
         self._warm_up = threading.Thread(
             target=warm_up, args=(engine, config), name="ckv-warm-up", daemon=True
@@ -98,45 +124,140 @@ class Service:
         http.state.record.fields["tenant"] = tenant.name
         return tenant
 
-    async def answer(self, http: Request, body: ChatRequest | CompletionRequest) -> Response:
+    async def answer(
+        self, http: Request, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Response:
         """The response to a chat or a completion."""
         tenant = self.tenant(http)
+        prompts = 1 if kind is ChatRequest else self.config.max_choices
+        body = await self.bodies.parse(http, kind, prompts=prompts)
         self.parser.check(body)
+        self._note_ignored(body)
         record: RequestRecord = http.state.record
 
         async def deliver(client: Client) -> None:
             with self.admission.admit(tenant, body.num_generations):
                 request = await run_in_threadpool(self.parser.parse, body, tenant)
-                form: ResponseFormat = (
-                    ChatFormat(request, self._tokenizer)
-                    if isinstance(body, ChatRequest)
-                    else CompletionFormat(request, self._tokenizer)
-                )
+                request = await self.sharing.wait(request)
+                form: ResponseFormat
+                if isinstance(body, ChatRequest):
+                    form = ChatFormat(request, self.engine)
+                else:
+                    form = await self._completion_format(request)
                 send = send_stream if body.stream else send_whole
                 observer = RequestObserver(http, record, metrics=self.metrics, tracer=self._tracer)
-                with observer.reporting(request):
-                    async with self._events(request, observer) as events:
+                with (
+                    observer.reporting(request),
+                    self.write_behind.turns(request) as turns,
+                    self._computing(request, turns) as prompts,
+                ):
+                    async with self._events(request, observer, turns, prompts) as events:
                         generations = await send(events, request, form, client)
-                    self.write_behind.submit(request, generations)
+                    for index, written in self.write_behind.submit(turns, generations).items():
+                        tokens = generations[index].completion().tokens
+                        self.sharing.writing(tenant.salt, tokens, written)
+
+        return self.delivery(http, deliver)
+
+    def _note_ignored(self, body: ChatRequest | CompletionRequest) -> None:
+        """Logs each field that has no effect once, as far as there are not too many of them."""
+        for name in body.unknown:
+            if len(self._ignored) == _MOST_IGNORED:
+                return
+            if name not in self._ignored:
+                self._ignored.add(name)
+                log_event("field_ignored", field=name)
+
+    async def _completion_format(self, request: ParsedRequest) -> CompletionFormat:
+        """With the prompts that the request wants to see, and how likely their tokens are."""
+        form = CompletionFormat(request, self.engine)
+        if request.echo:
+            scores: list[list[Logprobs]] | None = None
+            if (top := request.sampling[0].logprobs) is not None:
+                try:
+                    async with asyncio.timeout(request.request_s):
+                        scores = [
+                            await asyncio.wrap_future(self.engine.score(prompt.tokens, top=top))
+                            for prompt in request.prompts
+                        ]
+                except TimeoutError as error:
+                    raise DeadlineExceeded("the prompt was not computed in time") from error
+            await run_in_threadpool(form.echo, scores)
+        return form
+
+    def delivery(self, http: Request, deliver: Callable[[Client], Awaitable[None]]) -> Response:
+        """A response that runs `deliver` until it ends or the client is gone."""
 
         def undelivered(reason: str) -> None:
-            record.undelivered = reason
+            http.state.record.undelivered = reason
 
-        return Delivery(deliver, undelivered=undelivered, send_s=self.config.send_s)
+        return Delivery(
+            deliver, undelivered=undelivered, send_s=self.config.send_s, ending=self._ending
+        )
+
+    @contextmanager
+    def _computing(self, request: ParsedRequest, turns: Turns) -> Iterator[dict[int, Prompt]]:
+        """Prompts that others may wait for, by their first generation, within the context."""
+        with ExitStack() as stack:
+            yield {
+                index: stack.enter_context(
+                    self.sharing.computing(
+                        request.tenant.salt, request.prompts[index // request.choices].tokens
+                    )
+                )
+                for index, keep in enumerate(turns.keep_kv)
+                if keep
+            }
 
     @asynccontextmanager
     async def _events(
-        self, request: ParsedRequest, observer: RequestObserver
+        self,
+        request: ParsedRequest,
+        observer: RequestObserver,
+        turns: Turns,
+        prompts: Mapping[int, Prompt],
     ) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The engine's events of a request; leaving the context early cancels its generations."""
+        loop = asyncio.get_running_loop()
+
+        def share(prompt: Prompt, generation: Generation) -> None:
+            """In the engine thread."""
+            written = self.write_behind.submit_prompt(request, generation)
+            after(written, prompt.stored.set, loop)
+
+        async def marked(events: AsyncIterator[TokenEvent]) -> AsyncIterator[TokenEvent]:
+            async for event in events:
+                if (prompt := prompts.get(event.index)) is not None:
+                    prompt.computed.set()
+                yield event
+
         stream = self.engine.agenerate(
             request.engine_requests(),
             request.sampling,
-            keep_kv=self.write_behind.keep_kv(request),
+            keep_kv=turns.keep_kv,
         )
         observer.submitted(request)  # before the engine's thread gets on with it
         async with stream:
-            yield observer.observe(stream)
+            self._streams.add(stream)
+            try:
+                for index, prompt in prompts.items():
+                    prompt.can_share(partial(stream.share, index, partial(share, prompt)))
+                events = marked(observer.observe(stream))
+                yield self._cited(request, events) if request.citations else events
+            finally:
+                self._streams.remove(stream)
+
+    async def _cited(
+        self, request: ParsedRequest, events: AsyncIterator[TokenEvent]
+    ) -> AsyncIterator[TokenEvent]:
+        """The same events; the citations of a generation are found before its last one."""
+        async for event in events:
+            ended = event.generation
+            if ended is not None and ended.error is None:
+                cite = partial(self.engine.citations, ended, most=request.citations)
+                found = await run_in_threadpool(cite)
+                request.cited[event.index] = citations_json(found)
+            yield event
 
     def request_ended(self, record: RequestRecord) -> None:
         """Counts a request of any kind, which is over."""
@@ -158,6 +279,17 @@ class Service:
             written = False
         if not written:
             log_event("drain_over", left=self.admission.under_way)
+            await self._end_answers()
+
+    async def _end_answers(self) -> None:
+        """Ends what is under way: generations with what they have, others with an error."""
+        for stream in self._streams:
+            stream.cancel()
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_S):
+                    await self.admission.idle()
+            self._ending.set()
 
     def give_up(self) -> None:
         """Makes `drain` and `close` return as soon as they can."""
@@ -167,6 +299,9 @@ class Service:
     def close(self) -> None:
         """Ends the write-behind thread: the write under way ends within what is left of `drain_s`,
         those that wait are dropped."""
+        self.scrapes.shutdown(wait=False, cancel_futures=True)
+        self.ingests.close()
+        self.bodies.close()
         self.write_behind.close(self._left_s)
 
     @property
@@ -175,6 +310,12 @@ class Service:
         if self._end_at is None:
             return self.config.drain_s
         return max(0.0, self._end_at - time.monotonic())
+
+
+def text_bytes(tokenizer: Tokenizer, tokens: int) -> int | None:
+    """UTF-8 bytes of a text above which it is more than so many tokens; None: unknown."""
+    longest = tokenizer.bounds.max_bytes
+    return None if longest is None else longest * tokens
 
 
 def warm_up(engine: Engine, config: ServerConfig) -> None:

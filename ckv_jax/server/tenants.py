@@ -1,9 +1,13 @@
-"""Tenants: their API keys, and how many requests each may have under way."""
+"""Tenants: their API keys and salts, and how many requests each may have under way."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
+import json
+import os
+import secrets
 import time
 import tomllib
 from collections import Counter
@@ -31,7 +35,7 @@ class Tenant:
     salt: str = field(default="", repr=False)
     """Separates its prefixes from those of others; no client ever names it."""
     max_requests: int | None = None
-    """Generations under way at once; None: as many as the server admits."""
+    """Generations under way at once; None: the share that the server gives."""
     max_bytes: int | None = None
     """Bytes of the store; None: as many as the store has."""
 
@@ -44,14 +48,16 @@ class Tenants:
 
     def __init__(self, keys: dict[str, Tenant] | None = None) -> None:
         """`keys`: tenants by API key."""
-        self._open = keys is None
+        self.open = keys is None
+        """Whether no request needs a key."""
         self._by_digest = {_digest(key): tenant for key, tenant in (keys or {}).items()}
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads a TOML file with one table per tenant: `keys`, and optionally `salt` (without it
-        the table's name), `max_requests`, `max_bytes`.
+        """Reads a TOML file with one table per tenant: `keys`, and optionally `salt`,
+        `max_requests`, `max_bytes`.
 
+        Tenants without a salt get a random one, which is kept in a file beside this one.
         Raises `ValueError`, which repeats no key, for any other content.
         """
         try:
@@ -60,9 +66,11 @@ class Tenants:
             raise ValueError(f"the key file {path} is no TOML: {error}") from None
         keys: dict[str, Tenant] = {}
         salts: set[str] = set()
+        unsalted = [n for n, t in tables.items() if isinstance(t, dict) and "salt" not in t]
+        made = _salts_beside(path, unsalted) if unsalted else {}
         for name, table in tables.items():
             try:
-                tenant, its_keys = _tenant(name, table)
+                tenant, its_keys = _tenant(name, table, made.get(name, ""))
             except ValueError as error:
                 raise ValueError(f"the key file {path}, [{name}]: {error}") from None
             if tenant.salt in salts or not keys.keys().isdisjoint(its_keys):
@@ -75,7 +83,7 @@ class Tenants:
 
     def of(self, authorization: str | None) -> Tenant:
         """The tenant of a request, by its `Authorization` header. Raises `ApiError` 401."""
-        if self._open:
+        if self.open:
             return DEFAULT_TENANT
         scheme, _, key = (authorization or "").partition(" ")
         tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
@@ -85,14 +93,20 @@ class Tenants:
 
     def all(self) -> Iterable[Tenant]:
         """Every tenant once."""
-        return [DEFAULT_TENANT] if self._open else list(dict.fromkeys(self._by_digest.values()))
+        return [DEFAULT_TENANT] if self.open else list(dict.fromkeys(self._by_digest.values()))
+
+    def share(self, whole: int) -> int:
+        """What one tenant may take of `whole`: half of it where there are others, at least 1."""
+        return max(1, whole // 2) if len(list(self.all())) > 1 else whole
 
 
 class Admission:
     """Counts the generations under way, and refuses those above a limit. Used in one event loop."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, share: int) -> None:
+        """`share`: of one tenant, unless it has a limit of its own."""
         self._max = max_requests
+        self._share = share
         self._by_tenant: Counter[str] = Counter()
         self._usual_s = _FIRST_GUESS_S
         self._idle = asyncio.Event()
@@ -114,8 +128,8 @@ class Admission:
         if self.closed:
             raise draining()
         full = self.under_way + generations > self._max
-        most = tenant.max_requests
-        if full or (most is not None and self._by_tenant[tenant.name] + generations > most):
+        most = self._share if tenant.max_requests is None else tenant.max_requests
+        if full or self._by_tenant[tenant.name] + generations > most:
             message = "the server is busy" if full else "this key has too many requests under way"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_s=self._usual_s)
         began = time.monotonic()
@@ -141,7 +155,34 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _tenant(name: str, table: Any) -> tuple[Tenant, list[str]]:
+def _salts_beside(path: Path, names: list[str]) -> dict[str, str]:
+    """The salts of tenants that have none of their own: from a file beside the key file, to which
+    new ones are added. Raises `ValueError` if it cannot be read or written."""
+    beside = path.with_name(f"{path.name}.salts")
+    try:
+        with open(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            known = json.loads(file.read() or "{}")
+            if not isinstance(known, dict) or not all(isinstance(s, str) for s in known.values()):
+                raise ValueError("expected an object of strings")
+            if missing := [name for name in names if name not in known]:
+                known |= {name: secrets.token_hex(32) for name in missing}
+                file.seek(0)
+                file.write(json.dumps(known, indent=1))
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"{beside} cannot be written ({error.strerror}); it keeps the salts of tenants "
+            "without one. Give each tenant a salt in the key file"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{beside} is no file of salts: {error}") from None
+    return {name: known[name] for name in names}
+
+
+def _tenant(name: str, table: Any, salt: str) -> tuple[Tenant, list[str]]:
     if not isinstance(table, dict):
         raise ValueError("expected a table")
     if unknown := sorted(table.keys() - _FIELDS):
@@ -156,7 +197,7 @@ def _tenant(name: str, table: Any) -> tuple[Tenant, list[str]]:
             raise ValueError(f"{bound}: got {value!r}, expected a whole number, at least 1")
     tenant = Tenant(
         name=name,
-        salt=marks.check(table.get("salt", name)),
+        salt=marks.check(table.get("salt", salt)),
         max_requests=table.get("max_requests"),
         max_bytes=table.get("max_bytes"),
     )

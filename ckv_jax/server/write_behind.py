@@ -8,7 +8,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,9 +21,12 @@ from ckv_jax.request import Generation
 from ckv_jax.server.config import ServerConfig
 from ckv_jax.server.schema import ParsedRequest, Prompt
 from ckv_jax.storage.index.wishes import Wish
+from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.prefix import Prefix
 
 _log = logging.getLogger("ckv_jax.server")
+Item = tuple[Callable[[], object], "Future[None]"]
+"""Work, and what ends after it."""
 _MEASURED_TOKENS = 128  # fewer say nothing about the speed of computing or writing
 _LATEST_WEIGHT = 0.3  # of the latest figure in a mean
 _RETRY_EVERY = 16  # skipped turns of which one is written, to measure the disk again
@@ -36,7 +41,8 @@ class WriteBehind:
     ("slow_disk").
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, share: int | None = None) -> None:
+        """`share`: of `write_behind_bytes` that one tenant may hold; None: all."""
         self.cost = WriteCost()
         self.skipped: Counter[str] = Counter()
         self.stored_tokens = 0
@@ -44,9 +50,11 @@ class WriteBehind:
         self.failed = 0
         self._engine = engine
         self._config = config
-        self._waiting_bytes = 0
+        self._share = share
+        self._held: Counter[str] = Counter()  # bytes by tenant
+        self._token_bytes = kv_bytes(engine.layout)
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._pending = 0
         self._closed = False
         self._idle = threading.Condition(self._lock)
@@ -54,33 +62,63 @@ class WriteBehind:
         self._thread = threading.Thread(target=self._run, name="ckv-write-behind", daemon=True)
         self._thread.start()
 
-    def keep_kv(self, request: ParsedRequest) -> list[bool]:
-        """For each generation, whether its KV has to be kept until it ends."""
-        keep = [False] * request.num_generations
-        for i, prompt in enumerate(request.prompts):
-            first = i * request.choices
-            reason = self._skip_reason(prompt, request.sampling[first].max_tokens, request.budget)
-            if reason is None:
-                keep[first] = True
-            else:
-                self.skipped[reason] += 1
-        return keep
+    @contextmanager
+    def turns(self, request: ParsedRequest) -> Iterator[Turns]:
+        """What `request` leaves to be written; memory for it is reserved within the context, and
+        for what was submitted until it is written."""
+        turns = Turns(self, request)
+        try:
+            yield turns
+        finally:
+            for num_bytes in turns.reserved:
+                self.release(request.tenant.name, num_bytes)
 
-    def _skip_reason(self, prompt: Prompt, new_tokens: int, budget: float | str) -> str | None:
-        """Why a turn is not stored; None: it is."""
+    def reserve(self, request: ParsedRequest, prompt: Prompt, new_tokens: int) -> int:
+        """Bytes for the KV of one turn, 0 if it is not to be stored."""
+        documents = bool(request.documents)
+        reason = self._skip_reason(prompt, new_tokens, request.budget, documents=documents)
+        if reason is None:
+            computed = len(prompt.tokens) - prompt.prefix.num_tokens + new_tokens
+            num_bytes, tenant = computed * self._token_bytes, request.tenant.name
+            most = self._config.write_behind_bytes
+            share = most if self._share is None else self._share
+            with self._lock:
+                held = self._held.total()
+                fits = held + num_bytes <= most and self._held[tenant] + num_bytes <= share
+                if fits or not held:  # one alone may be larger than all that may wait
+                    self._held[tenant] += num_bytes
+                    return num_bytes
+            reason = "busy"
+        self.skipped[reason] += 1
+        return 0
+
+    def release(self, tenant: str, num_bytes: int) -> None:
+        """Gives reserved bytes back."""
+        with self._lock:
+            self._held[tenant] -= num_bytes
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+    def _skip_reason(
+        self, prompt: Prompt, new_tokens: int, budget: float | str, *, documents: bool
+    ) -> str | None:
+        """Why a turn is not stored; None: it is, if there is room."""
         stored = prompt.prefix.num_tokens
         most = len(prompt.tokens) + new_tokens - stored
         if len(prompt.tokens) < self._config.store_tokens or most < self._config.turn_tokens:
             return "short"
-        if stored and not Budget.of(budget).exact:
+        if documents or (stored and not Budget.of(budget).exact):
             return "approximate"
-        if self._waiting_bytes >= self._config.write_behind_bytes:
-            return "busy"
         return "slow_disk" if self._config.guard_disk and not self.cost.worth_writing() else None
 
-    def submit(self, request: ParsedRequest, generations: Sequence[Generation]) -> None:
-        """Queues what one finished request leaves to be written; returns at once."""
-        for generation in generations:
+    def submit(self, turns: Turns, generations: Sequence[Generation]) -> dict[int, Future[None]]:
+        """Queues what one finished request leaves to be written; returns at once.
+
+        The futures, by generation, end when its turn is written, or will not be.
+        """
+        writing: dict[int, Future[None]] = {}
+        request = turns.request
+        for index, generation in enumerate(generations):
             answer = generation.completion()
             computed = len(answer.suffix)
             self.cost.computed(computed, generation.trace.ttft_ms / 1e3)
@@ -92,13 +130,28 @@ class WriteBehind:
             if computed + len(answer.token_ids) < self._config.turn_tokens:
                 self.skipped["short"] += 1
                 continue
-            with self._lock:
-                self._waiting_bytes += answer.kv.nbytes
-            self._put(partial(self._store, generation, answer.kv.nbytes, request.retain_s))
+            held = turns.take(index)
+            writing[index] = self._put(partial(self._store, generation, request, held))
         if request.retain_s is not None:
             for prompt in request.prompts:
                 if prompt.prefix.num_tokens:
                     self._put(partial(self._retain, prompt.prefix, request.retain_s))
+        return writing
+
+    def submit_prompt(self, request: ParsedRequest, prompt: Generation) -> Future[None]:
+        """Queues a prompt whose text goes on, for others that wait for it. Any thread."""
+        kv, tenant = prompt.completion().kv, request.tenant.name
+        assert kv is not None
+        with self._lock:
+            self._held[tenant] += kv.nbytes
+
+        def store() -> None:
+            try:
+                self._engine.append(prompt)
+            finally:
+                self.release(tenant, kv.nbytes)
+
+        return self._put(store)
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything is written; False if that takes longer, or is given up."""
@@ -118,13 +171,17 @@ class WriteBehind:
         self.give_up()
         self._thread.join(seconds)
 
-    def _put(self, work: Callable[[], object]) -> None:
+    def _put(self, work: Callable[[], object]) -> Future[None]:
+        """Queues `work`; the future ends after it, whatever came of it."""
+        ended: Future[None] = Future()
         with self._lock:
             self._pending += 1
-        self._queue.put(work)
+        self._queue.put((work, ended))
+        return ended
 
     def _run(self) -> None:
-        while (work := self._next()) is not None and not self._closed:
+        while (item := self._next()) is not None and not self._closed:
+            work, ended = item
             try:
                 work()
             except (CkvError, OSError, ValueError) as error:
@@ -137,8 +194,9 @@ class WriteBehind:
                 with self._idle:
                     self._pending -= 1
                     self._idle.notify_all()
+                ended.set_result(None)
 
-    def _next(self) -> Callable[[], object] | None:
+    def _next(self) -> Item | None:
         """The next work: what is queued, or, when it is time, removing expired prefixes."""
         while True:
             left = self._prune_at - time.monotonic()
@@ -146,11 +204,12 @@ class WriteBehind:
                 self._prune_at = time.monotonic() + self._config.prune_s
                 with self._lock:
                     self._pending += 1
-                return self._engine.store.evict_expired
+                return self._engine.store.evict_expired, Future()
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=left)
 
-    def _store(self, generation: Generation, num_bytes: int, retain_s: float | None) -> None:
+    def _store(self, generation: Generation, request: ParsedRequest, num_bytes: int) -> None:
+        retain_s = request.retain_s
         try:
             began = time.perf_counter()
             prefix = self._engine.append(generation)
@@ -161,21 +220,49 @@ class WriteBehind:
             if retain_s is not None:
                 self._retain(prefix, retain_s, new=True)
         finally:
-            with self._lock:
-                self._waiting_bytes -= num_bytes
+            self.release(request.tenant.name, num_bytes)
 
     def _retain(self, prefix: Prefix, retain_s: float, *, new: bool = False) -> None:
         """Sets the time to live of a new prefix, and extends that of one that has one: no request
         shortens what was set before."""
         store = self._engine.store
-        known = store.wishes().get(prefix.id)
-        if known is None:
+        known = store.wish_of(prefix)
+        if known == Wish():
             wish = Wish(retain_s=retain_s) if new else None
         else:
             longer = known.retain_s is not None and known.retain_s < retain_s
             wish = replace(known, retain_s=retain_s) if longer else None
         if wish is not None:
             store.set_wish(prefix.id, wish, salt=prefix.salt)
+
+
+class Turns:
+    """The turns of one request, each with the bytes reserved for its KV."""
+
+    def __init__(self, write_behind: WriteBehind, request: ParsedRequest) -> None:
+        self.request = request
+        self.reserved = [0] * request.num_generations
+        """Bytes, by generation; 0: it is not stored."""
+        for i, prompt in enumerate(request.prompts):
+            first = i * request.choices
+            new_tokens = request.sampling[first].max_tokens
+            self.reserved[first] = write_behind.reserve(request, prompt, new_tokens)
+
+    @property
+    def keep_kv(self) -> list[bool]:
+        """For each generation, whether its KV has to be kept until it ends."""
+        return [num_bytes > 0 for num_bytes in self.reserved]
+
+    def take(self, index: int) -> int:
+        """Bytes of a generation that the caller releases from now on."""
+        taken, self.reserved[index] = self.reserved[index], 0
+        return taken
+
+
+def kv_bytes(layout: Layout) -> int:
+    """Bytes of one token's keys and values."""
+    heads = layout.num_kv_heads * layout.head_dim
+    return 2 * layout.num_layers * heads * layout.numpy_dtype.itemsize
 
 
 class WriteCost:

@@ -111,6 +111,11 @@ class AsyncTokenStream:
         await outcomes(sequences)
         return [generation_of(sequence) for sequence in sequences]
 
+    def share(self, index: int, call: Callable[[Generation], None]) -> None:
+        """See `Sequence.share`."""
+        if self._sequences is not None:
+            self._sequences[index].share(call)
+
     def cancel(self) -> None:
         """Ends every request with what there is."""
         for sequence in self._sequences or []:

@@ -25,6 +25,7 @@ from ckv_jax.storage.layout import Layout
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.tools.names import find_prefix
 from ckv_jax.systems import loadable_systems
 
 
@@ -135,7 +136,7 @@ class Placement:
         if not len(suffix):
             raise ValueError("got an empty suffix, expected text or at least one token")
         if isinstance(asked, str):
-            prefix = self._store.prefix(asked, fingerprint=self._fingerprint, salt=salt)
+            prefix = find_prefix(self._store, asked, salt=salt)
         elif isinstance(asked, Prefix):
             prefix = asked
         else:
@@ -163,7 +164,7 @@ class Placement:
         found = []
         for part in parts:
             if isinstance(part, str):
-                part = self._store.prefix(part, fingerprint=self._fingerprint, salt=salt)
+                part = find_prefix(self._store, part, salt=salt)
             self.check_prefix(part, salt)
             if not part.num_tokens:
                 raise ValueError("got an empty prefix among parts, expected at least one token")

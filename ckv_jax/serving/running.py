@@ -19,6 +19,7 @@ from ckv_jax.model.sampling import (
     logprobs,
     sample,
     stack_params,
+    without,
 )
 from ckv_jax.pipeline.layers import LayerKv
 from ckv_jax.pipeline.recovery import RecoveryNeeded
@@ -102,7 +103,8 @@ class Running:
         for row, going in starting:
             assert going.sequence.sampling is not None
             params[row] = going.sequence.sampling
-        chosen = np.asarray(sample(logits, stack_params(params), np.zeros(len(logits), np.int32)))
+        allowed = _allowed(logits, dict(starting))
+        chosen = np.asarray(sample(allowed, stack_params(params), np.zeros(len(logits), np.int32)))
         left = []
         for row, going in starting:
             going.sequence.check()
@@ -201,6 +203,9 @@ class Running:
         self._drop(batch, {})
         if not batch.going:
             return
+        for place, going in batch.going.items():
+            if going.sequence.shared:
+                going.sequence.share_prompt(going.kv(batch.decoder, place))
         self._put_behind(batch)
         decoder = batch.decoder
         tokens = np.zeros(len(decoder.rows), np.int32)
@@ -215,7 +220,8 @@ class Running:
             else:  # only its last token's KV was missing; it leaves with its row of the logits
                 kept[place] = going.kv(decoder, place)
         if left:
-            chosen = np.asarray(sample(logits, batch.params(), batch.counts()))
+            allowed = _allowed(logits, left)
+            chosen = np.asarray(sample(allowed, batch.params(), batch.counts()))
             spent_ms = (time.perf_counter_ns() - began) / 1e6
             for place, going in left.items():
                 if going.selector is not None:
@@ -357,6 +363,12 @@ class _Batch:
         for place, going in self.going.items():
             counts[place] = len(going.sequence.token_ids)
         return counts
+
+
+def _allowed(logits: np.ndarray | Array, rows: Mapping[int, Going]) -> np.ndarray | Array:
+    """`logits` float32 [B, V] without ids that would end a text of `rows` too early."""
+    barred = {row: ids for row, one in rows.items() if (ids := list(one.sequence.barred))}
+    return without(logits, barred) if barred else logits
 
 
 def _push(sequence: Sequence, token: int, logits: np.ndarray | Array, row: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 
@@ -69,6 +69,7 @@ class Sequence:
         self._future: Future[Outcome] = Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of ours ends it early
         self._cancelled = False
+        self._shares: Callable[[Generation], None] | None = None
         self._settled = threading.Event()
 
     def result(self, timeout: float | None = None) -> Outcome:
@@ -92,6 +93,12 @@ class Sequence:
         interrupted.
         """
         self._cancelled = True
+
+    def share(self, call: Callable[[Generation], None]) -> None:
+        """Calls `call`, in the engine thread, with a generation of no tokens: the prompt's whole
+        chunks with their KV, once that is computed. Never, if there are none, or the text is over
+        by then."""
+        self._shares = call
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -157,10 +164,19 @@ class Sequence:
                 return DeadlineExceeded(f"got no answer within {deadline:g} s")
         return None
 
-    def answer(self, token_id: int, text: str, logits: np.ndarray, trace: Trace) -> None:
+    def answer(
+        self,
+        token_id: int,
+        text: str,
+        logits: np.ndarray,
+        trace: Trace,
+        attention: np.ndarray | None = None,
+    ) -> None:
         """Ends with a first token."""
         codec = self.prefix.layout.codec if self.parts or self.prefix.num_tokens else PLAIN
-        first = FirstAnswer(token_id=token_id, text=text, logits=logits, codec=codec)
+        first = FirstAnswer(
+            token_id=token_id, text=text, logits=logits, codec=codec, attention=attention
+        )
         self.finish(
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
         )
@@ -186,6 +202,12 @@ class Sequence:
         given = self.sampling.forced_ids[len(self.token_ids) :]
         return given[0] if given else token
 
+    @property
+    def barred(self) -> Collection[int]:
+        """Ids that may not be the next token."""
+        assert self._text is not None
+        return self._text.barred
+
     def push(self, token: int, logprobs: Logprobs | None = None) -> None:
         """One more token, with what `sampling` asks to be told of it; is it the last?"""
         assert self._text is not None
@@ -208,6 +230,29 @@ class Sequence:
             self.reason = "cancelled" if isinstance(lapsed, Cancelled) else "deadline"
             if not self.token_ids:
                 self.fail(lapsed)
+
+    @property
+    def shared(self) -> bool:
+        """Whether `share_prompt` has somebody to give it to."""
+        return self._shares is not None
+
+    def share_prompt(self, kv: np.ndarray) -> None:
+        """Gives the prompt to who asked for it; `kv` [L, 2, n, K, D] of all after the prefix."""
+        call, self._shares = self._shares, None
+        size, before = self.prefix.layout.chunk_tokens, self.prefix.num_tokens
+        count = (before + len(self.suffix)) // size * size - before
+        if call is None or count <= 0:
+            return
+        answer = Completion(
+            token_ids=np.zeros(0, np.int32),
+            text="",
+            finish_reason="length",
+            prefix=self.prefix,
+            suffix=self.suffix[:count],
+            budget=self.budget,
+            kv=np.ascontiguousarray(kv[:, :, :count]),
+        )
+        call(Generation(request=self.request, trace=Trace(), answer=answer))
 
     def finish_text(self, kv: np.ndarray | None) -> None:
         """Ends with a generation."""

@@ -22,7 +22,12 @@ class Text:
     ) -> None:
         """`after`: the last tokens of the prompt."""
         self._stream = TextStream(tokenizer, stop=params.stop, after=after) if tokenizer else None
-        self._end_ids = {*end_ids, *params.stop_token_ids}
+        self._end_ids = set(params.stop_token_ids)
+        self._hidden_ids = set(end_ids)
+        if not params.ignore_eos:
+            self._end_ids |= self._hidden_ids
+        self._min_tokens = params.min_tokens
+        self._tokens = 0
 
     @property
     def text(self) -> str:
@@ -33,13 +38,20 @@ class Text:
         """Whether a token ends the text and is no part of it."""
         return token in self._end_ids
 
+    @property
+    def barred(self) -> Collection[int]:
+        """Ids that may not come next, as the text would be too short."""
+        return self._end_ids if self._tokens < self._min_tokens else ()
+
     def push(self, token: int) -> tuple[str, bool]:
         """(what of the text is certain now and was not before, whether the text ends here)."""
+        self._tokens += 1
         if self.ends(token):
             return "", True
-        if self._stream is None:
+        if self._stream is None or token in self._hidden_ids:
             return "", False
-        return self._stream.push(token), self._stream.stopped_by is not None
+        new = self._stream.push(token, stops=self._tokens > self._min_tokens)
+        return new, self._stream.stopped_by is not None
 
     def finish(self) -> str:
         """What is left once no token follows."""

@@ -36,7 +36,7 @@ from ckv_jax.serving.alone import Alone
 from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
-from ckv_jax.serving.prefill_jobs import recovery_job
+from ckv_jax.serving.prefill_jobs import recovery_job, score_job
 from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
@@ -254,13 +254,24 @@ class Worker:
             if lapsed is not None:
                 sequence.fail(lapsed)
                 continue
-            self._finish(sequence, int(first.token_ids[row]), logits[row].copy(), shares[row])
+            attention = None
+            if sequence.request.attention and first.attention is not None:
+                attention = first.attention(row)
+            token = int(first.token_ids[row])
+            self._finish(sequence, token, logits[row].copy(), shares[row], attention)
 
-    def _finish(self, sequence: Sequence, token: int, logits: np.ndarray, trace: Trace) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        token: int,
+        logits: np.ndarray,
+        trace: Trace,
+        attention: np.ndarray | None = None,
+    ) -> None:
         text = ""
         if self._tokenizer is not None:
             text = self._tokenizer.decode_next(token, after=sequence.last_tokens)
-        sequence.answer(token, text, logits, trace)
+        sequence.answer(token, text, logits, trace, attention)
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -281,6 +292,10 @@ class Worker:
     def job_for(self, sequence: Sequence) -> Job | None:
         """See `scheduler.Computes`."""
         return self.alone.job(sequence)
+
+    def score_job(self, tokens: np.ndarray, top: int) -> Job:
+        """See `Engine.score`."""
+        return score_job(tokens, self.prefills, len(tokens) * self._room.token_bytes, top)
 
     def recovery(self, needed: RecoveryNeeded) -> Job:
         """See `scheduler.Computes`. Who asks for more than a job under way computes asks again."""

@@ -34,6 +34,7 @@ __all__ = [
     "MeanKeys",
     "PqKeys",
     "Probe",
+    "implementations",
     "score",
 ]
 
@@ -74,13 +75,16 @@ def score(
     """
     _check(q, probe, num_tokens, q_lengths, chunk_tokens)
     args = (q, probe, num_tokens, q_lengths, chunk_tokens, peaks)
-    kernels = IMPLEMENTATIONS
-    if isinstance(probe, Landmarks):
-        kernels = LANDMARKS
-    elif isinstance(probe, TurnedKeys):
-        kernels = TURNED
-    out: Array = dispatch("score", implementation, kernels, target, *args)  # [*2, B, K, M]
+    out: Array = dispatch(
+        "score", implementation, implementations(probe), target, *args
+    )  # [*2, B, K, M]
     return out if heads == "each" else jnp.sum(out, axis=-2, keepdims=True)
+
+
+def _cpu() -> Callable[..., Any]:
+    from ckv_jax.kernels_pallas.score.cpu import score
+
+    return score
 
 
 def _mosaic_gpu() -> Callable[..., Any]:
@@ -99,16 +103,36 @@ IMPLEMENTATIONS: Mapping[str, Kernel] = MappingProxyType(
     {
         "mosaic_gpu": Kernel(_mosaic_gpu, platform="gpu"),
         "tpu": Kernel(_tpu, platform="tpu"),
+        "cpu": Kernel(_cpu, platform="cpu"),
         "reference": Kernel(lambda: reference.score, multiplies=True),
     }
 )
 """Of probes with a key for each token."""
+WITHOUT_CODES: Mapping[str, Kernel] = MappingProxyType(
+    {name: kernel for name, kernel in IMPLEMENTATIONS.items() if name != "cpu"}
+)
+"""Of exact and of product-quantised keys, for which a CPU has the reference alone."""
 LANDMARKS: Mapping[str, Kernel] = MappingProxyType(
     {"reference": Kernel(lambda: landmarks.score, multiplies=True)}
 )
 """Of landmarks."""
-TURNED: Mapping[str, Kernel] = MappingProxyType({"reference": Kernel(lambda: turned.score)})
+TURNED: Mapping[str, Kernel] = MappingProxyType(
+    {"cpu": Kernel(_cpu, platform="cpu"), "reference": Kernel(lambda: turned.score)}
+)
 """Of turned keys."""
+
+
+def implementations(probe: Probe) -> Mapping[str, Kernel]:
+    """What scores a probe, in the order in which "auto" tries them."""
+    match probe:
+        case MeanKeys() | BoundKeys():
+            return LANDMARKS
+        case TurnedKeys():
+            return TURNED
+        case Keys() | PqKeys():
+            return WITHOUT_CODES
+        case Int8Keys() | Int4Keys():
+            return IMPLEMENTATIONS
 
 
 def _check(q: Array, probe: Probe, num_tokens: Array, q_lengths: Array, chunk_tokens: int) -> None:

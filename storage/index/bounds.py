@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -12,12 +13,14 @@ from ckv_jax.storage.config import StoreConfig
 from ckv_jax.storage.errors import PrefixNotFound, SegmentDamaged, StoreFull, StoreUnavailable
 from ckv_jax.storage.index.eviction import Plan
 from ckv_jax.storage.index.index import Counters, Index
+from ckv_jax.storage.index.rows import LINK
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.prefix import Prefix
 
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
 _TRIES = 5  # to get room that others want, too
+_SPARE = 1 << 20  # bytes of the disk that stay free: for the index, and for blocks of files
 
 
 class Bounds:
@@ -54,8 +57,13 @@ class Bounds:
             if num_bytes > limit:
                 raise StoreFull(f"{num_bytes} bytes do not fit in {_bound(whose, limit)} at all")
         with self._emptying() as remove:
+            emptied = 0  # bytes that are deleted once no lock is held
             for attempt in range(_TRIES):
-                over = self._index.catalog.reserve(name, num_bytes, tenant, limits)
+                lacking = self._lacking(num_bytes) - emptied
+                if lacking > 0:
+                    over: dict[str | None, int] = {None: lacking}
+                else:
+                    over = self._index.catalog.reserve(name, num_bytes, tenant, limits)
                 if not over:
                     return
                 if attempt == 0:
@@ -63,18 +71,27 @@ class Bounds:
                     continue
                 plan = self._plan()
                 freed = 0
+                rooms = {whose: _bound(whose, limits.get(whose)) for whose in over}
+                if lacking > 0:
+                    rooms = {None: "the room on the disk"}
                 for whose in sorted(over, key=lambda w: w is None):  # the tenant's own first
                     part = (lambda e: True) if whose is None else (lambda e: e.tenant == tenant)
                     freed += plan.take(over[whose] - (freed if whose is None else 0), part)
                     if freed < over[whose]:
                         plan.drop()
                         raise StoreFull(
-                            f"{num_bytes} bytes do not fit in {_bound(whose, limits[whose])}: what "
+                            f"{num_bytes} bytes do not fit in {rooms[whose]}: what "
                             "is stored is pinned, continued by others, being read, or unreadable"
                         )
-                text = " and ".join(_bound(w, limits[w]) for w in over)
+                emptied += freed
+                text = " and ".join(rooms.values())
                 self._remove(remove, plan, "room", f"made room for {num_bytes} bytes in {text}: ")
         raise StoreFull(f"{num_bytes} bytes: others took the room as often as it was made")
+
+    def _lacking(self, num_bytes: int) -> int:
+        """Bytes that the disk lacks for `num_bytes` more, whatever the bound of the store says."""
+        free = self._files.free_bytes()
+        return 0 if free is None else max(0, num_bytes + _SPARE - free)
 
     def release(self, name: str) -> None:
         """Give a reservation back."""
@@ -144,8 +161,10 @@ class Bounds:
             claim = self._files.claim(segment_id)
             if claim is None:
                 return False
+            links = self._index.catalog.links([segment_id])
             delete = claim.remove()
             self._index.drop(segment_id, reason)
+            self._forget(links)
         self._counts.add("evicted")
         delete()
         return True
@@ -178,6 +197,7 @@ class Bounds:
         later: list[Callable[[], None]] = []
 
         def remove(plan: Plan, reason: str) -> None:
+            links = self._index.catalog.links(entry.id for entry, _, _ in plan.victims)
             try:
                 while plan.victims:
                     entry, claim, why = plan.victims.pop(0)
@@ -186,6 +206,7 @@ class Bounds:
                     self._index.drop(entry.id, f"{reason}{why}")
             finally:
                 plan.drop()  # what an error left
+                self._forget(links)
 
         try:
             with self._lock:
@@ -196,13 +217,45 @@ class Bounds:
 
     # -- wishes ------------------------------------------------------------------------------------
 
-    def wishes(self) -> dict[str, Wish]:
-        """What is wanted of prefixes, by id."""
-        return {id_: Wish.decode(data) for id_, data in self._files.pins().items()}
+    def wishes(self, tenant: str | None = None) -> dict[str, Wish]:
+        """What is wanted of prefixes, by id; None: of all tenants."""
+        if tenant is None:
+            return {id_: Wish.decode(data) for id_, data in self._files.pins().items()}
+        mine = self._index.catalog.holders(self._files.pinned_ids(), tenant)
+        return {id_: self.wish_of(id_) for id_ in mine}
+
+    def wish_of(self, prefix_id: str) -> Wish:
+        """What is wanted of one prefix."""
+        data = self._files.pin(prefix_id)
+        return Wish() if data is None else Wish.decode(data)
 
     def wish(self, prefix_id: str, wish: Wish) -> None:
         """Note durably what is wanted of a prefix."""
         self._files.set_pin(prefix_id, wish.encode())
+
+    def sweep(self) -> int:
+        """Remove what was wanted of prefixes that are gone; returns of how many.
+
+        Nothing is removed while a segment cannot be read: it may hold the prefix.
+        """
+        with contextlib.suppress(StoreUnavailable):
+            noted = self._files.pinned_ids()  # first: a prefix is there before it is noted
+            if not noted:
+                return 0
+            self._index.refresh()
+            if self._index.catalog.complete:
+                gone = noted - self._index.catalog.holders(noted).keys()
+                self._files.drop_pins(gone)
+                return len(gone)
+        return 0
+
+    def _forget(self, links: Collection[bytes]) -> None:
+        """Remove what was wanted of prefixes that ended in segments with these links, which are
+        gone, so far as no other segment holds them. What fails here is swept later."""
+        with contextlib.suppress(StoreUnavailable):
+            noted = {i for i in self._files.pinned_ids() if bytes.fromhex(i)[:LINK] in links}
+            if noted and not self._index.unread:
+                self._files.drop_pins(noted - self._index.catalog.holders(noted).keys())
 
     def pinned(self) -> set[str]:
         """Segments that a pinned prefix needs; raises StoreUnavailable where that is unknown."""
@@ -216,7 +269,12 @@ class Bounds:
         """
         keep: set[str] = set()
         found: dict[str, Wish] = {}
-        for id_, wish in self.wishes().items():
+        wishes = self.wishes()
+        holders = self._index.catalog.holders(wishes)
+        for id_, wish in wishes.items():
+            if not wish.pinned:
+                found.update(dict.fromkeys(holders.get(id_, ()), wish))
+                continue
             try:
                 needed = [span.segment_id for span in self._index.prefix(id_).spans]
                 ends, complete = needed[-1:], True
@@ -224,13 +282,12 @@ class Bounds:
                 needed, ends, complete = [], [], not unknown  # where all is known, it is gone
             except StoreUnavailable:
                 needed, ends, complete = self._index.catalog.line(bytes.fromhex(id_))
-            if wish.pinned:
-                if not complete:
-                    raise StoreUnavailable(
-                        f"what the pinned prefix {id_[:8]} needs is unknown, as manifests cannot "
-                        f"be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
-                    )
-                keep.update(needed)
+            if not complete:
+                raise StoreUnavailable(
+                    f"what the pinned prefix {id_[:8]} needs is unknown, as manifests cannot "
+                    f"be read ({', '.join(sorted(unknown)) or id_}): nothing is evicted"
+                )
+            keep.update(needed)
             found.update(dict.fromkeys(ends, wish))
         return keep, found
 
@@ -253,5 +310,5 @@ class Bounds:
             self._index.catalog.touch(used)
 
 
-def _bound(whose: str | None, limit: int) -> str:
+def _bound(whose: str | None, limit: int | None) -> str:
     return f"max_bytes={limit}" if whose is None else f"tenant_bytes={limit}"

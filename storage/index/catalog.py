@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Catalog:
         self._present = present
         self.listed = True
         """Whether all that is published could be listed when the index was last filled."""
+        self.complete = True
+        """Whether it then also had every manifest."""
         self._db = Database(
             path,
             rows.SCHEMA,
@@ -74,10 +76,11 @@ class Catalog:
         try:
             there = self._present()
         except StoreUnavailable:
-            self.listed = False
+            self.listed = self.complete = False
             return [], []
-        self.listed = True
-        return sorted(known - there), [rows.row_of(d) for d in self._describe(there - known)]
+        fresh = [rows.row_of(d) for d in self._describe(there - known)]
+        self.listed, self.complete = True, len(fresh) == len(there - known)
+        return sorted(known - there), fresh
 
     @staticmethod
     def _take_in(db: sqlite3.Connection, gone: list[str], fresh: list[Any]) -> None:
@@ -182,13 +185,48 @@ class Catalog:
         wanted = json.dumps([link.hex() for link in links])
         return self._ids("first IN (SELECT value FROM json_each(?))", (wanted,))
 
-    def ending_with(self, link: bytes) -> list[str]:
-        """Ids of segments whose last chunk ends in `link`."""
-        return self._ids("end = ?", (link.hex(),))
+    def ending_with(self, link: bytes, tenant: str | None = None) -> list[str]:
+        """Ids of segments whose last chunk ends in `link`; None: of all tenants."""
+        return self._ids("end = ?", (link.hex(),), tenant)
 
-    def passing(self, link: bytes) -> list[str]:
-        """Ids of segments that may have a chunk ending in `link`."""
-        return self._ids("instr(links, ?) > 0", (link[: rows.LINK],))
+    def passing(self, link: bytes, tenant: str | None = None) -> list[str]:
+        """Ids of segments that may have a chunk ending in `link`; None: of all tenants."""
+        return self._ids("instr(links, ?) > 0", (link[: rows.LINK],), tenant)
+
+    def holders(
+        self, prefix_ids: Collection[str], tenant: str | None = None
+    ) -> dict[str, list[str]]:
+        """Ids of the segments that hold the end of each prefix: those that end there, or, where
+        there are none, those that pass it. Prefixes that no segment holds are left out.
+
+        `tenant`: whose segments alone; None: all.
+        """
+        found: dict[str, list[str]] = {}
+        if not prefix_ids:
+            return found
+        whose = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+        for id_, end in self._db.read(f"SELECT id, end FROM segments{whose[0]}", whose[1]):
+            if end in prefix_ids:
+                found.setdefault(end, []).append(str(id_))
+        inside = {bytes.fromhex(i)[: rows.LINK]: i for i in prefix_ids if i not in found}
+        if not inside:
+            return found
+        wanted = np.sort(np.frombuffer(b"".join(inside), np.uint64))
+        for id_, links in self._db.read(f"SELECT id, links FROM segments{whose[0]}", whose[1]):
+            if not isinstance(links, bytes) or len(links) % rows.LINK:
+                continue
+            there = np.frombuffer(links, np.uint64)
+            for link in there[np.isin(there, wanted)]:
+                found.setdefault(inside[link.tobytes()], []).append(str(id_))
+        return found
+
+    def links(self, segment_ids: Iterable[str]) -> set[bytes]:
+        """The first bytes of the chain links of segments."""
+        wanted = json.dumps(list(segment_ids))
+        query = "SELECT links FROM segments WHERE id IN (SELECT value FROM json_each(?))"
+        found = (row for (row,) in self._db.read(query, (wanted,)) if isinstance(row, bytes))
+        step = rows.LINK
+        return {row[at : at + step] for row in found for at in range(0, len(row), step)}
 
     def children(self, segment_id: str) -> list[str]:
         """Ids of the segments that continue this one."""
@@ -215,25 +253,34 @@ class Catalog:
                 id_ = parents[id_]
         return list(needed), ends, complete
 
-    def leaves(self) -> list[str]:
-        """Ids of the segments whose end nothing continues."""
-        return self._ids(_LEAF, ())
+    def leaves(self, tenant: str | None = None) -> list[str]:
+        """Ids of the segments whose end nothing continues; None: of all tenants."""
+        return self._ids(_LEAF, (), tenant)
 
     def ends(self, tenant: str | None) -> list[str]:
         """Prefix ids that end with a segment, those of one tenant; None: of all."""
-        query = "SELECT end FROM segments WHERE ? IS NULL OR tenant = ?"
-        return [str(end) for (end,) in self._db.read(query, (tenant, tenant))]
+        return self._column("end", "1", (), tenant)
 
-    def _ids(self, where: str, values: tuple[object, ...]) -> list[str]:
-        rows = self._db.read(f"SELECT id FROM segments WHERE {where}", values)
-        return [str(id_) for (id_,) in rows]
+    def _ids(self, where: str, values: tuple[object, ...], tenant: str | None = None) -> list[str]:
+        return self._column("id", where, values, tenant)
+
+    def _column(
+        self, name: str, where: str, values: tuple[object, ...], tenant: str | None
+    ) -> list[str]:
+        if tenant is not None:
+            where, values = f"tenant = ? AND {where}", (tenant, *values)
+        rows = self._db.read(f"SELECT {name} FROM segments WHERE {where}", values)
+        return [str(value) for (value,) in rows]
 
     # -- sizes and scores ------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
-        """All segments."""
+    def entries(self, tenant: str | None = None) -> list[Entry]:
+        """Segments of one tenant; None: of all."""
         query = "SELECT id, parent, bytes, used, score, tenant FROM segments"
-        return [Entry(*row) for row in self._db.read(query, ()) if rows.sane(row)]
+        values: tuple[object, ...] = ()
+        if tenant is not None:
+            query, values = f"{query} WHERE tenant = ?", (tenant,)
+        return [Entry(*row) for row in self._db.read(query, values) if rows.sane(row)]
 
     def usage(self, tenant: str | None = None) -> int:
         """Bytes of all segments and reservations; those of one tenant."""

@@ -74,6 +74,11 @@ class Index:
         """Bring the catalog in line with what is there, as far as that can be read."""
         self.catalog.reconcile()
 
+    @property
+    def unread(self) -> bool:
+        """Whether there are, or may be, segments that the index lacks."""
+        return bool(self._unread) or not self.catalog.listed
+
     def unknown(self) -> set[str]:
         """Ids of segments that the index lacks, as their manifests cannot be read.
 
@@ -126,9 +131,10 @@ class Index:
     def prefixes(self, salt: str | None = None) -> list[Prefix]:
         """Every prefix that no other continues, without damaged ones; None: of all tenants."""
         found = []
-        for id_ in self.catalog.leaves():
+        whose = None if salt is None else tenant.mark(salt)
+        for id_ in self.catalog.leaves(whose):
             loaded = self.load(id_)
-            if loaded is None or (salt is not None and loaded.manifest.tenant != tenant.mark(salt)):
+            if loaded is None or whose not in (None, loaded.manifest.tenant):
                 continue
             with contextlib.suppress(SegmentDamaged):
                 found.append(lookup.resolve(loaded, loaded.manifest.chunks, self.load, salt))

@@ -229,7 +229,8 @@ def by_id(prefix_id: str, *, salt: str | None, catalog: Catalog, load: Load) -> 
         ids = sorted({e for e in catalog.ends(whose) if prefix_id and e.startswith(prefix_id)})
     if len(ids) == 1:
         link, within = bytes.fromhex(ids[0]), ""
-        for segment_id in dict.fromkeys(catalog.ending_with(link) + catalog.passing(link)):
+        holders = catalog.ending_with(link, whose) + catalog.passing(link, whose)
+        for segment_id in dict.fromkeys(holders):  # none of another tenant's is opened
             loaded = load(segment_id)
             if loaded is None or link not in loaded.manifest.links:
                 continue

@@ -16,6 +16,7 @@ CREATE TABLE IF NOT EXISTS segments(
 CREATE INDEX IF NOT EXISTS segments_first ON segments(first);
 CREATE INDEX IF NOT EXISTS segments_end ON segments(end);
 CREATE INDEX IF NOT EXISTS segments_parent ON segments(parent);
+CREATE INDEX IF NOT EXISTS segments_tenant ON segments(tenant);
 CREATE TABLE IF NOT EXISTS quarantine(
   id TEXT NOT NULL, checksum TEXT NOT NULL, chunk INTEGER NOT NULL, reason TEXT NOT NULL,
   PRIMARY KEY(id, checksum, chunk));
@@ -28,7 +29,7 @@ CREATE TABLE IF NOT EXISTS evictions(
   bytes INTEGER NOT NULL, time REAL NOT NULL, reason TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS evictions_prefix ON evictions(prefix)
 """
-VERSION = 3  # of the schema
+VERSION = 4  # of the schema
 MOST_EVICTIONS = 10_000  # that are remembered
 _LATEST = float(1 << 36)  # seconds since 1970: a time that calendars can write
 SANE = "typeof(bytes) = 'integer' AND bytes BETWEEN 0 AND 1 << 50"

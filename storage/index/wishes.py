@@ -1,4 +1,4 @@
-"""What people say of a prefix: its name, where it is from, and how long it is to stay."""
+"""What is noted of a prefix: its name, its source, how long it stays, how a question follows it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 MOST_PRIORITY = 1000
 MOST_LETTERS = 200
 """Of a name, a source, and the first words."""
+MOST_AROUND = 2000
+"""Letters of a template, before a question or after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class Wish:
       name: what people call it; "" without one. Several prefixes may share a name.
       source: where its text is from, such as a file's name.
       begins: its first words.
+      before, after: what a chat template puts between the prefix and a question, and between the
+        question and its answer; both "" for a prefix that is bare text.
     """
 
     pinned: bool = False
@@ -31,6 +35,8 @@ class Wish:
     name: str = ""
     source: str = ""
     begins: str = ""
+    before: str = ""
+    after: str = ""
 
     def __post_init__(self) -> None:
         seconds = self.retain_s
@@ -48,6 +54,12 @@ class Wish:
             if not isinstance(text, str) or len(text) > MOST_LETTERS or not text.isprintable():
                 raise ValueError(
                     f"{what}: got {text!r}, expected one line of at most {MOST_LETTERS} letters"
+                )
+        for what in ("before", "after"):
+            text = getattr(self, what)
+            if not isinstance(text, str) or len(text) > MOST_AROUND:
+                raise ValueError(
+                    f"{what}: got {text!r}, expected a text of at most {MOST_AROUND} letters"
                 )
 
     def encode(self) -> bytes | None:

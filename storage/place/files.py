@@ -114,6 +114,18 @@ class Files(Protocol):
     def pins(self) -> dict[str, bytes]:
         """What people want of prefixes, by id: see `wishes.py`."""
 
+    def pin(self, prefix_id: str) -> bytes | None:
+        """The same of one prefix; None: nothing."""
+
+    def pinned_ids(self) -> set[str]:
+        """The ids in `pins`, without reading any."""
+
+    def drop_pins(self, prefix_ids: Iterable[str]) -> None:
+        """Remove what was wanted of prefixes that are gone; a crash may bring some back."""
+
+    def free_bytes(self) -> int | None:
+        """Room on the disk; None where nothing is known of it."""
+
     def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
         """Note what is wanted of a prefix, durably; None: nothing."""
 

@@ -38,7 +38,7 @@ from ckv_jax.storage.place.workspace import (
 from ckv_jax.storage.segment import manifest as manifests
 
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
-_LARGEST_PIN = 4096
+_LARGEST_PIN = 65536
 
 
 class LocalFiles:
@@ -61,6 +61,7 @@ class LocalFiles:
         self.readonly = readonly
         self.make()
         self._holds = Holds(self.root, readonly=readonly)
+        self._pins: dict[str, tuple[object, bytes]] = {}
 
     def make(self) -> None:
         """Create whatever is missing of the store; refuse a folder that is something else."""
@@ -149,7 +150,7 @@ class LocalFiles:
                 return None
             raise as_unavailable(path, e) from e
         progress()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return _stamp(found)
 
     def manifest(self, segment_id: str) -> bytes:
         path = self._folder(segment_id) / manifests.FILE
@@ -297,20 +298,62 @@ class LocalFiles:
             raise as_store_error(self._folder(segment_id), e) from e
 
     def pins(self) -> dict[str, bytes]:
+        found: dict[str, tuple[object, bytes]] = {}
+        for name in self.pinned_ids():
+            kept = self._pins.get(name)
+            if kept is not None and kept[0] == self._pin_stamp(name):
+                found[name] = kept
+            elif (read := self._read_pin(name)) is not None:
+                found[name] = read
+        self._pins = found
+        return {name: data for name, (_, data) in found.items()}
+
+    def pin(self, prefix_id: str) -> bytes | None:
+        read = self._read_pin(prefix_id)
+        return None if read is None else read[1]
+
+    def pinned_ids(self) -> set[str]:
         folder = self.root / "pins"
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        found: dict[str, bytes] = {}
         try:
-            for name in names_in(folder):
-                if manifests.is_id(name):
-                    with (
-                        contextlib.suppress(FileNotFoundError),  # taken back just now
-                        os.fdopen(open_plain(folder / name, flags), "rb") as file,
-                    ):
-                        found[name] = file.read(_LARGEST_PIN)
+            return {name for name in names_in(folder) if manifests.is_id(name)}
         except OSError as e:
             raise as_unavailable(folder, e) from e
-        return found
+
+    def _read_pin(self, prefix_id: str) -> tuple[object, bytes] | None:
+        """What marks this version of the file, and its bytes; None where there is none."""
+        path = self.root / "pins" / prefix_id
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with os.fdopen(open_plain(path, flags), "rb") as file:
+                return _stamp(os.fstat(file.fileno())), file.read(_LARGEST_PIN)
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise as_unavailable(path, e) from e
+
+    def _pin_stamp(self, prefix_id: str) -> object:
+        path = self.root / "pins" / prefix_id
+        try:
+            return _stamp(os.lstat(path))
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise as_unavailable(path, e) from e
+
+    def drop_pins(self, prefix_ids: Iterable[str]) -> None:
+        for prefix_id in prefix_ids:
+            path = self.root / "pins" / prefix_id
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as e:
+                raise as_unavailable(path, e) from e
+
+    def free_bytes(self) -> int | None:
+        try:
+            disk = os.statvfs(self.root)
+        except OSError:
+            return None
+        return disk.f_bavail * disk.f_frsize
 
     def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
@@ -353,6 +396,11 @@ class LocalFiles:
 
     def close(self) -> None:
         self._holds.close()
+
+
+def _stamp(found: os.stat_result) -> object:
+    """Changes when a file is replaced."""
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class LocalClaim:

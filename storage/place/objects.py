@@ -231,6 +231,21 @@ class ObjectFiles:
                     found[name] = bytes(value.value)
         return found
 
+    def pin(self, prefix_id: str) -> bytes | None:
+        value = self._wait(self._store.read(f"pins/{prefix_id}"), f"pin {prefix_id}")
+        return bytes(value.value) if value.state == "value" else None
+
+    def pinned_ids(self) -> set[str]:
+        names = (key.removeprefix("pins/") for key in self._list("pins/"))
+        return {name for name in names if manifests.is_id(name)}
+
+    def drop_pins(self, prefix_ids: Iterable[str]) -> None:
+        for prefix_id in prefix_ids:
+            self.set_pin(prefix_id, None)
+
+    def free_bytes(self) -> int | None:
+        return None
+
     def set_pin(self, prefix_id: str, wish: bytes | None) -> None:
         if not manifests.is_id(prefix_id):
             raise ValueError(f"prefix id: got {prefix_id!r}, expected hex")

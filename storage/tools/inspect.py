@@ -17,6 +17,7 @@ from ckv_jax.storage.prefix import Prefix
 from ckv_jax.storage.segment.manifest import servable
 from ckv_jax.storage.segment.reader import PrefixReader
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.tools.names import find_prefix
 
 _PIECE_BYTES = 32 << 20
 
@@ -129,10 +130,11 @@ class Inspection:
 
 
 def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
-    """Describe a store and, with `prefix`, read that one in full.
+    """Describe a store and, with `prefix`, a name or an id, read that one in full.
 
     Raises:
       PrefixNotFound: there is no such prefix.
+      ValueError: several prefixes have this name.
       StoreUnavailable: the store cannot be listed.
     """
     store.files.require()
@@ -176,7 +178,7 @@ def inspect_store(store: ChunkStore, prefix: str | None = None) -> Inspection:
             for id_, manifest, _, _ in store.index.manifests(sorted(besides))
             if isinstance(manifest, StoreError)
         },
-        prefix=None if prefix is None else _read_prefix(store, store.prefix(prefix)),
+        prefix=None if prefix is None else _read_prefix(store, find_prefix(store, prefix)),
     )
 
 
@@ -283,7 +285,7 @@ def plot_importance(store: ChunkStore, prefix: str, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    found = store.prefix(prefix)
+    found = find_prefix(store, prefix)
     importance = importance_map(store, found)
     if importance is None:
         raise ValueError(f"prefix {found.id}: no scores yet; they come with the first re-prefill")

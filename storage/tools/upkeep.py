@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ckv_jax.storage.index.wishes import Wish
 from ckv_jax.storage.store import ChunkStore
+from ckv_jax.storage.tools.names import find_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,19 @@ def prune_store(
     return PruneReport(before, store.usage(), store.stats()["evicted"] - evicted)
 
 
-def pin_prefix(store: ChunkStore, prefix_id: str, pinned: bool = True) -> str:
-    """Keep a prefix from eviction, or let it go again; returns its whole id.
+def pin_prefix(store: ChunkStore, prefix: str, pinned: bool = True) -> str:
+    """Keep a prefix, named or by its id, from eviction, or let it go again; returns its whole id.
 
     Raises:
       PrefixNotFound: there is no such prefix.
+      ValueError: several prefixes have this name.
     """
-    return wish_for(store, prefix_id, pinned=pinned)
+    return wish_for(store, prefix, pinned=pinned)
 
 
 def wish_for(
     store: ChunkStore,
-    prefix_id: str,
+    prefix: str,
     *,
     pinned: bool | None = None,
     retain_s: float | None = None,
@@ -55,9 +57,10 @@ def wish_for(
 ) -> str:
     """Change what is wanted of a prefix, see `Wish`; None leaves a part as it is.
 
-    Returns its whole id. Raises PrefixNotFound.
+    `prefix`: a name, an id, or the start of one. Returns its whole id. Raises what `find_prefix`
+    does.
     """
-    found = store.prefix(prefix_id).id
+    found = find_prefix(store, prefix).id
     changes = {"pinned": pinned, "retain_s": retain_s, "priority": priority}
     given = {name: value for name, value in changes.items() if value is not None}
     wish = replace(store.wishes().get(found, Wish()), **given)  # type: ignore[arg-type]

@@ -91,6 +91,7 @@ def verify_store(
         fates[id_] = fate(segments[id_].manifest, [orphaned], [orphaned], True)
     if repair:
         _repair(store, report, segments, fates)
+        store.bounds.sweep()
     return report
 
 

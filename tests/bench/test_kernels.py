@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from kernel_targets import without_native
 
 from bench import kernels
 from bench.common import Setting
 from bench.kept import Kept
 from bench.kernels import main
 
-KERNELS = {"gather", "attend", "score keys", "score int8", "score int4", "score pq", "select"}
+KERNELS = {"gather", "attend", "score keys", "score int8", "score int4", "score pq", "select",
+           "score 2 int4 peaks by 4", "score 2 int4 peaks by 16"}  # fmt: skip
 
 
 def test_every_kernel_is_measured_against_the_ceilings(
@@ -21,8 +23,13 @@ def test_every_kernel_is_measured_against_the_ceilings(
     main([*sizes, "--json", str(path)])
     found = json.loads(path.read_text(encoding="utf-8"))
     assert {row["kernel"] for row in found["rows"]} == KERNELS
+    native = [row for row in found["rows"] if row["implementation"] == "cpu"]
+    assert {row["kernel"] for row in native} == {name for name in KERNELS if "int" in name}
+    assert all(("note" in row) == bool(without_native("cpu")) for row in native)
     for row in found["rows"]:
-        assert row["implementation"] == "reference"
+        assert row["implementation"] in ("reference", "cpu")
+        if "note" in row:
+            continue
         assert row["ms"] > 0
         assert row["share"] > 0
         assert row["copy_gb_per_s"] > 0 and row["matmul_gflop_per_s"] > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("fastapi", reason="the server needs the extra `serve`")
+pytest.importorskip("starlette", reason="the server needs the extra `serve`")
 
 from bench.server.__main__ import bars
 from bench.server.disks import hurt, slow

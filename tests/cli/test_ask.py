@@ -29,21 +29,51 @@ def test_a_second_process_asks_the_store_of_the_first(
     assert json.loads((home / "trace.json").read_text())["traceEvents"]
 
 
-def test_asking_for_people_shows_answer_and_breakdown(home: Path, prefix: dict, here: Here) -> None:
-    code, out, _ = here(
-        "ask", home / "checkpoint", "What is it?", "--store", home / "kv",
-        "--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4,
-    )  # fmt: skip
+def test_asking_for_people_shows_the_answer_and_a_line_of_figures(
+    home: Path, prefix: dict, here: Here
+) -> None:
+    question = ("ask", home / "checkpoint", "What is it?", "--store", home / "kv")
+    some = ("--prefix", str(prefix["prefix"])[:6], "--max-tokens", 4)
+    code, out, _ = here(*question, *some)
     assert code == 0
-    for word in ("critical_io_wait", "compute", "ttft", "attended to", "needed", "not used"):
-        assert word in out
+    figures = " ".join(out[out.index("first token") :].split())
+    for words in ("s in all", "of the attention", f"of {prefix['tokens']} tokens", "KiB from"):
+        assert words in figures
+    assert "critical_io_wait" not in out
+    code, out, _ = here(*question, *some, "--timing")
+    assert code == 0 and "compiled" not in out
+    for word in ("critical_io_wait", "compute", "ttft", "needed", "not used", "on the device"):
+        assert word in " ".join(out.split())
+
+
+def test_sources_are_shown_and_low_coverage_is_said(home: Path, prefix: dict, here: Here) -> None:
+    """Random weights attend to everything alike: a quarter covers about a quarter."""
+    question = ("ask", home / "checkpoint", "What is it?", "--store", home / "kv")
+    some = ("--prefix", "handbook", "--max-tokens", 9, "--sources")
+    code, out, err = here(*question, *some, "--budget", 0.25)
+    assert code == 0 and "%  “" in out
+    assert "of the question's attention; ask with --budget 0.5 for more" in err
+    code, out, err = here(*question, *some, "--budget", 1, "--json")
+    answer = json.loads(out)
+    assert (code, err, answer["low_coverage"]) == (0, "", False)
+    assert answer["citations"] and set(answer["citations"][0]) == {"text", "share", "tokens"}
+
+
+def test_an_answer_has_256_tokens_at_most(home: Path, prefix: dict, here: Here) -> None:
+    """The weights are random: no answer ends by itself."""
+    question = ("ask", home / "checkpoint", "What is it?", "--store", home / "kv", "--json")
+    code, out, _ = here(*question, "--prefix", "handbook")
+    answer = json.loads(out)
+    assert code == 0 and answer["finish_reason"] in ("stop", "length")
+    assert 1 < answer["generated_tokens"] <= 256
+    assert answer["whole_s"] > answer["ttft_ms"] / 1e3
 
 
 def test_asking_over_texts_put_together(home: Path, prefix: dict, here: Here) -> None:
     code, out, _ = here(
         "ask", home / "checkpoint", "What is it?", "--store", home / "kv", "--json",
         "--prefix", "handbook", "--prefix", str(prefix["prefix"])[:6], "--recompute", "0.3",
-        "--no-warm-up",
+        "--max-tokens", 1,
     )  # fmt: skip
     answer = json.loads(out)
     assert code == 0 and answer["prefix_tokens"] == 2 * prefix["tokens"]

@@ -33,7 +33,7 @@ def test_ask_finds_the_codec_that_ingest_was_given(home: Path, tmp_path: Path, h
     stored = json.loads(said)
     assert stored["codec"] == "k8v4"
     assert "codec k8v4:1" in here("inspect", store)[1]
-    ask = ("ask", home / "model", "lamp", "--store", store, "--no-warm-up", "--json")
+    ask = ("ask", home / "model", "lamp", "--store", store, "--max-tokens", 1, "--json")
     code, said, err = here(*ask)
     assert code == 0 and json.loads(said)["codec"] == "k8v4:1", err
     code, out, err = here(*ingest, "--codec", "int4-rotated")
@@ -64,7 +64,7 @@ def test_a_store_whose_codec_is_gone_says_to_ingest_again(
     code, said, _ = here(*ingest)  # beside it, as another prefix
     assert code == 0 and json.loads(said)["prefix"] != prefix.id
     code, said, err = here(
-        "ask", home / "model", "lamp", "--store", store, "--no-warm-up", "--json", "--prefix",
+        "ask", home / "model", "lamp", "--store", store, "--max-tokens", 1, "--json", "--prefix",
         json.loads(said)["prefix"],
     )  # fmt: skip
     assert code == 0 and json.loads(said)["codec"] == "none", err

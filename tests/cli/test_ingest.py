@@ -71,8 +71,8 @@ def test_a_tenant_over_its_quota_makes_room_of_its_own(
     mine = ("--salt", "correct horse")
 
     def ingested(text: Path, *options: object) -> dict:
-        code, out, _ = here("ingest", model, text, *kv, *options, "--json")
-        assert code == 0
+        code, out, err = here("ingest", model, text, *kv, *options, "--raw", "--json")
+        assert code == 0, err
         found: dict = json.loads(out)
         return found
 
@@ -84,7 +84,9 @@ def test_a_tenant_over_its_quota_makes_room_of_its_own(
         assert {p.id for p in store.prefixes()} == {other["prefix"], second["prefix"]}
         why = store.why_evicted(first["prefix"])
         assert why is not None and "tenant_bytes" in why.reason
-    code, _, err = here("ingest", model, home / "text.txt", *kv, *mine, "--tenant-bytes", "10kB")
+    code, _, err = here(
+        "ingest", model, home / "text.txt", *kv, *mine, "--tenant-bytes", "10kB", "--raw"
+    )
     assert code == 1 and len(err.strip().splitlines()) == 1 and "tenant_bytes" in err
     with ChunkStore.open(tmp_path / "kv", readonly=True) as store:
         assert {p.id for p in store.prefixes()} == {other["prefix"], second["prefix"]}

@@ -80,8 +80,8 @@ def test_a_damaged_store(store: Path, model: Path, here: Here, page: set[str]) -
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
-    asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--no-warm-up")
-    assert set(lines(asked, 0, store)[-2:]) <= page  # what was compiled, what was damaged
+    asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--max-tokens", 1)
+    assert lines(asked, 0, store)[-1] in page
     found = lines(here("verify", store), 1, store)
     assert len(found) == 3 and set(found) <= page
     found = lines(here("verify", store, "--repair", "--dry-run"), 1, store)
@@ -101,7 +101,7 @@ def test_a_slow_disk(
 
     with monkeypatch.context() as slow:
         slow.setattr(PrefixReader, "read_packs", late)
-        asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--no-warm-up")
+        asked = here("ask", model, "why?", "--store", store, "--budget", 1, "--max-tokens", 1)
     assert lines(asked, 0, store)[-1] in page
     assert here("verify", store)[0] == 0  # nothing was marked
 

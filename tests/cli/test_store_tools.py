@@ -82,7 +82,11 @@ def test_the_store_is_shown_checked_pinned_and_pruned(
     assert name in seen and "handbook" in seen
     assert look_after("verify", store)["ok"]
 
-    assert look_after("pin", store, name[:5])["pinned"]
+    assert here("inspect", store, "handbook")[1] == here("inspect", store, name)[1]
+    code, _, err = here("inspect", store, "handbok")
+    assert code == 1 and "handbook" in err
+
+    assert look_after("pin", store, "handbook")["prefix"] == name
     code, out, err = here("prune", store, "--max-bytes", "0", "--json")
     assert (code, json.loads(out)["removed"]) == (3, 0) and "the rest is pinned" in err
     assert not look_after("pin", store, name, "--unpin")["pinned"]
@@ -110,7 +114,7 @@ def test_damage_is_found_and_repaired(home: Path, prefix: dict, tmp_path: Path, 
     def ask(of: Path) -> tuple[int, int, str]:
         code, out, err = here(
             "ask", home / "checkpoint", "why?", "--store", of, "--prefix", "handbook",
-            "--budget", 1, "--no-warm-up", "--json",
+            "--budget", 1, "--max-tokens", 1, "--json",
         )  # fmt: skip
         assert code == 0
         found = json.loads(out)

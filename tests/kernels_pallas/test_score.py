@@ -9,13 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_targets import CPU, OF, WIDENING_CPU
+from kernel_targets import CPU, NATIVE, OF, WIDENING_CPU, without_native
 
 from ckv_jax.kernels_pallas.score import reference
 from ckv_jax.kernels_pallas.score.api import Int4Keys, Int8Keys, Keys, PqKeys, Probe, score
 from ckv_jax.kernels_pallas.target import Target
 
 KINDS = ["keys", "int8", "int4", "pq"]
+
+
+@pytest.fixture(params=["reference", "widened", "tpu", "mosaic_gpu", *NATIVE])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """A CPU's native kernel as well, at its best and for other processors."""
+    if request.param in NATIVE and (why := without_native(request.param)):
+        pytest.skip(why)
+    return str(request.param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,7 @@ class Case:
     tokens: int = 208  # no multiple of any block of keys
     num_tokens: int = 199
     lengths: tuple[int, ...] = (9, 4)
+    far: tuple[int, ...] = ()  # queries with such a number
 
 
 CASES = {
@@ -35,6 +44,7 @@ CASES = {
     "fewer keys than a block": Case(tokens=32, num_tokens=32, lengths=(9,)),
     "more rows than a tile": Case(queries=37, heads=8, lengths=(37, 0)),
     "no tokens": Case(num_tokens=0),
+    "one number far above the others": Case(far=(1, 5), dim=96),
 }
 
 
@@ -71,6 +81,7 @@ def make_queries(rng: np.random.Generator, case: Case) -> jax.Array:
     q = rng.standard_normal((len(case.lengths), case.queries, case.heads, case.dim))
     for b, length in enumerate(case.lengths):
         q[b, length:] = np.nan
+    q[:, list(case.far), :, 7] *= 50
     return jnp.asarray(q, jnp.bfloat16)
 
 
@@ -112,11 +123,25 @@ def tolerance(q: np.ndarray, keys: np.ndarray, kind: str, implementation: str) -
     return float(np.expm1(2 * error))
 
 
+def multiplied(q: jax.Array, implementation: str) -> np.ndarray:
+    """The queries that an implementation multiplies keys with: a CPU's native kernel rounds each to
+    127ths of its largest number, or to 127 * 256ths where that is far above the others."""
+    exact = np.asarray(q, np.float64)
+    if implementation not in NATIVE:
+        return exact
+    most = np.abs(exact).max(axis=-1, keepdims=True)
+    far = most > 8 * np.sqrt(np.square(exact).mean(axis=-1, keepdims=True))
+    levels = np.where(far, 127 * 256, 127)
+    inverse = levels.astype(np.float32) / most.astype(np.float32)
+    return np.rint(exact * inverse) * most / levels
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, "ragged") for kind in KINDS]
     + [("keys", name) for name in CASES if name != "ragged"]
-    + [("pq", "fewer keys than a block")],
+    + [("int4", name) for name in CASES if name != "ragged"]
+    + [("int8", "one number far above the others"), ("pq", "fewer keys than a block")],
 )
 def test_agrees_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
@@ -127,15 +152,22 @@ def test_agrees_with_float64(
     probe, keys = make_probe(rng, kind, case)
     q = make_queries(rng, case)
     lengths = jnp.asarray(case.lengths, jnp.int32)
-    out = kernel("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk)
-    exact_q = np.asarray(q, np.float64)
+    args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk)
+    if implementation in NATIVE and kind in ("keys", "pq"):
+        with pytest.raises(NotImplementedError, match="int8, int4 or turned keys"):
+            kernel(*args)
+        return
+    out = kernel(*args)
+    exact_q = multiplied(q, implementation)
     wanted = expected(exact_q, keys, case)
     rtol = tolerance(exact_q, keys, kind, implementation)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=rtol, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ragged", "more rows than a tile", "no tokens"])
+@pytest.mark.parametrize(
+    "name", ["ragged", "more rows than a tile", "no tokens", "one number far above the others"]
+)
 @pytest.mark.parametrize("kind", ["keys", "int4"])
 def test_peaks_agree_with_float64(
     kernel: Callable[..., Any], implementation: str, kind: str, name: str
@@ -145,8 +177,12 @@ def test_peaks_agree_with_float64(
     q = make_queries(rng, case)
     lengths = jnp.asarray(case.lengths, jnp.int32)
     args = ("score", q, probe, jnp.int32(case.num_tokens), lengths, case.chunk, True)
+    if implementation in NATIVE and kind == "keys":
+        with pytest.raises(NotImplementedError, match="int8, int4 or turned keys"):
+            kernel(*args)
+        return
     found = np.asarray(kernel(*args), np.float64)
-    exact_q = np.asarray(q, np.float64)
+    exact_q = multiplied(q, implementation)
     rtol = 2 * tolerance(exact_q, keys, kind, implementation)
     wanted = expected_peaks(exact_q, keys, case)
     np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-6)

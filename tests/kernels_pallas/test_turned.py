@@ -7,8 +7,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_targets import CPU
+import pytest
+from kernel_targets import CPU, without_native
 
+from ckv_jax.kernels_pallas.dispatch import Implementation
 from ckv_jax.kernels_pallas.score.api import Int4Keys, TurnedKeys, score
 from ckv_jax.kernels_pallas.score.turned import turn
 
@@ -57,7 +59,10 @@ def test_the_first_components_keep_more_than_any_other_directions() -> None:
         assert (left < np.linalg.norm(without[::8], axis=(0, 2))).all()
 
 
-def test_scores_are_equation_1_over_them() -> None:
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+def test_scores_are_equation_1_over_them(implementation: Implementation) -> None:
+    if implementation == "cpu" and (why := without_native("cpu")):
+        pytest.skip(why)
     rng = np.random.default_rng(1)
     turned = turn(int4_keys(rank=DIM)[0], dims=8)
     keys = kept(turned)[:REAL]
@@ -66,7 +71,7 @@ def test_scores_are_equation_1_over_them() -> None:
     q[1, 1:] = np.nan
     found = score(
         jnp.asarray(q), turned, num_tokens=jnp.int32(REAL), q_lengths=jnp.asarray(lengths),
-        chunk_tokens=CHUNK, target=CPU, heads="each",
+        chunk_tokens=CHUNK, target=CPU, heads="each", implementation=implementation,
     )  # fmt: skip
     expected, bound = np.zeros((2, HEADS, TOKENS)), 0.0
     for row, head in np.ndindex(2, 4):

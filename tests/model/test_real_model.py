@@ -14,6 +14,7 @@ from ckv_jax import Engine, EngineConfig, Request, SamplingParams
 from ckv_jax.model.tokenizer import Tokenizer, load_tokenizer
 from ckv_jax.model.weights import load_pretrained
 from tests.model.hf_checkpoints import their_logits
+from tests.real_model import smollm2_in_transformers
 
 TEXTS = (
     "The capital of France is Paris, and has been for a thousand years.",
@@ -34,16 +35,7 @@ def tokenizer(smollm2: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(smollm2: Path) -> Any:
-    """transformers' float32 model of the same file."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    return AutoModelForCausalLM.from_pretrained(
-        str(smollm2.parent),
-        gguf_file=smollm2.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    ).eval()
+    return smollm2_in_transformers(smollm2)
 
 
 @pytest.mark.slow
@@ -94,7 +86,8 @@ def test_the_engine_answers_as_transformers(
         assert engine.tokenizer is not None
         prompt = engine.tokenizer.apply_chat(MESSAGES)
         at = prompt.index("What")
-        request = Request(prefix=engine.ingest(prompt[:at]), suffix=prompt[at:])
+        prefix = engine.ingest(prompt[:at], raw=True)
+        request = Request(prefix=prefix, suffix=prompt[at:])
         (generation,) = engine.generate(request, SamplingParams(max_tokens=12)).results()
         ids = torch.tensor([engine.tokenizer.encode(prompt).tolist()])
     expected = theirs.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-pytest.importorskip("fastapi", reason="the server needs the extra `serve`")
+pytest.importorskip("starlette", reason="the server needs the extra `serve`")
 
 from server.serving import KEYS, Served
 from small_checkpoint import small_checkpoint

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from ckv_jax.server.app import bind, url_of
 
@@ -27,10 +27,13 @@ START_S = 120
 class Served:
     """`ckv serve` as users start it. Its log goes to a file; `url` is where it answers."""
 
-    def __init__(self, checkpoint: Path, store: Path, *args: object) -> None:
+    def __init__(
+        self, checkpoint: Path, store: Path, *args: object, before: tuple[str, ...] = ()
+    ) -> None:
+        """`before`: a command that starts the server, whose words follow it."""
         self.log = store.with_suffix(f".{time.monotonic_ns()}.jsonl")
         command = [
-            sys.executable, "-m", "ckv_jax.cli", "serve", checkpoint, "--store", store,
+            *before, sys.executable, "-m", "ckv_jax.cli", "serve", checkpoint, "--store", store,
             "--port", 0, "--name", MODEL, "--dtype", "float32", *args,
         ]  # fmt: skip
         with self.log.open("wb") as log:
@@ -70,7 +73,7 @@ class Served:
 
 
 @contextmanager
-def in_thread(app: FastAPI) -> Iterator[str]:
+def in_thread(app: Starlette) -> Iterator[str]:
     """Serves `app` from a thread of this process; yields its URL."""
     with bind("127.0.0.1", 0) as bound:
         config = uvicorn.Config(

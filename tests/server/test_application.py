@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -44,7 +46,9 @@ def test_a_body_has_a_size_and_a_time(engine: Engine) -> None:
         assert chunked.status_code == 413
         where = urlsplit(url)
         with socket.create_connection((where.hostname, where.port)) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90\r\n\r\n{"
+            )
             assert b"408" in slow.recv(1000)
         assert post(url, "chat/completions", chat("Hello")).status_code == 200
 
@@ -91,7 +95,8 @@ def test_an_answer_that_is_not_read_ends() -> None:
         await asyncio.Event().wait()
         return {}
 
-    asyncio.run(Delivery(deliver, undelivered=said.append, send_s=0.05)({}, never, never))
+    delivery = Delivery(deliver, undelivered=said.append, send_s=0.05, ending=asyncio.Event())
+    asyncio.run(delivery({}, never, never))
     assert ended and "read nothing" in said[0]
 
 
@@ -141,9 +146,12 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
         assert put.status_code == 201
         prefix = put.json()
         assert prefix["pinned"] and prefix["tokens"] > 128
-        assert web.post("/prefixes", json={"text": TEXT}).json() == prefix  # it stays pinned
-        assert web.get("/prefixes").json()["data"] == [prefix]
-        assert web.get(f"/prefixes/{prefix['id'][:12]}").json() == prefix
+        again = web.post("/prefixes", json={"text": TEXT}).json()
+        now = {"last_used": again["last_used"]}
+        assert again == prefix | now  # it stays pinned
+        assert [p | now for p in web.get("/prefixes").json()["data"]] == [again]
+        assert web.get(f"/prefixes/{prefix['id'][:12]}").json() | now == again
+        assert prefix["bytes"] > 0 and abs(prefix["last_used"] - time.time()) < 600
         asked = web.post("/completions", json=WAY | {"prompt": onward})
         assert cached(asked) >= prefix["tokens"] // 16 * 16 - 16
         wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
@@ -175,6 +183,73 @@ def test_a_prefix_is_put_kept_and_deleted(fresh: Engine) -> None:
         assert web.post("/prefixes", json={"text": "lamp " * 9000}).status_code == 400
 
 
+def test_a_prefix_has_a_name(fresh: Engine) -> None:
+    with serving(fresh) as url, httpx.Client(base_url=f"{url}/v1", timeout=60) as web:
+        first = web.post("/prefixes", json={"text": TEXT, "name": "stairs/of the lamp"}).json()
+        path = "/prefixes/stairs%2Fof the lamp"
+        assert web.get(path).json()["id"] == first["id"]
+        assert web.patch(path, json={"name": "stairs"}).json()["name"] == "stairs"
+        assert web.get(path).status_code == 404
+        second = web.post("/prefixes", json={"text": f"So. {TEXT}", "name": "stairs"}).json()
+        several = web.get("/prefixes/stairs")
+        assert several.status_code == 400
+        for one in (first, second):
+            assert one["id"][:12] in several.json()["error"]["message"]
+        assert web.patch(f"/prefixes/{second['id']}", json={"name": ""}).json()["name"] == ""
+        assert web.get(f"/prefixes/{first['id'][:3]}").status_code in (400, 404)
+        assert web.patch("/prefixes/stairs", json={"name": "a\nb"}).status_code == 400
+        assert web.delete("/prefixes/stairs").json()["id"] == first["id"]
+        assert web.get("/prefixes/stairs").status_code == 404
+
+
+def test_a_chat_reads_back_a_document_that_was_put(fresh: Engine) -> None:
+    question = {"role": "user", "content": "How many stairs?"}
+    with serving(fresh) as url:
+        document = post(url, "prefixes", {"document": f"{TEXT}<|im_end|>\n"}).json()
+        system = {"role": "system", "content": f"{TEXT}<|im_end|>"}
+        asked = post(url, "chat/completions", WAY | {"messages": [system, question]})
+        assert cached(asked) == document["tokens"]
+        text = f"Be brief.\n\n{TEXT.strip()}"
+        put = post(url, "prefixes", {"document": TEXT, "instructions": "Be brief."}).json()
+        asked = post(
+            url, "chat/completions",
+            WAY | {"messages": [{"role": "system", "content": text}, question]},
+        )  # fmt: skip
+        assert cached(asked) == put["tokens"]
+        put = post(url, "prefixes", {"document": TEXT, "turn": "user"}).json()
+        asked = post(url, "chat/completions", chat(f"{TEXT.strip()}\n\nHow many stairs?"))
+        assert cached(asked) == put["tokens"]
+        for bad in (
+            {"document": " "},
+            {"text": TEXT, "turn": "user"},
+            {"document": "a", "turn": "x"},
+        ):
+            assert post(url, "prefixes", bad).status_code == 400
+
+
+def test_an_answer_says_what_it_read(fresh: Engine) -> None:
+    messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "How many?"}]
+    with serving(fresh) as url:
+        prefix = post(url, "prefixes", {"document": TEXT}).json()
+        body = WAY | {"messages": messages, "ckv": {"citations": 2, "budget": 0.25}}
+        asked = post(url, "chat/completions", body)
+        found = asked.json()["ckv"]
+        assert 1 <= len(found["citations"]) <= 2
+        for passage in found["citations"]:
+            assert passage["text"] and 0 < passage["share"] <= 1
+            assert 0 <= passage["tokens"][0] < passage["tokens"][1] <= prefix["tokens"]
+        covered = found["attention_covered"]
+        assert found["low_coverage"] == (covered < 0.7)
+        assert float(asked.headers["x-ckv-attention-covered"]) == pytest.approx(covered, abs=1e-4)
+        lines = post(url, "chat/completions", body | {"stream": True}).text.splitlines()
+        last = json.loads([line for line in lines if '"ckv"' in line][-1].removeprefix("data: "))
+        assert last["ckv"]["citations"] == found["citations"]
+        plain = post(url, "chat/completions", WAY | {"messages": messages}).json()
+        assert "citations" not in plain["ckv"]
+        wrong = {"messages": messages, "ckv": {"citations": 21}}
+        assert post(url, "chat/completions", WAY | wrong).status_code == 400
+
+
 def test_storing_a_text_has_a_time(fresh: Engine) -> None:
     with serving(fresh, request_s=1e-6) as url:
         late = post(url, "prefixes", {"text": TEXT * 6})
@@ -203,7 +278,7 @@ def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
         kept = web.delete(path)
         assert kept.status_code == 409
         assert kept.json()["error"]["code"] == "in_use"
-        assert web.get(path).json() == prefix
+        assert web.get(path).json() | {"last_used": 0} == prefix | {"last_used": 0}
         assert wanted.items() <= prefix.items()
         web.patch(f"/prefixes/{later['id']}", json={"pinned": False})
         assert web.delete(path).json()["deleted"]

@@ -22,7 +22,7 @@ def test_a_value_error_below_the_server_is_not_disclosed(
 
 
 def test_a_value_error_of_a_request_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ApiError, match="expected a text") as raised, client_errors():
+    with pytest.raises(ApiError, match="expected a text") as raised, client_errors("messages"):
         raise ValueError("got 7, expected a text")
     assert raised.value.status == 400
     assert not caplog.records

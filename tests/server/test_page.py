@@ -47,7 +47,8 @@ def test_the_page_shows_what_the_server_tells(fresh: Engine, tmp_path: Path) -> 
         empty = browse(url, tmp_path / "profile", "--dump-dom")
         assert table(empty, "ttft")[1][0] == "no answer yet"
         assert table(empty, "prefixes")[1][0] == "nothing is stored yet"
-        prefix = post(url, "prefixes", {"text": TEXT, "pinned": True, "retain_s": 5000}).json()
+        body = {"text": TEXT, "name": "stairs", "pinned": True, "retain_s": 5000}
+        prefix = post(url, "prefixes", body).json()
         answer = post(url, "chat/completions", chat(TEXT)).json()
         wait_for(lambda: metric(url, "ckv_stored_turns_total") == 1)
         page = browse(url, tmp_path / "profile", "--dump-dom")
@@ -58,8 +59,10 @@ def test_the_page_shows_what_the_server_tells(fresh: Engine, tmp_path: Path) -> 
     assert stages["compute"] > 0
     assert total == pytest.approx(sum(stages.values()), abs=0.1 * len(stages))
     assert total == pytest.approx(answer["ckv"]["ttft_ms"] + answer["ckv"]["queued_ms"], rel=0.2)
-    prefixes = {cells[0]: cells[1:] for cells in table(page, "prefixes")[1:]}
-    assert prefixes[prefix["id"][:12]] == [str(prefix["tokens"]), "yes", "5,000"]
+    prefixes = {cells[1]: cells for cells in table(page, "prefixes")[1:]}
+    name, _, tokens, size, used, *rest = prefixes[prefix["id"][:12]]
+    assert (name, tokens, rest) == ("stairs", str(prefix["tokens"]), ["yes", "5,000"])
+    assert size.endswith(" MiB") and "20" in used
     assert len(prefixes) == 2
     assert [cells[0] for cells in table(page, "tiers")] == ["tier", "device", "host", "SSD"]
     assert ["read errors", "0"] in table(page, "engine")

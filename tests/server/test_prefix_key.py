@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckv_jax.server.http import prefix_key
+from ckv_jax.server.bodies import prefix_key
 
 
 def key(**body: object) -> str:

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.tenants import Tenants
 
 
 class Replicas:
@@ -54,7 +55,7 @@ def test_only_replicas_that_are_gone_are_replaced(
     error: Exception, status: int, asked: int
 ) -> None:
     replicas = Replicas(error)
-    ingress = Ingress(replicas, ServerConfig(model="a"))  # type: ignore[arg-type]
+    ingress = Ingress(replicas, ServerConfig(model="a"), Tenants())  # type: ignore[arg-type]
 
     async def ask() -> Response:
         async def receive() -> dict:

@@ -26,7 +26,7 @@ NAMES = ("alice", "bob")
 def cold(fresh: Engine) -> Iterator[Engine]:
     """An engine that has nothing in its caches, over a store with one text of each tenant."""
     for name in NAMES:
-        fresh.ingest(f"{name}: {TEXT}", salt=name)
+        fresh.ingest(f"{name}: {TEXT}", raw=True, salt=name)
     with fresh.variant(fresh.config, store=fresh.store) as engine:
         yield engine
 
@@ -76,10 +76,12 @@ def test_damage_to_others_is_neither_reported_nor_repaired(cold: Engine, tmp_pat
     assert bob["chunks_recomputed"] == 0
     write_behind = WriteBehind(cold, CONFIG)
     try:
-        write_behind.submit(asked[1], [texts[1]])
+        with write_behind.turns(asked[1]) as turns:
+            write_behind.submit(turns, [texts[1]])
         assert write_behind.flush(60)
         assert damaged(cold)
-        write_behind.submit(asked[0], [texts[0]])
+        with write_behind.turns(asked[0]) as turns:
+            write_behind.submit(turns, [texts[0]])
         assert write_behind.flush(60)
         assert not damaged(cold)
     finally:

@@ -71,7 +71,9 @@ def test_a_key_file_that_is_wrong_is_refused_without_its_keys(tmp_path: Path, te
 
 def test_a_tenant_who_has_its_fill_evicts_its_own(engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
-    file.write_text('[alice]\nkeys = ["alice-key-1"]\n[bob]\nkeys = ["bob-key-1"]\n')
+    file.write_text(
+        '[alice]\nkeys = ["alice-key-1"]\nsalt = "alice"\n[bob]\nkeys = ["bob-key-1"]\n'
+    )
     with ChunkStore.open(tmp_path / "one") as store:
         with engine.variant(engine.config, store=store) as one:
             one.ingest(TEXT)

@@ -196,7 +196,8 @@ def test_an_index_of_earlier_code_is_taken_over(folder: Path) -> None:
         store.save_scores(prefix.spans[0].segment_id, [[2.0] * 4] * 2, [[1] * 4] * 2)
     db = sqlite3.connect(folder / "catalog.sqlite", isolation_level=None)
     db.executescript(
-        "ALTER TABLE segments DROP COLUMN tenant; UPDATE segments SET used = 5.0;"
+        "DROP INDEX segments_tenant; ALTER TABLE segments DROP COLUMN tenant;"
+        "UPDATE segments SET used = 5.0;"
         "DROP TABLE reservations; DROP TABLE evictions; PRAGMA user_version = 0;"
         "CREATE TABLE reservations(name TEXT PRIMARY KEY, bytes INTEGER NOT NULL);"
         "INSERT INTO reservations VALUES('ab', 1000000);"

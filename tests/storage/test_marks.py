@@ -169,7 +169,7 @@ def test_hits_and_misses_are_counted(store: ChunkStore) -> None:
 def asked(prefix_id: str, ends: list[str]) -> PrefixNotFound:
     """What is said of an id where segments end with `ends`, none of which can be read."""
     catalog = SimpleNamespace(
-        ends=lambda _: ends, ending_with=lambda _: [], passing=lambda _: []
+        ends=lambda _: ends, ending_with=lambda *_: [], passing=lambda *_: []
     )  # fmt: skip
     with pytest.raises(PrefixNotFound) as error:
         lookup.by_id(prefix_id, salt=None, catalog=catalog, load=lambda _: None)  # type: ignore[arg-type]

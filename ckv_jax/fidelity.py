@@ -1,0 +1,266 @@
+"""Budgets that follow the question, so that the first token is full attention's with a stated
+probability.
+
+How much attention a selection covers says nothing about a single question: on real text it tells
+right first tokens from wrong ones no better than a coin. The gap between the two largest logits
+does: where it is small, a small error turns the token. So a question is answered at the smallest
+budget first and again at the next one, until the gap is `threshold` times the error that gaps have
+at that budget; what was read stays in the caches. The threshold is set by conformal risk control
+(Angelopoulos et al., arXiv 2208.02814, Theorem 1) over questions whose exact answers are known.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from ckv_jax.errors import CkvError
+from ckv_jax.folders import cache_folder
+from ckv_jax.request import Request
+from ckv_jax.storage.prefix import Prefix
+
+if TYPE_CHECKING:
+    from ckv_jax.engine import Engine
+
+__all__ = ["BUDGETS", "Calibration", "NotCalibrated", "budget_for", "calibrate", "fidelity_of"]
+
+BUDGETS = (0.05, 0.1, 0.25, 0.5)
+"""Tried in this order; what none of them settles is answered from everything."""
+DEFAULT = 0.98
+"""Probability of an equal first token that "auto" asks for."""
+LEAST_TOKENS = 512
+"""Of a prefix whose passages make questions."""
+_PASSAGE = 24
+"""Tokens of a made-up question: a passage of the prefix begun again, which is the hardest kind."""
+_BATCH = 16
+_FIDELITY = re.compile(r"fidelity:(0?\.[0-9]+)")
+_LARGEST_FILE = 1 << 22
+
+_log = logging.getLogger(__name__)
+
+
+class NotCalibrated(CkvError):
+    """A fidelity was asked for, and nothing says what it takes with this model and system."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What calibration questions said, for one model and system.
+
+    Attributes:
+      budgets: shares of a prefix, ascending, below 1.
+      gaps: logit gap between the two likeliest tokens, of each question at each budget.
+      errors: by how much that differs from the gap at budget 1.
+      same: whether the likeliest token is that of budget 1.
+    """
+
+    budgets: tuple[float, ...]
+    gaps: tuple[tuple[float, ...], ...]
+    errors: tuple[tuple[float, ...], ...]
+    same: tuple[tuple[bool, ...], ...]
+
+    def __post_init__(self) -> None:
+        shapes = {np.shape(rows) for rows in (self.gaps, self.errors, self.same)}
+        if not self.gaps or shapes != {(len(self.gaps), len(self.budgets))}:
+            raise ValueError(f"got tables of {shapes}, expected a row of each question")
+        if list(self.budgets) != sorted({*self.budgets}) or not 0 < self.budgets[0] < 1:
+            raise ValueError(f"got budgets {self.budgets}, expected ascending shares below 1")
+
+    @cached_property
+    def spread(self) -> Float[np.ndarray, " b"]:
+        """Root mean square of `errors` at each budget."""
+        found: np.ndarray = np.sqrt(np.mean(np.square(self.errors), axis=0))
+        return np.maximum(found, 1e-6)
+
+    def threshold(self, fidelity: float) -> float:
+        """The smallest multiple of `spread` that a gap must have for a first token to be full
+        attention's with probability `fidelity`, over questions like those of the calibration.
+
+        Infinite where there are too few questions to promise that: 1 / (1 - fidelity) - 1 of them
+        are needed at least.
+        """
+        if not 0 < fidelity < 1:
+            raise ValueError(f"got fidelity={fidelity}, expected a probability in (0, 1)")
+        ratios = np.asarray(self.gaps) / self.spread  # [n, b]
+        wrong = np.concatenate([~np.asarray(self.same), np.zeros((len(ratios), 1), bool)], axis=1)
+        risk = np.zeros(len(ratios), bool)
+        best, rows = math.inf, np.arange(len(ratios))
+        allowed = (1 - fidelity) * (len(ratios) + 1) - 1
+        # From the largest down, so that a question once wrong stays so: the risk must not rise
+        # with the threshold.
+        for value in np.unique(ratios)[::-1]:
+            settled = np.concatenate([ratios >= value, np.ones((len(ratios), 1), bool)], axis=1)
+            risk |= wrong[rows, settled.argmax(axis=1)]
+            if risk.sum() > allowed:
+                break
+            best = float(value)
+        return best if allowed >= 0 else math.inf
+
+    def settles(self, logits: np.ndarray, budget: float, threshold: float) -> bool:
+        """Whether logits float32 [V] at one of `budgets` have a gap that is large enough."""
+        return gap(logits) >= threshold * self.spread[self.budgets.index(budget)]
+
+
+def fidelity_of(budget: float | str | None) -> float | None:
+    """The probability that "auto" or "fidelity:P" asks for; None for any other budget.
+
+    Raises `ValueError` for "fidelity:" and anything but a probability.
+    """
+    if budget == "auto":
+        return DEFAULT
+    if not isinstance(budget, str) or not budget.startswith("fidelity"):
+        return None
+    found = _FIDELITY.fullmatch(budget)
+    if found is None or not float(found[1]):
+        raise ValueError(
+            f"got budget={budget!r}, expected fidelity:P with a probability such as 0.95"
+        )
+    return float(found[1])
+
+
+def gap(logits: np.ndarray) -> float:
+    """Difference of the two largest of logits [V]."""
+    second, first = np.partition(logits, -2)[-2:]
+    return float(first - second)
+
+
+def budget_for(
+    engine: Engine, prefix: Prefix, suffix: Sequence[int] | np.ndarray, fidelity: float
+) -> float:
+    """The smallest of the calibrated budgets whose first token is full attention's with
+    probability `fidelity`, or 1.0. What it reads stays in the engine's caches.
+
+    Raises `NotCalibrated`, and what is wrong with the request.
+    """
+    if (known := load(engine)) is None:
+        raise NotCalibrated(
+            f"no calibration of system {engine.system.name!r} with this model: run `ckv calibrate` "
+            "or Engine.calibrate(prefix) once"
+        )
+    threshold = known.threshold(fidelity)
+    for budget in known.budgets if math.isfinite(threshold) else ():
+        request = Request(prefix=prefix, suffix=list(suffix), budget=budget)
+        [result] = engine.reprefill([request])
+        result.raise_for_error()
+        if known.settles(result.logits, budget, threshold):
+            return budget
+    return 1.0
+
+
+def calibrate(
+    engine: Engine,
+    prefixes: Sequence[Prefix],
+    *,
+    questions: int | Sequence[str] = 200,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Asks questions at every budget and keeps what they said, for this model and system.
+
+    Args:
+        prefixes: texts to ask about; several make the threshold depend less on one of them.
+        questions: how many passages of them to begin again, drawn at random; or questions of one's
+            own, each asked about every prefix, for whose kind the probability then holds.
+        progress: called with the requests that are done, and all of them.
+
+    Raises `ValueError` for a prefix of fewer than 512 tokens, OSError where nothing can be kept.
+    """
+    asked: list[Request] = []
+    for index, prefix in enumerate(prefixes):
+        if isinstance(questions, int):
+            share = questions * (index + 1) // len(prefixes) - questions * index // len(prefixes)
+            suffixes = _passages(prefix, share, seed + index)
+        else:
+            suffixes = [engine.question(prefix, question).tolist() for question in questions]
+        asked += [Request(prefix=prefix, suffix=suffix) for suffix in suffixes]
+    if not asked:
+        raise ValueError("got no questions to calibrate by, expected one or more")
+    every, done = (*BUDGETS, 1.0), 0
+    gaps, tokens = (np.zeros((len(asked), len(every))) for _ in range(2))
+    for column, budget in enumerate(every):
+        for first in range(0, len(asked), _BATCH):
+            some = [replace(request, budget=budget) for request in asked[first : first + _BATCH]]
+            for row, result in enumerate(engine.reprefill(some), first):
+                result.raise_for_error()
+                gaps[row, column] = gap(result.logits)
+                tokens[row, column] = result.token_id
+            done += len(some)
+            if progress is not None:
+                progress(done, len(every) * len(asked))
+    found = Calibration(
+        budgets=BUDGETS,
+        gaps=_tuples(gaps[:, :-1]),
+        errors=_tuples(gaps[:, :-1] - gaps[:, -1:]),
+        same=_tuples(tokens[:, :-1] == tokens[:, -1:]),
+    )
+    _save(engine, found)
+    return found
+
+
+def load(engine: Engine) -> Calibration | None:
+    """What `calibrate` has kept for the engine's model and system; None if nothing was.
+
+    A file that holds anything else is left alone and logged as a warning.
+    """
+    path = _path(engine)
+    try:
+        with path.open("rb") as file:
+            values = json.loads(file.read(_LARGEST_FILE))
+        rows = {
+            name: _tuples(np.asarray(values[name], bool if name == "same" else float))
+            for name in ("gaps", "errors", "same")
+        }
+        return Calibration(budgets=tuple(map(float, values["budgets"])), **rows)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        _log.warning("cannot use the calibration in %s: %s", path, error)
+        return None
+
+
+def _passages(prefix: Prefix, count: int, seed: int) -> list[list[int]]:
+    """Passages of the prefix, but for its first chunks and its last tokens, which always take
+    part."""
+    tokens = prefix.tokens
+    if len(tokens) < LEAST_TOKENS:
+        raise ValueError(
+            f"got a prefix of {len(tokens)} tokens to calibrate by, expected at least "
+            f"{LEAST_TOKENS}"
+        )
+    at = np.random.default_rng(seed).integers(64, len(tokens) - 64 - _PASSAGE, count)
+    return [tokens[start : start + _PASSAGE].tolist() for start in at]
+
+
+def _tuples(table: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, table.tolist()))
+
+
+def _save(engine: Engine, found: Calibration) -> None:
+    path = _path(engine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            names = ("budgets", "gaps", "errors", "same")
+            json.dump({name: getattr(found, name) for name in names}, file)
+        os.replace(fresh, path)
+    except OSError:
+        Path(fresh).unlink(missing_ok=True)
+        raise
+
+
+def _path(engine: Engine) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", engine.system.name.lower()).strip("-")[:64] or "unnamed"
+    return cache_folder() / "calibrations" / f"{engine.fingerprint.hex}-{name}.json"

@@ -1,0 +1,292 @@
+"""Bodies of requests: read within limits, measured before they are parsed, parsed off the loop.
+
+A body that cannot be served costs its bytes, a pass over them, and nothing else: values, nesting,
+lists and texts are counted in the bytes, before one Python object is made of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from ckv_jax.server.http import ApiError, invalid
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_SMALL = 64 << 10
+"""Bytes of a body that neither waits for larger ones nor counts among those held at once."""
+_HELD = 2
+"""So many of the largest bodies may be held at once."""
+_DEEPEST = 64
+_KEY_SIZE = 4096  # characters, or token ids, that a prefix key is made of
+_LONGEST_NUMBER = 64
+_MOST_VALUES = 1 << 20
+_MORE_VALUES = 20_000  # besides tokens and messages: schemas of tools, metadata
+_MORE_BYTES = 64 << 10  # besides the texts themselves: roles, names, ids of calls
+_RUN = 1 << 16  # bytes of one step: no step keeps other threads waiting
+_PROMPTS = frozenset(("messages", "prompt", "text", "tokens"))
+_TOKEN = re.compile(
+    rb"[ \t\r\n]{1,%d}" % _RUN
+    + rb'|(")|([\[{])|([\]}])|(,)|:'
+    + rb'|([^ \t\r\n"\[\]{},:]{1,%d})' % _LONGEST_NUMBER
+)
+_STRING = re.compile(rb'(?:[^"\\]{1,%d}+|\\.){1,4096}+' % _RUN, re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one body may hold."""
+
+    max_bytes: int
+    items: int = _MOST_VALUES
+    """Of one list: the tokens of a context."""
+    text_bytes: int | None = None
+    """UTF-8 bytes of one prompt: more are more tokens than a context has. None: unknown."""
+    prompts: int = 1
+    """Of one request."""
+
+    @property
+    def values(self) -> int:
+        """JSON values of a whole body."""
+        return min(_MOST_VALUES, self.items * self.prompts + _MORE_VALUES)
+
+
+class Bodies:
+    """Reads and parses the bodies of one application. Used in one event loop.
+
+    Args:
+        limits: of each body.
+        seconds: in which a body has to arrive.
+    """
+
+    def __init__(self, limits: Limits, seconds: float) -> None:
+        self._limits = limits
+        self._seconds = seconds
+        self._held = 0
+        self._small = ThreadPoolExecutor(2, thread_name_prefix="ckv-body")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="ckv-large-body")
+
+    async def parse(self, http: Request, model: type[Model], *, prompts: int = 1) -> Model:
+        """The body of a request with so many prompts at most, as `model`. Raises `ApiError`."""
+        limits = replace(self._limits, prompts=prompts)
+        async with self._read(http) as body:
+            pool = self._small if len(body) <= _SMALL else self._large
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(pool, parse_body, body, model, limits)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for pool in (self._small, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @asynccontextmanager
+    async def _read(self, http: Request) -> AsyncIterator[bytearray]:
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            more = size - held if size > _SMALL else 0
+            if more and self._held + more > _HELD * self._limits.max_bytes:
+                busy = "too many large requests are being read"
+                raise ApiError(429, busy, code="rate_limit_exceeded", retry_s=1)
+            self._held += more
+            held += more
+
+        try:
+            yield await read_body(
+                http, max_bytes=self._limits.max_bytes, seconds=self._seconds, hold=hold
+            )
+        finally:
+            self._held -= held
+
+
+async def read_body(
+    http: Request,
+    *,
+    max_bytes: int,
+    seconds: float,
+    hold: Callable[[int], None] = lambda _: None,
+) -> bytearray:
+    """The whole body of a request.
+
+    Raises `ApiError` 413 for more than `max_bytes`, 408 if it is not there after `seconds`, and
+    `ClientDisconnect`. `hold` receives the bytes so far, and may refuse them.
+    """
+    large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+    declared = http.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in http.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise large
+                hold(len(body))
+    except TimeoutError:
+        late = f"the body was not there within {seconds:g} s"
+        raise ApiError(408, late, code="request_timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its body was there", code="left") from None
+    http.state.body_read = True
+    return body
+
+
+def parse_body(body: bytes | bytearray, model: type[Model], limits: Limits) -> Model:
+    """A body as `model`. Raises `ApiError` for the first thing that is wrong with it."""
+    value = load_json(body, limits)
+    if not isinstance(value, dict):
+        raise invalid("a JSON object is missing", code="missing")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _of_validation(error) from None
+
+
+def load_json(body: bytes | bytearray, limits: Limits) -> Any:
+    """The value of a JSON text within `limits`. Raises `ApiError`."""
+    measure(body, limits)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        message = "the body is no valid JSON"
+        if isinstance(error, json.JSONDecodeError):
+            message += f": {error.msg} at character {error.pos}"
+        raise invalid(message, code="invalid_json") from None
+
+
+def measure(body: bytes | bytearray, limits: Limits) -> None:
+    """Raises `ApiError` for a JSON text that is larger than `limits` in any respect.
+
+    It need not be valid beyond that.
+    """
+    at, values, size, field = 0, 0, 0, ""
+    counts: list[int] = []  # items so far of each open list or object
+    while (found := _TOKEN.match(body, at)) is not None:
+        at, kind = found.end(), found.lastindex
+        if kind is None:
+            continue
+        if kind == 1:
+            values += 1
+            end, least = _string(body, at)
+            if len(counts) == 1 and body[end + 1 : end + 65].lstrip()[:1] == b":":
+                field, size = body[at : min(end, at + 64)].decode("utf-8", "replace"), 0
+            else:
+                size += least
+                most = limits.text_bytes
+                if most is not None and max(least, size - _MORE_BYTES) > most:
+                    _refuse_text(field, most, limits.prompts, least, size)
+            at = end + 1
+        elif kind == 2:
+            values += 1
+            counts.append(0)
+            if len(counts) > _DEEPEST:
+                raise invalid(f"{_name(field)}: nested deeper than {_DEEPEST}", param=field or None)
+        elif kind == 3:
+            if counts:
+                counts.pop()
+        elif kind == 4:
+            if counts:
+                counts[-1] += 1
+                if counts[-1] >= limits.items:
+                    _refuse_items(field, limits.items)
+        else:
+            values += 1
+            if at - found.start() == _LONGEST_NUMBER:
+                message = f"{_name(field)}: a number has {_LONGEST_NUMBER} characters or more"
+                raise invalid(message, param=field or None)
+        if values > limits.values:
+            raise invalid(
+                f"{_name(field)}: the body has more than {limits.values} values",
+                param=field or None,
+            )
+
+
+def _string(body: bytes | bytearray, at: int) -> tuple[int, int]:
+    """(where the string that begins at `at` ends, the fewest bytes that it stands for)."""
+    start = at
+    while (found := _STRING.match(body, at)) is not None:
+        at = found.end()
+    escapes = body.count(b"\\", start, at)
+    return at, max(0, at - start - 5 * escapes)
+
+
+def _refuse_text(field: str, most: int, prompts: int, least: int, size: int) -> None:
+    if least <= most and (field not in _PROMPTS or size - _MORE_BYTES <= most * prompts):
+        return
+    if field in _PROMPTS:
+        raise invalid(
+            f"{field}: more text than the {most} bytes that this model's context can hold",
+            param=field,
+            code="context_length_exceeded",
+        )
+    raise invalid(f"{_name(field)}: more text than {most} bytes", param=field or None)
+
+
+def _refuse_items(field: str, most: int) -> None:
+    code = "context_length_exceeded" if field in _PROMPTS else "invalid_value"
+    message = f"{_name(field)}: a list has more than {most} items"
+    raise invalid(message, param=field or None, code=code)
+
+
+def _name(field: str) -> str:
+    return field or "the body"
+
+
+def _of_validation(error: ValidationError) -> ApiError:
+    """The first field that is wrong; its value is not repeated."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:200]
+    kind = str(first["type"])
+    if kind == "extra_forbidden":
+        message = f"this server knows no field {where!r}"
+        return invalid(message, param=where, code="unknown_parameter")
+    if kind == "missing":
+        return invalid(f"{where} is missing", param=where, code="missing")
+    if kind == "value_error":
+        return invalid(f"{where or 'body'}: {first['ctx']['error']}", param=where or None)
+    return invalid(f"{where or 'body'}: {first['msg']}", param=where or None)
+
+
+# -- keys of prefixes ------------------------------------------------------------------------------
+
+
+def prefix_key(body: bytes | bytearray) -> str:
+    """A hexadecimal digest of the start of a request's prompt, by which replicas are chosen.
+
+    Of a chat, or of a prefix stored for chats, it covers the first message alone; of other
+    prompts, the start of the first one. A body that is not valid has a key, too: a replica reports
+    what is wrong with it.
+    """
+    text = ""
+    try:
+        values = load_json(body, Limits(max_bytes=len(body)))
+        for name in ("messages", "prompt", "text", "tokens"):
+            if name in values:
+                text = _first_text(values[name])
+                break
+    except (ApiError, TypeError):
+        pass
+    return hashlib.sha256(text[:_KEY_SIZE].encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _first_text(value: Any) -> str:
+    """The first text in messages, parts of a message, prompts, or token ids."""
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return ",".join(map(str, value[:_KEY_SIZE]))
+    if isinstance(value, list):
+        return _first_text(value[0]) if value else ""
+    if isinstance(value, dict):
+        return _first_text(value.get("content", value.get("text", "")))
+    return value if isinstance(value, str) else ""

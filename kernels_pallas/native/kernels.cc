@@ -1,0 +1,207 @@
+// Native kernels of a CPU, called by XLA (jax.ffi) with its own thread pool.
+//
+// `level.h` computes, and is compiled for each set of instructions; the processor decides which one
+// runs. Every sum has one order, whatever the batch and the number of threads.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// The best level that this processor has: 0 portable, 1 AVX2, 2 AVX-512 with VNNI.
+extern "C" int ckv_level() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+  return 0;
+}
+
+namespace {
+namespace ffi = xla::ffi;
+
+// Runs f(0) to f(n - 1) on the pool and on the caller, which waits for no task that has not begun.
+template <typename F>
+void in_parallel(ffi::ThreadPool& pool, int64_t n, const F& f) {
+  struct Shared { std::atomic<int64_t> next{0}, done{0}; };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
+  auto shared = std::make_shared<Shared>();
+  auto work = [shared, n, &f] {  // one that begins late finds no task, and does not look at f
+    for (int64_t i; (i = shared->next.fetch_add(1)) < n; shared->done.fetch_add(1)) f(i);
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
+  work();
+  while (shared->done.load() < n) std::this_thread::yield();
+}
+
+inline char* aligned(void* from) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(from) + 63) & ~uintptr_t{63});
+}
+
+// Memory of this thread that lasts from call to call, a multiple of 64 bytes from 0.
+inline char* own_memory(size_t bytes) {
+  thread_local std::vector<std::max_align_t> held;
+  if (held.size() * sizeof(held[0]) < bytes + 64) held.resize(bytes / sizeof(held[0]) + 5);
+  return aligned(held.data());
+}
+
+inline float bfloat16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  return reinterpret_cast<const float&>(wide);
+}
+
+// One call of score, and its scratch. Rows are a KV head's real queries, in the order [B, S, G].
+struct Score {
+  const void* q;  // [B, S, K, G, D], bfloat16 or float32
+  bool q_bfloat16, int4, peaks, heads_first;
+  int64_t batch, queries, kv_heads, group, dim;
+  const uint8_t* codes;  // [T, K, W], or heads first: [K, T, W]
+  const float* scale;  // [T, K], or heads first: [K, T]
+  const int32_t* lengths;
+  int64_t tokens, num_tokens, chunk, chunks, most_rows, blocks, most_blocks, lanes;
+  float factor;  // of logits, log2(e) included
+  int32_t* numbers;  // [K, rows, 2, D / 4]: four int8 each
+  int32_t *base, *two;  // [K, rows]: what belongs to a row's sums; whether it has both numbers
+  float *unit, *sums, *tops;  // [K, rows]; [K, rows, blocks, lanes]; [K, rows, most_blocks]
+  float* out;                 // [1 or 2, B, K, M]
+  int64_t key_bytes() const { return int4 ? dim / 2 : dim; }
+  int64_t length(int64_t b) const { return std::clamp<int64_t>(lengths[b], 0, queries); }
+};
+
+constexpr int kTogether = 4;  // rows that go over a tile of keys, or outputs over a row, at once
+constexpr float kRounding = 0x1.8p23f;  // the lowest bits of x + this are x rounded
+constexpr float kFar = 8;  // a query's largest number over the root of the mean square
+constexpr int kMostRows = 4;
+constexpr int64_t kOutputs = 32;  // of one task, a multiple of kTogether
+
+// Few rows of bfloat16 times weights [O, I], bfloat16 or int8 with a scale for each output.
+struct Product {
+  const uint16_t* x;
+  const char* weight;
+  const float* scale;
+  bool int8;
+  int64_t rows, inputs, outputs;
+  float *spread, *out;  // [rows, I]; [rows, O]
+};
+
+#define DO(words) _Pragma(#words)
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define BEGIN(features) \
+  DO(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END DO(clang attribute pop)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+#define BEGIN(features) DO(GCC push_options) DO(GCC target(features))
+#define END DO(GCC pop_options)
+#endif
+#define LANES 4
+namespace portable {
+#include "level.h"
+}
+#if defined(__x86_64__)
+#define LANES 8
+#define AVX2
+BEGIN("avx2,fma")
+namespace avx2 {
+#include "level.h"
+}
+END
+#define LANES 16
+#define AVX512
+BEGIN("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+namespace avx512 {
+#include "level.h"
+}
+END
+#define AT(level, name) \
+  ((level) == 2 ? avx512::name : (level) == 1 ? avx2::name : portable::name)
+#else
+#define AT(level, name) portable::name
+#endif
+
+ffi::Error score(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer codes,
+                 ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::S32> num_tokens,
+                 ffi::Buffer<ffi::S32> lengths, ffi::ResultBuffer<ffi::F32> out,
+                 ffi::ResultBuffer<ffi::U8> scratch, int64_t chunk, bool heads_first,
+                 float factor, int64_t level) {
+  if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
+  Score s{};
+  const auto dims = q.dimensions(), of_keys = codes.dimensions();
+  s.q = q.untyped_data();
+  s.q_bfloat16 = q.element_type() == ffi::BF16;
+  s.int4 = codes.element_type() == ffi::U8;
+  s.peaks = out->dimensions()[0] == 2, s.heads_first = heads_first;
+  s.kv_heads = of_keys[heads_first ? 0 : 1];
+  s.tokens = of_keys[heads_first ? 1 : 0];
+  s.batch = dims[0], s.queries = dims[1], s.group = dims[2] / s.kv_heads, s.dim = dims[3];
+  s.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  s.scale = scale.typed_data(), s.lengths = lengths.typed_data(), s.out = out->typed_data();
+  s.num_tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, s.tokens);
+  s.chunk = chunk, s.chunks = s.tokens / chunk, s.factor = factor;
+  for (int64_t b = 0; b < s.batch; ++b) s.most_rows += s.group * s.length(b);
+  s.most_rows = (s.most_rows + kTogether - 1) / kTogether * kTogether;
+  s.lanes = level == 2 ? 16 : level == 1 ? 8 : 4;
+  s.blocks = (s.chunks + s.lanes - 1) / s.lanes;
+  s.most_blocks = (s.blocks + s.lanes - 1) / s.lanes * s.lanes;
+  char* at = aligned(scratch->typed_data());
+  const int64_t rows = s.kv_heads * s.most_rows;
+  auto take = [&](auto& to, int64_t of_row) {
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(at);
+    at = aligned(at + 4 * rows * of_row);
+  };
+  take(s.sums, s.blocks * s.lanes), take(s.tops, s.most_blocks);
+  take(s.numbers, s.dim / 2), take(s.base, 1), take(s.unit, 1), take(s.two, 1);
+  if (at > reinterpret_cast<char*>(scratch->typed_data()) + scratch->element_count())
+    return ffi::Error::Internal("got too little scratch");
+  in_parallel(pool, s.kv_heads, [&](int64_t head) { AT(level, whole_numbers)(s, head); });
+  in_parallel(pool, s.kv_heads * s.blocks,
+              [&](int64_t i) { AT(level, score_block)(s, i / s.blocks, i % s.blocks); });
+  in_parallel(pool, s.batch * s.kv_heads,
+              [&](int64_t i) { AT(level, finish)(s, i / s.kv_heads, i % s.kv_heads); });
+  return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffer weight,
+                   ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> out,
+                   ffi::ResultBuffer<ffi::U8> scratch, int64_t level) {
+  if (level > ckv_level()) return ffi::Error::Internal("compiled for another processor");
+  Product p{reinterpret_cast<const uint16_t*>(x.typed_data()),
+            static_cast<const char*>(weight.untyped_data()), scale.typed_data(),
+            weight.element_type() == ffi::S8, 0, weight.dimensions()[1], weight.dimensions()[0],
+            reinterpret_cast<float*>(aligned(scratch->typed_data())), out->typed_data()};
+  p.rows = x.element_count() / p.inputs;
+  for (int64_t row = 0; row < p.rows; ++row) AT(level, spread)(p, row);
+  in_parallel(pool, (p.outputs + kOutputs - 1) / kOutputs, [&](int64_t i) {
+    Product part = p;
+    for (; part.rows > 0; part.rows -= kMostRows) {
+      AT(level, product<>)(part, i * kOutputs, std::min(p.outputs, (i + 1) * kOutputs));
+      part.spread += kMostRows * p.inputs, part.out += kMostRows * p.outputs;
+    }
+  });
+  return ffi::Error::Success();
+}
+}  // namespace
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ckv_product, product,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>()
+        .Attr<int64_t>("level"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ckv_score, score,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::U8>>().Attr<int64_t>("chunk")
+        .Attr<bool>("heads_first").Attr<float>("factor").Attr<int64_t>("level"));

@@ -1,0 +1,171 @@
+"""The native kernels of a CPU: how the library comes about, and that sums have one order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_targets import CPU, NATIVE, V5E, without_native
+
+from ckv_jax.kernels_pallas.dispatch import Implementation, choices
+from ckv_jax.kernels_pallas.native import build, library
+from ckv_jax.kernels_pallas.native.product import few_rows
+from ckv_jax.kernels_pallas.score.api import Int4Keys, score
+from ckv_jax.model.matmul import matmul
+
+REFUSED = "no native library: got no C++ compiler, expected $CXX, c++, g++ or clang++"
+needs_library = pytest.mark.skipif(bool(without_native("cpu")), reason=without_native("cpu"))
+
+HASH = """
+import hashlib, os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from test_native import scores
+print(hashlib.sha256(scores([9, 4, 0]).tobytes()).hexdigest())
+"""
+LOAD = """
+import sys
+from functools import partial
+from pathlib import Path
+from ckv_jax.kernels_pallas.native import library
+library.SOURCES = Path("/no/such/folder")
+print(library.find([Path("/proc/no-such-place"), Path(sys.argv[1])]))
+"""
+
+
+def scores(lengths: list[int], implementation: Implementation = "auto") -> np.ndarray:
+    """[2, B, 1, M] of 9 queries over 499 of 512 tokens."""
+    rng = np.random.default_rng(0)
+    codes = jnp.asarray(rng.integers(0, 256, (512, 2, 32)), jnp.uint8)
+    scale = jnp.asarray(rng.uniform(0.1, 0.2, (512, 2)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((3, 9, 6, 64)), jnp.bfloat16)[: len(lengths)]
+    one = partial(
+        score, num_tokens=jnp.int32(499), chunk_tokens=8, target=CPU, peaks=True,
+        implementation=implementation,
+    )  # fmt: skip
+    found = jax.jit(one)(q, Int4Keys(codes, scale), q_lengths=jnp.asarray(lengths, jnp.int32))
+    return np.asarray(found)
+
+
+def process(code: str, *args: object, **environment: str) -> str:
+    words = [sys.executable, "-c", code, *map(str, args)]
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), **environment}
+    here["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent.parent)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=here)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_library
+def test_a_sequence_scores_alone_as_in_a_batch_bit_for_bit() -> None:
+    with choices() as made:
+        together = scores([9, 4, 0], "cpu")
+    assert [choice.implementation for choice in made] == ["cpu"]
+    alone = scores([9], "cpu")
+    np.testing.assert_array_equal(together[:, :1], alone)
+    assert not together[:, 2].any()
+
+
+@needs_library
+@pytest.mark.slow
+def test_threads_change_no_bit() -> None:
+    one = process(HASH)
+    code = HASH.replace("os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", "")
+    assert one == process(code)
+
+
+@needs_library
+@pytest.mark.slow
+def test_a_library_is_compiled_where_it_can_be_written_and_found_again(tmp_path: Path) -> None:
+    include = build.headers()
+    assert include is not None
+    broken = tmp_path / build.library_name(include)
+    broken.write_bytes(b"not a library")
+    made = process(LOAD, tmp_path)
+    assert str(broken) in made and "refused=''" in made
+    assert [path.name for path in tmp_path.iterdir()] == [broken.name]  # and nothing else
+    assert process(LOAD, tmp_path, PATH="", CXX="") == made
+    broken.write_bytes(b"not a library")
+    made = process(LOAD, tmp_path, PATH="", CXX="")
+    assert "path=None" in made and "does not load" in made
+
+
+def test_without_a_compiler_the_reference_runs_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    none = library.find([tmp_path])
+    assert none == (None, 0, REFUSED.split(": ", 1)[1])
+    monkeypatch.setattr(library, "native", lambda: none)
+    with caplog.at_level(logging.WARNING), choices() as made:
+        scores([9])
+        scores([9, 4])
+    assert [choice.implementation for choice in made] == ["reference"] * 2
+    assert {choice.refused for choice in made} == {(f"cpu does not: {REFUSED}",)}
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"reference runs score; cpu does not: {REFUSED}"]
+    with pytest.raises(NotImplementedError, match="no native library"):
+        scores([9], "cpu")
+
+
+def test_what_fails_to_compile_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cxx = tmp_path / "cxx"
+    cxx.write_text("#!/bin/sh\necho 'x.cc:1: error: no such thing' >&2\nexit 1\n")
+    cxx.chmod(0o755)
+    monkeypatch.setenv("CXX", str(cxx))
+    with pytest.raises(OSError, match=r"cxx failed: x.cc:1: error: no such thing$"):
+        build.compile_library(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = library.Native(Path("x.so"), 0, "")
+    monkeypatch.setattr(library, "native", lambda: old)
+    with pytest.raises(NotImplementedError, match="without AVX2, expected one with it"):
+        library.required_level(None)
+    with pytest.raises(NotImplementedError, match="without AVX-512"):
+        library.required_level(2)
+    assert library.required_level(0) == 0
+
+
+@pytest.mark.parametrize("implementation", NATIVE)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 576, 192), (2, 96, 37)])
+def test_few_rows_agree_with_float64(
+    implementation: str, rows: int, inputs: int, outputs: int
+) -> None:
+    if why := without_native(implementation):
+        pytest.skip(why)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 1, inputs)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((outputs, inputs)), jnp.bfloat16)
+    found = few_rows(x, weight, target=CPU, level=NATIVE[implementation])
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    alone = few_rows(x[:1], weight, target=CPU, level=NATIVE[implementation])
+    np.testing.assert_array_equal(found[:1], alone)
+
+
+@needs_library
+def test_one_row_of_a_model_is_the_native_kernels_and_what_it_does_not_take_is_xlas() -> None:
+    x, weight = jnp.ones((1, 1, 64), jnp.bfloat16), jnp.ones((36, 64), jnp.bfloat16)
+    with choices() as made:
+        for rows in (x, jnp.repeat(x, 3, axis=1), x.astype(jnp.float32), x[..., :40]):
+            whole = weight[:, : rows.shape[2]].astype(rows.dtype)
+            out = matmul(rows, whole, True, CPU)
+            np.testing.assert_array_equal(out, np.full(out.shape, rows.shape[2], np.float32))
+        matmul(x, weight.T, False, CPU)
+        matmul(x, weight, True, V5E)
+    assert [choice[:2] for choice in made] == [("few_rows", "cpu"), ("few_rows", "reference")]
+    assert "a multiple of 32 inputs" in made[1].refused[0]

@@ -1,0 +1,227 @@
+"""Connections that say nothing, too many of them, pages of strangers, and the end of a server."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import uvicorn
+from server.applications import TEXT, WAY, chat, serving
+from server.serving import KEYS, MODEL, Served, post, wait_for
+
+from ckv_jax import Engine
+from ckv_jax.server.app import bind, create_app, url_of
+from ckv_jax.server.config import ServerConfig
+from ckv_jax.server.connections import Connections, is_allowed
+from ckv_jax.server.tenants import Tenant, Tenants
+
+
+@contextmanager
+def bounded(engine: Engine, connections: Connections) -> Iterator[tuple[str, int]]:
+    """The address of an application within bounds of its own."""
+    app = create_app(engine, ServerConfig(model=MODEL))
+    with bind("127.0.0.1", 0) as bound:
+        config = uvicorn.Config(
+            app, http=connections.protocol, log_config=None, lifespan="off", ws="none",
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            wait_for(lambda: server.started)
+            where = urlsplit(url_of(bound))
+            yield str(where.hostname), int(where.port or 0)
+        finally:
+            server.should_exit = True
+            thread.join()
+            app.state.service.close()
+
+
+def closed(web: socket.socket, seconds: float = 5) -> bool:
+    """Whether the server closes a connection within some time."""
+    web.settimeout(seconds)
+    try:
+        return web.recv(4096) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def test_a_header_has_a_time(engine: Engine) -> None:
+    with bounded(engine, Connections(100, header_s=0.4)) as where:
+        for first in (b"", b"G", HEALTH[:-2]):
+            with socket.create_connection(where) as web:
+                began = time.monotonic()
+                web.sendall(first)
+                assert closed(web)
+                assert 0.3 < time.monotonic() - began < 3
+        with socket.create_connection(where) as web:  # byte by byte, and so the next one
+            for _ in range(3):
+                web.sendall(HEALTH)
+                assert b" 200 " in web.recv(4096)
+                time.sleep(0.2)
+            web.sendall(b"G")
+            assert closed(web)
+
+
+def test_a_long_answer_is_no_late_header(engine: Engine) -> None:
+    with bounded(engine, Connections(100, header_s=0.2)) as (host, port):
+        body = chat("Count.", max_tokens=500)
+        assert post(f"http://{host}:{port}", "chat/completions", body).status_code == 200
+
+
+def test_a_crowd_makes_room_for_who_asks(engine: Engine) -> None:
+    with bounded(engine, Connections(8)) as where, ExitStack() as crowd:
+        idle = []
+        for _ in range(40):
+            idle.append(crowd.enter_context(socket.create_connection(where)))
+            idle[-1].sendall(b"G")
+        with socket.create_connection(where) as web:
+            web.sendall(HEALTH)
+            assert b" 200 " in web.recv(4096)
+        assert all(closed(web) for web in idle[:30])
+        assert not closed(idle[-1], 0.1)
+
+
+def test_the_limit_of_descriptors_is_raised(served: Served) -> None:
+    soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 1 << 20)
+
+
+def test_few_descriptors_are_enough_for_the_store(checkpoint: Path, tmp_path: Path) -> None:
+    """A crowd of idle connections takes no descriptor that the store needs."""
+    few = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+    command = ("--no-guard-disk", "--store-tokens", 128)
+    server = Served(checkpoint, tmp_path / "kv", *command, before=few)
+    crowd: list[socket.socket] = []
+    try:
+        where = urlsplit(server.url)
+        body = WAY | {"prompt": TEXT}
+        assert post(server.url, "completions", body).status_code == 200
+        for _ in range(300):
+            crowd.append(socket.create_connection((where.hostname, where.port), timeout=5))
+        answer = post(server.url, "completions", body)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    finally:
+        for web in crowd:
+            web.close()
+        assert server.stop() == 0
+
+
+# -- pages of strangers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "answered"),
+    [
+        ("localhost:8000", True),
+        ("127.0.0.1", True),
+        ("192.168.0.7:80", True),
+        ("[::1]:8000", True),
+        ("ckv", True),
+        ("box.example", True),
+        ("a.localhost", True),
+        ("inner.corp.example:80", True),
+        ("corp.example", True),
+        ("Named.Example.", True),
+        ("", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("notcorp.example", False),
+    ],
+)
+def test_which_hosts_are_answered(host: str, answered: bool) -> None:
+    allowed = (".corp.example", "named.example")
+    assert is_allowed(host.lower(), {"box.example"}, allowed) == answered
+
+
+def test_a_name_of_strangers_is_refused_where_no_key_is_needed(engine: Engine) -> None:
+    evil = {"host": "evil.example"}
+    with serving(engine, Tenants()) as url:
+        refused = httpx.get(f"{url}/v1/models", headers=evil)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+    with serving(engine, allowed_hosts=("evil.example",)) as url:
+        assert httpx.get(f"{url}/v1/models", headers=evil).status_code == 200
+    with serving(engine, Tenants({KEYS["alice"]: Tenant(name="alice")})) as url:
+        key = {"authorization": f"Bearer {KEYS['alice']}"}
+        assert httpx.get(f"{url}/v1/models", headers=evil | key).status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers=evil).status_code == 401
+
+
+def test_browsers_may_read_answers_for_origins_that_are_named(engine: Engine) -> None:
+    origin = {"origin": "https://app.example"}
+    asks = origin | {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    tenants = Tenants({KEYS["alice"]: Tenant(name="alice")})
+    with serving(engine, tenants, cors_origins=("https://app.example",)) as url:
+        asked = httpx.options(f"{url}/v1/chat/completions", headers=asks)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == "https://app.example"
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        for headers, status in (
+            (origin, 401),
+            (origin | {"authorization": f"Bearer {KEYS['alice']}"}, 200),
+        ):
+            answer = httpx.get(f"{url}/v1/models", headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        other = httpx.get(f"{url}/v1/models", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+    with serving(engine) as url:
+        assert (
+            "access-control-allow-origin" not in httpx.get(f"{url}/health", headers=origin).headers
+        )
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_streams_end_with_a_last_event_at_sigterm(checkpoint: Path, tmp_path: Path) -> None:
+    server = Served(checkpoint, tmp_path / "kv", "--drain-time", 0.5)
+    post(server.url, "chat/completions", chat("Hello"))
+    body = chat("Count.", max_tokens=8000, stream=True)
+    told: dict[str, object] = {}
+
+    def put() -> None:
+        try:
+            told["put"] = post(server.url, "prefixes", {"tokens": [7] * 8000}).status_code
+        except httpx.HTTPError as error:
+            told["put"] = error
+
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        ingest = threading.Thread(target=put)
+        ingest.start()
+        time.sleep(0.3)
+        server.process.terminate()
+        rest = [line for line in lines if line.startswith("data: ")]
+    ingest.join()
+    assert server.process.wait(20) == 0
+    assert rest[-1] == "data: [DONE]"
+    last = json.loads(rest[-2].removeprefix("data: "))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["ckv"]["ended_by"] == "cancelled"
+    assert told["put"] in (201, 503)
+    log = server.log.read_text()
+    assert "Traceback" not in log and "exception" not in log

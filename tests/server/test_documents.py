@@ -1,0 +1,122 @@
+"""Stored documents in any order, named in a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from server.applications import TEXT, WAY, chat, serving
+from server.serving import KEYS, post
+
+from ckv_jax import Engine, Request, SamplingParams
+from ckv_jax.server.tenants import Tenant, Tenants
+from ckv_jax.storage import Prefix, Wish
+
+ALICE = {"authorization": f"Bearer {KEYS['alice']}"}
+BOB = {"authorization": f"Bearer {KEYS['bob']}"}
+QUESTION = " How many stairs are there?"
+
+
+@pytest.fixture
+def url(fresh: Engine) -> Iterator[str]:
+    tenants = Tenants({KEYS[name]: Tenant(name=name, salt=name) for name in ("alice", "bob")})
+    with serving(fresh, tenants) as url:
+        yield url
+
+
+@pytest.fixture
+def documents(fresh: Engine) -> list[Prefix]:
+    """Two of alice's, one of which has a name that one of bob's has, too."""
+    found = []
+    for text, salt, name in (
+        (f"The first: {TEXT}", "alice", "manual"),
+        (f"Another: {TEXT}", "alice", ""),
+        (f"His own: {TEXT}", "bob", "manual"),
+    ):
+        prefix = fresh.ingest(text, salt=salt)
+        if name:
+            fresh.store.set_wish(prefix.id, Wish(name=name))
+        found.append(prefix)
+    return found
+
+
+def ask(url: str, *names: str, headers: dict[str, str] = ALICE, **more: object) -> dict:
+    body = WAY | {"prompt": QUESTION, "ckv": {"documents": list(names)}} | more
+    answer = post(url, "completions", body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_documents_are_read_in_the_order_given(
+    fresh: Engine, url: str, documents: list[Prefix]
+) -> None:
+    first, second, _ = documents
+    for order in ((first, second), (second, first), (first,)):
+        told = ask(url, *(prefix.id for prefix in order), temperature=0)
+        request = Request(parts=order, suffix=QUESTION, budget=1.0, salt="alice")
+        (expected,) = fresh.generate(request, SamplingParams(max_tokens=8)).results()
+        assert told["choices"][0]["text"] == expected.text
+        before = sum(prefix.num_tokens for prefix in order)
+        usage = told["usage"]
+        assert usage["prompt_tokens"] == before + len(fresh.encode(QUESTION))
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert 0 < cached <= before
+
+
+def test_a_document_is_named_by_its_id_the_start_of_it_or_its_name(
+    url: str, documents: list[Prefix]
+) -> None:
+    first = documents[0]
+    told = [ask(url, name)["choices"] for name in (first.id, first.id[:12], "manual")]
+    assert told[0] == told[1] == told[2]
+    his = ask(url, "manual", headers=BOB)["choices"]
+    assert his == ask(url, documents[2].id, headers=BOB)["choices"]
+
+
+def test_chats_and_streams_have_documents_too(url: str, documents: list[Prefix]) -> None:
+    names = [prefix.id for prefix in documents[:2]]
+    body = chat(QUESTION, ckv={"documents": names})
+    whole = post(url, "chat/completions", body, headers=ALICE).json()
+    assert whole["usage"]["prompt_tokens"] > sum(prefix.num_tokens for prefix in documents[:2])
+    streamed = post(url, "chat/completions", body | {"stream": True}, headers=ALICE)
+    assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "status", "code"),
+    [
+        (["0" * 32], {}, 404, "prefix_not_found"),
+        (["nobody knows"], {}, 404, "prefix_not_found"),
+        (["short"], {}, 404, "prefix_not_found"),
+        ([], {}, 400, "invalid_value"),
+        (["manual"], {"echo": True}, 400, "invalid_value"),
+        (["manual"] * 60, {}, 400, "context_length_exceeded"),
+        (["manual"] * 65, {}, 400, "invalid_value"),
+        ("manual", {}, 400, "invalid_value"),
+    ],
+)
+def test_documents_that_are_none(
+    url: str, documents: list[Prefix], names: object, more: dict, status: int, code: str
+) -> None:
+    body = WAY | {"prompt": QUESTION, "ckv": {"documents": names}} | more
+    refused = post(url, "completions", body, headers=ALICE)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+
+
+def test_documents_of_others_do_not_exist(url: str, documents: list[Prefix]) -> None:
+    refused = [
+        post(url, "completions", WAY | {"prompt": "a", "ckv": {"documents": [name]}}, headers=BOB)
+        for name in (documents[0].id, "0" * 32)
+    ]
+    assert refused[0].status_code == 404
+    assert refused[0].json() == refused[1].json()
+
+
+def test_a_name_that_several_have_is_no_name(
+    fresh: Engine, url: str, documents: list[Prefix]
+) -> None:
+    fresh.store.set_wish(documents[1].id, Wish(name="manual"))
+    body = WAY | {"prompt": "a", "ckv": {"documents": ["manual"]}}
+    refused = post(url, "completions", body, headers=ALICE)
+    assert refused.status_code == 400
+    assert "several" in refused.json()["error"]["message"]
