@@ -33,6 +33,7 @@ SMALLER = {
     "max_suffix=64": "max_suffix=8",
     "max_tokens=256": "max_tokens=3",
     "max_tokens=200": "max_tokens=3",
+    "questions=200": "questions=8",
 }
 """What takes minutes to compile, and what compiles in seconds."""
 RUN = ("README.md", "docs/quickstart.md", "docs/requests.md", "docs/storage.md", "docs/kernels.md")
