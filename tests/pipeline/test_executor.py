@@ -13,7 +13,7 @@ from ckv_jax import Request
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.pipeline.executor import guessed_chunks
 from ckv_jax.pipeline.probes import KeyProbes
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])

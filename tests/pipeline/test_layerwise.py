@@ -18,7 +18,7 @@ from ckv_jax.baselines.impress import REORDER_EVERY, ProbeFirst
 from ckv_jax.baselines.layerwise import LayerSchedule
 from ckv_jax.baselines.reordering import reordered
 from ckv_jax.pipeline.probes import KeyProbes
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.systems import SYSTEMS
 
