@@ -47,8 +47,7 @@ from bench.lab import Lab
 from bench.measure import Compilations, measured
 from ckv_jax import Engine, SamplingParams
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.device import DevicePool
-from ckv_jax.memory.host import PageLocked, aligned_bytes
+from ckv_jax.prefix.pools import DevicePool, PageLocked, aligned_bytes
 
 SYSTEMS = ("ckv", "contiguous-kv")
 REPLAYS = 9
