@@ -272,6 +272,9 @@ class EngineConfig:
     "mass:0.95", see `Request.budget`."""
     dtype: str = "bfloat16"
     """Element type of weights, keys and values: bfloat16, float16 or float32."""
+    weights: str | None = None
+    """None: of `dtype`. "int8": every row of a weight is rounded to 127ths of its largest number,
+    in half the memory; on one device, with bfloat16 for all else."""
     device_cache_bytes: int = 512 * MIB
     """Packs kept on the device between requests."""
     host_cache_bytes: int = 1024 * MIB
@@ -315,6 +318,13 @@ class EngineConfig:
         check_budget(self.budget)
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"got dtype={self.dtype!r}, expected bfloat16, float16 or float32")
+        if self.weights not in (None, "int8"):
+            raise ValueError(f"got weights={self.weights!r}, expected 'int8' or None")
+        if self.weights and (self.dtype != "bfloat16" or self.tensor_parallel != 1):
+            raise ValueError(
+                f"got weights={self.weights!r} with dtype={self.dtype!r} and "
+                f"tensor_parallel={self.tensor_parallel}, expected bfloat16 on one device"
+            )
         for name in ("device_cache_bytes", "host_cache_bytes", "digest_bytes", "segment_tokens"):
             check_whole(name, getattr(self, name), least=0)
         for name in (

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckv_jax.answer import Answer, room
 from ckv_jax.cache.widths import Widths
+from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
@@ -128,6 +129,16 @@ class Engine(OpenEngine):
             self._questions.note(prefix, placed)
         return prefix
 
+    def citations(self, generation: Generation, *, most: int = 3) -> tuple[Citation, ...]:
+        """The passages of the prefix that an answer attended to most, at most so many.
+
+        Found by at most five short re-prefills over the same prefix. Empty over several documents,
+        and with systems that score no chunks. Attention is evidence of reading, not proof. Raises
+        what is wrong with the generation.
+        """
+        check_whole("most", most, least=0)
+        return self._citations.of(generation, most, self.reprefill)
+
     def append(self, generation: Generation, *, exact: bool = True) -> Prefix:
         """Stores a generation made with `keep_kv`: its prefix, suffix and text as one prefix.
 
@@ -172,11 +183,11 @@ class Engine(OpenEngine):
             budget = budget_for(self, prefix, suffix.tolist(), wanted)
         request = Request(prefix=prefix, suffix=suffix.tolist(), budget=budget)
         (generation,) = self.generate(request, sampling).results()
-        return Answer.of(generation)
+        return Answer.of(generation, lambda: self.citations(generation))
 
     def calibrate(
         self,
-        prefix: Prefix,
+        prefixes: Prefix | Several[Prefix],
         *,
         questions: int | Several[str] = 200,
         progress: Progress | None = None,
@@ -184,13 +195,15 @@ class Engine(OpenEngine):
         """Learns what `ask(budget="fidelity:0.98")` needs, once for this model and system.
 
         Args:
-            questions: how many passages of the prefix to begin again; or questions of your own, for
-                whose kind the probability then holds.
+            prefixes: stored texts to ask about; several depend less on what one of them is like.
+            questions: how many passages of them to begin again; or questions of your own, for whose
+                kind the probability then holds.
             progress: called with how many requests are done, and all of them.
 
         Raises `ValueError` for a prefix of fewer than 512 tokens.
         """
-        return calibrate(self, prefix, questions=questions, progress=progress)
+        some = [prefixes] if isinstance(prefixes, Prefix) else prefixes
+        return calibrate(self, some, questions=questions, progress=progress)
 
     def submit(self, request: Request, sampling: SamplingParams | None = None) -> Sequence:
         """Queues one request and returns at once; with `sampling` it ends in a `Generation`."""

@@ -18,7 +18,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,11 +114,20 @@ class Calibration:
 
 
 def fidelity_of(budget: float | str | None) -> float | None:
-    """The probability that "auto" or "fidelity:P" asks for; None for any other budget."""
+    """The probability that "auto" or "fidelity:P" asks for; None for any other budget.
+
+    Raises `ValueError` for "fidelity:" and anything but a probability.
+    """
     if budget == "auto":
         return DEFAULT
-    found = _FIDELITY.fullmatch(budget) if isinstance(budget, str) else None
-    return float(found[1]) if found else None
+    if not isinstance(budget, str) or not budget.startswith("fidelity"):
+        return None
+    found = _FIDELITY.fullmatch(budget)
+    if found is None or not float(found[1]):
+        raise ValueError(
+            f"got budget={budget!r}, expected fidelity:P with a probability such as 0.95"
+        )
+    return float(found[1])
 
 
 def gap(logits: np.ndarray) -> float:
@@ -150,7 +159,7 @@ def budget_for(engine: Engine, prefix: Prefix, suffix: Sequence[int], fidelity: 
 
 def calibrate(
     engine: Engine,
-    prefix: Prefix,
+    prefixes: Sequence[Prefix],
     *,
     questions: int | Sequence[str] = 200,
     seed: int = 0,
@@ -159,31 +168,35 @@ def calibrate(
     """Asks questions at every budget and keeps what they said, for this model and system.
 
     Args:
-        questions: how many passages of the prefix to begin again, drawn at random; or questions of
-            one's own, for which the probability then holds.
+        prefixes: texts to ask about; several make the threshold depend less on one of them.
+        questions: how many passages of them to begin again, drawn at random; or questions of one's
+            own, each asked about every prefix, for whose kind the probability then holds.
         progress: called with the requests that are done, and all of them.
 
     Raises `ValueError` for a prefix of fewer than 512 tokens, OSError where nothing can be kept.
     """
-    if isinstance(questions, int):
-        suffixes = _passages(engine, prefix, questions, seed)
-    else:
-        suffixes = [engine.question(prefix, question).tolist() for question in questions]
-    if not suffixes:
+    asked: list[Request] = []
+    for index, prefix in enumerate(prefixes):
+        if isinstance(questions, int):
+            share = questions * (index + 1) // len(prefixes) - questions * index // len(prefixes)
+            suffixes = _passages(prefix, share, seed + index)
+        else:
+            suffixes = [engine.question(prefix, question).tolist() for question in questions]
+        asked += [Request(prefix=prefix, suffix=suffix) for suffix in suffixes]
+    if not asked:
         raise ValueError("got no questions to calibrate by, expected one or more")
     every, done = (*BUDGETS, 1.0), 0
-    gaps, tokens = (np.zeros((len(suffixes), len(every))) for _ in range(2))
+    gaps, tokens = (np.zeros((len(asked), len(every))) for _ in range(2))
     for column, budget in enumerate(every):
-        for first in range(0, len(suffixes), _BATCH):
-            some = suffixes[first : first + _BATCH]
-            asked = [Request(prefix=prefix, suffix=suffix, budget=budget) for suffix in some]
-            for row, result in enumerate(engine.reprefill(asked), first):
+        for first in range(0, len(asked), _BATCH):
+            some = [replace(request, budget=budget) for request in asked[first : first + _BATCH]]
+            for row, result in enumerate(engine.reprefill(some), first):
                 result.raise_for_error()
                 gaps[row, column] = gap(result.logits)
                 tokens[row, column] = result.token_id
             done += len(some)
             if progress is not None:
-                progress(done, len(every) * len(suffixes))
+                progress(done, len(every) * len(asked))
     found = Calibration(
         budgets=BUDGETS,
         gaps=_tuples(gaps[:, :-1]),
@@ -215,7 +228,7 @@ def load(engine: Engine) -> Calibration | None:
         return None
 
 
-def _passages(engine: Engine, prefix: Prefix, count: int, seed: int) -> list[list[int]]:
+def _passages(prefix: Prefix, count: int, seed: int) -> list[list[int]]:
     """Passages of the prefix, but for its first chunks and its last tokens, which always take
     part."""
     tokens = prefix.tokens

@@ -27,12 +27,14 @@ The first one goes without saying, so that what it stored stays readable.
 """
 
 
-def model_fingerprint(folder: Path, config: ModelConfig, *, dtype: str) -> Fingerprint:
-    """Of a checkpoint folder: the content of its weights and tokenizer."""
+def model_fingerprint(
+    folder: Path, config: ModelConfig, *, dtype: str, weights: str | None = None
+) -> Fingerprint:
+    """Of a checkpoint folder: the content of its weights and tokenizer, and what they become."""
     cache = cache_folder() / "fingerprints.json"
     return _fingerprint(
         config,
-        dtype=dtype,
+        dtype=dtype if weights is None else f"{dtype}, weights {weights}",
         weights=hash_files(weight_files(folder), cache),
         tokenizer=hash_files(tokenizer_files(folder)),
     )

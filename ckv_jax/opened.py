@@ -10,6 +10,7 @@ from typing import Self
 from jax import Array
 
 from ckv_jax import compilation_cache
+from ckv_jax.citations import Citations
 from ckv_jax.config import EngineConfig
 from ckv_jax.fitting import check_split, layout_of
 from ckv_jax.identity import model_fingerprint
@@ -68,6 +69,9 @@ class OpenEngine:
                 f"got tensor_parallel={config.tensor_parallel}, expected "
                 f"{layers.shardings.size}, the devices that the model is split over"
             )
+        if (config.weights == "int8") != layers.int8:
+            has = "int8" if layers.int8 else None
+            raise ValueError(f"got weights={config.weights!r}, expected {has!r}, the model's")
         check_split(self.system, config.tensor_parallel)
         self._placement = Placement(
             model=layers.config, tokenizer=tokenizer, store=store, fingerprint=fingerprint,
@@ -95,6 +99,7 @@ class OpenEngine:
         )  # fmt: skip
         self._prompts = Prompts(self._ingest, self._scheduler)
         self._questions = Questions(tokenizer, store)
+        self._citations = Citations(tokenizer, self._questions.tokens)
         self._owns_store = True
         self._closed = False
         self._closing = threading.Lock()
@@ -125,9 +130,13 @@ class OpenEngine:
         check_split(system, config.tensor_parallel)
         shardings = Shardings.over(found, config.tensor_parallel)
         sampling = generation_defaults(path).sampling
-        model = load_pretrained(path, dtype=config.dtype, shardings=shardings)
+        model = load_pretrained(
+            path, dtype=config.dtype, weights=config.weights, shardings=shardings
+        )
         tokenizer = load_tokenizer(path)
-        fingerprint = model_fingerprint(path, model.config, dtype=config.dtype)
+        fingerprint = model_fingerprint(
+            path, model.config, dtype=config.dtype, weights=config.weights
+        )
         opened = ChunkStore.open(store, config=store_config)
         try:
             return cls(model, tokenizer, opened, fingerprint, config, default_sampling=sampling)

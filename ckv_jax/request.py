@@ -45,6 +45,8 @@ class Request:
     """A name of the caller's, unique within one call, given back in the result."""
     deadline_s: float | None = None
     """Seconds from submission after which nobody waits for the answer any more."""
+    attention: bool = False
+    """Whether a `Result` has the attention that each chunk of the prefix got."""
     salt: str | None = None
     """The tenant who asks, whose prefixes alone exist for it; None: the engine's."""
 
@@ -91,6 +93,8 @@ class FirstAnswer:
     logits: np.ndarray
     codec: str = PLAIN
     """See `Result.codec`."""
+    attention: np.ndarray | None = None
+    """See `Result.attention`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +141,13 @@ class Result:
         """What the stored KV was encoded with, name and version: at a budget of 1 the answer is
         exact up to that. "none": to the last bit."""
         return self._answer().codec
+
+    @property
+    def attention(self) -> np.ndarray | None:
+        """float32 [M]: the share of the attention of the queries that select which each chunk of
+        the prefix got, the mean over selections. None where `Request.attention` did not ask for it,
+        nothing is stored, or the system scores no chunks."""
+        return self._answer().attention
 
     def __str__(self) -> str:
         """One line for people: the token and what it took, or what was wrong."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -98,7 +99,12 @@ def right(answers: list[str]) -> int:
 
 
 def test_every_way_of_asking_gives_the_same_answers(
-    engine: Engine, expected: list[str], home: Path, smollm2: Path, here: Here
+    engine: Engine,
+    expected: list[str],
+    home: Path,
+    smollm2: Path,
+    here: Here,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ckv_jax import SamplingParams
 
@@ -114,6 +120,9 @@ def test_every_way_of_asking_gives_the_same_answers(
     assert "Zephyra" in answers[0]
     assert engine.ask("pump", next(iter(QUESTIONS))).text.startswith(answers[0])
 
+    sure = engine.ask(prefix, "How long does the warranty last?", sampling=sampling)
+    assert any("The warranty lasts seven years." in passage.text for passage in sure.citations)
+
     ask = ("ask", smollm2, *store, "--prefix", "pump", "--budget", 1, "--max-tokens", TOKENS)
     for question, answer in zip(QUESTIONS, answers, strict=True):
         code, out, err = here(*ask, question)
@@ -128,6 +137,12 @@ def test_every_way_of_asking_gives_the_same_answers(
     rows = [json.loads(line) for line in (home / "out.jsonl").read_text().splitlines()]
     rows.sort(key=lambda row: row["line"])
     assert [row["text"].strip() for row in rows] == answers
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{next(iter(QUESTIONS))}\n"))
+    talk = ("chat", smollm2, home / "pump.txt", *store, "--budget", 1, "--max-tokens", TOKENS)
+    code, out, err = here(*talk)
+    assert code == 0, err
+    assert out.startswith(answers[0]) and f"of {prefix.num_tokens} tokens hold" in out
 
     with serving(engine) as url:
         body = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0}

@@ -59,6 +59,46 @@ def test_bare_text_goes_on_as_it_is(model: Path, tmp_path: Path) -> None:
             engine.question(bare, " ")
 
 
+def test_citations_are_passages_and_their_shares(model: Path, tmp_path: Path) -> None:
+    with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
+        prefix = engine.ingest(TEXT)
+        answer = engine.ask(prefix, QUESTION, sampling=SamplingParams(max_tokens=20))
+        passages = engine.citations(answer.generation, most=5)
+        assert passages[:1] == engine.citations(answer.generation, most=1)
+        assert 1 <= len(passages) <= 5 and len(answer.citations) <= 3
+        shares = [passage.share for passage in passages]
+        assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1 + 1e-6
+        size = prefix.layout.chunk_tokens
+        for passage in passages:
+            assert passage.tokens.start >= size and passage.tokens.start % size == 0
+            assert passage.tokens.stop <= prefix.num_tokens
+            assert passage.text and passage.text in " ".join(TEXT.split())
+        assert engine.citations(answer.generation, most=0) == ()
+        (alone,) = engine.generate(Request(prefix=[], suffix=TEXT), FEW).results()
+        assert engine.citations(alone) == ()
+        (joined,) = engine.generate(Request(parts=[prefix, prefix], suffix=QUESTION), FEW).results()
+        assert engine.citations(joined) == ()
+
+
+def test_a_result_has_the_attention_of_its_chunks(model: Path, tmp_path: Path) -> None:
+    with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
+        texts = [engine.ingest(TEXT), engine.ingest(TEXT[: len(TEXT) // 3], raw=True)]
+        requests = [
+            Request(prefix=prefix, suffix=QUESTION, budget=budget, attention=True)
+            for prefix in texts
+            for budget in (0.25, 1.0)
+        ]
+        together = engine.reprefill(requests)
+        for request, result in zip(requests, together, strict=True):
+            (alone,) = engine.reprefill([request])
+            assert result.attention is not None and alone.attention is not None
+            assert result.attention.shape == (request.prefix.num_chunks,)  # type: ignore[union-attr]
+            assert result.attention.sum() == pytest.approx(1, abs=1e-4)
+            np.testing.assert_allclose(result.attention, alone.attention, atol=2e-3)
+        (plain,) = engine.reprefill([Request(prefix=texts[0], suffix=QUESTION)])
+        assert plain.attention is None
+
+
 def test_what_does_not_fit_says_how_much_would(model: Path, tmp_path: Path) -> None:
     with Engine.from_pretrained(model, store=tmp_path / "kv") as engine:
         limit = engine.model_config.max_position_embeddings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +32,10 @@ from ckv_jax.cli.stores import (
     find_prefix,
     generates,
     kv_bytes,
+    low_coverage_message,
     open_store,
     recomputed_message,
+    show_citations,
     store_config,
 )
 
@@ -97,6 +100,14 @@ def ask(
             "to the first token went.",
         ),
     ] = False,
+    sources: Annotated[
+        bool,
+        typer.Option(
+            "--sources",
+            help="Show the passages that the answer attended to most: evidence of what was read, "
+            "not proof.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -134,18 +145,24 @@ def ask(
     )
     with terminal.loading():
         from ckv_jax import compilation_cache
-        from ckv_jax.answer import answer_json, room
+        from ckv_jax.answer import answer_json, citations_json, room
         from ckv_jax.budget import Budget
         from ckv_jax.config import EngineConfig
         from ckv_jax.engine import Engine
+        from ckv_jax.fidelity import budget_for, fidelity_of
+        from ckv_jax.request import Generation
         from ckv_jax.systems import preset
 
         compilation_cache.enable()
-        share = EngineConfig().budget if budget is None else parse_budget(budget)
-        most = Budget.of(share).most
+        wanted = fidelity_of(budget)
+        usual = budget is None or wanted is not None
+        share = EngineConfig().budget if usual else parse_budget(budget)
+        most = Budget.of(share).most if wanted is None else 1.0
         with open_store(store, settings) as opened:
             names: list[str | None] = [*prefix] if prefix else [None]
             stored = [find_prefix(opened, name, salt=salt) for name in names]
+        if wanted is not None and len(stored) > 1:
+            raise ValueError(f"got --budget {budget} for several texts, expected one text")
         if recompute is not None and len(stored) == 1:
             raise ValueError("got --recompute for one text, expected --prefix A --prefix B")
         chosen = preset(system, codec=codec_name(stored[0]))
@@ -158,9 +175,9 @@ def ask(
             tensor_parallel=tensor_parallel,
             salt=salt,
             budget=share,
-            # A first token asks for nothing twice; those after it do.
-            device_cache_bytes=round(2 * most * size) if several else 0,
-            host_cache_bytes=EngineConfig().host_cache_bytes if several else 0,
+            # A first token asks for nothing twice; those after it do, and larger budgets.
+            device_cache_bytes=round(2 * most * size) if several or wanted else 0,
+            host_cache_bytes=EngineConfig().host_cache_bytes if several or wanted else 0,
             prefetch_device_bytes=_MIB * 64 + round(1.1 * most * size),
         )
         engine = Engine.from_pretrained(
@@ -175,10 +192,16 @@ def ask(
             limit = engine.model_config.max_position_embeddings
             max_tokens = room(tokens, len(request.suffix), limit)
         with terminal.status("compiling or loading programs") as waiting:
+            if wanted is not None:
+                found = budget_for(engine, stored[0], request.suffix, wanted)
+                request = replace(request, budget=found)
             if timing:
                 _answer(engine, request, min(2, max_tokens))
             outcome = _answer(engine, request, max_tokens, None if json else terminal, waiting)
         answer = answer_json(outcome, engine, *stored, model=checkpoint.name)
+        if sources and isinstance(outcome, Generation):
+            with terminal.status("looking for sources"):
+                answer["citations"] = citations_json(engine.citations(outcome))
         lost = recomputed_message(answer["recomputed_chunks"], engine, store)
         direct = engine.store.reads_past_cache
         if verbose:
@@ -194,7 +217,10 @@ def ask(
         terminal.json(answer)
         return
     terminal.out.print("\n")
+    show_citations(terminal, answer.get("citations", ()))
     terminal.figures(figures(answer, direct=direct))
+    if answer["low_coverage"]:
+        terminal.warn(low_coverage_message(answer["attention_mass"], share))
     if timing:
         outcome.trace.breakdown_bar(terminal.out)
         _show_reads(terminal, answer)

@@ -128,6 +128,8 @@ Budget = Annotated[
         help="Share of the text that takes part in the answer, more than 0 and at most 1. "
         "0.05 reads a twentieth of it; 1 reads everything. mass:0.95 reads what holds 95% of the "
         "question's attention, mass:0.95:0.02-0.5 between 2 and 50% of the text. "
+        "fidelity:0.95, with `ckv ask`: the smallest share whose first token is that of the whole "
+        "text with a probability of 95%, once `ckv calibrate` ran; auto: fidelity:0.98. "
         "Without it: 0.25.",
     ),
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckv_jax.cli.options import parse_size
-from ckv_jax.cli.output import byte_size, number_of
+from ckv_jax.cli.output import Terminal, byte_size, number_of
 from ckv_jax.storage.place.url import folder_of
 from ckv_jax.storage.tools import names
 
@@ -24,8 +24,10 @@ __all__ = [
     "generates",
     "is_store",
     "kv_bytes",
+    "low_coverage_message",
     "open_store",
     "recomputed_message",
+    "show_citations",
     "store_config",
 ]
 
@@ -113,6 +115,20 @@ def figures(answer: Mapping[str, Any], *, direct: bool) -> str:
         f"{byte_size(read)} from {'SSD' if direct else 'the store'}",
     ]
     return "; ".join(part for part in parts if part)
+
+
+def show_citations(terminal: Terminal, citations: Iterable[Mapping[str, Any]]) -> None:
+    """The passages under an answer, each with its share."""
+    for one in citations:
+        terminal.say(f"{one['share']:>4.0%}  “{one['text']}”")
+
+
+def low_coverage_message(covered: float, budget: float | str, *, option: str = "--budget") -> str:
+    """The warning under an answer that stands on little of the question's attention."""
+    more = f"with a larger {option}"
+    if isinstance(budget, float):
+        more = f"with {option} {min(1.0, 2 * budget):g}"
+    return f"the answer covers {covered:.0%} of the question's attention; ask {more} for more"
 
 
 def kv_bytes(prefix: Prefix) -> int:

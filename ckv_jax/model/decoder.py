@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         """Queries, keys and values of normed `x`, in its dtype; queries and keys rotated."""
         cos, sin = rope_tables(self.config, positions)
         q = self._rotated_queries(x, cos, sin)
-        k, v = jnp.split(self._heads(x, self.kv_kernel, "kv_bias"), 2, axis=2)
+        k, v = jnp.split(self._heads(x, "kv"), 2, axis=2)
         if self.config.family.query_key_norm:
             k = self.key_norm(k)
         return q, apply_rope(k, cos, sin).astype(x.dtype), v.astype(x.dtype)
@@ -99,21 +99,19 @@ class Attention(nnx.Module):
     def output(self, heads: Float[Array, "B S H D"]) -> Float[Array, "B S E"]:
         """Attended heads back to the hidden size, in the dtype of `heads`."""
         flat = heads.reshape(*heads.shape[:2], -1)  # [B, S, H*D]
-        out = _linear(self, flat, self.output_kernel, "output_bias", partial=True)
+        out = _linear(self, flat, "output", partial=True)
         return out.astype(heads.dtype)
 
     def _rotated_queries(
         self, x: Float[Array, "B S E"], cos: Float[Array, "B S D"], sin: Float[Array, "B S D"]
     ) -> Float[Array, "B S H D"]:
-        q = self._heads(x, self.query_kernel, "query_bias")
+        q = self._heads(x, "query")
         if self.config.family.query_key_norm:
             q = self.query_norm(q)
         return apply_rope(q, cos, sin).astype(x.dtype)
 
-    def _heads(
-        self, x: Float[Array, "B S E"], kernel: nnx.Param[Array], bias: str
-    ) -> Float[Array, "B S N D"]:
-        return _linear(self, x, kernel, bias).reshape(*x.shape[:2], -1, self.config.head_dim)
+    def _heads(self, x: Float[Array, "B S E"], name: str) -> Float[Array, "B S N D"]:
+        return _linear(self, x, name).reshape(*x.shape[:2], -1, self.config.head_dim)
 
 
 class Mlp(nnx.Module):
@@ -140,10 +138,10 @@ class Mlp(nnx.Module):
             self.down_bias = _bias(hidden, dtype)
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        both = _linear(self, x, self.gate_up_kernel, "gate_up_bias")
+        both = _linear(self, x, "gate_up")
         gate, up = jnp.split(both, 2, axis=-1)  # [B, S, F] each
         inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-        out = _linear(self, inner, self.down_kernel, "down_bias", partial=True)
+        out = _linear(self, inner, "down", partial=True)
         return out.astype(x.dtype)
 
 
@@ -260,17 +258,31 @@ class Transformer(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The parameters' element type."""
-        return jnp.dtype(self.embedding.get_value().dtype)
+        """The parameters' element type, and that of hidden states."""
+        return jnp.dtype(self.final_norm.weight.get_value().dtype)
+
+    @property
+    def int8(self) -> bool:
+        """Whether kernels, embedding and head are of int8: see `int8.py`."""
+        return hasattr(self, "embedding_scale")
 
     def embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
         """The hidden state that enters the first layer."""
-        return self.embedding[...][tokens]
+        rows: Array = self.embedding[...][tokens]
+        scale = getattr(self, "embedding_scale", None)
+        if scale is None:
+            return rows
+        wide: Array = rows.astype(jnp.float32) * scale[...][tokens][..., None]
+        return wide.astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
         """Final norm and head, float32."""
-        table = self.embedding if self.config.tie_word_embeddings else self.head
-        return matmul(self.final_norm(hidden), table[...], True, self.target)
+        name = "embedding" if self.config.tie_word_embeddings else "head"
+        scale = getattr(self, f"{name}_scale", None)
+        return matmul(
+            self.final_norm(hidden), getattr(self, name)[...], True, self.target,
+            scale=None if scale is None else scale[...],
+        )  # fmt: skip
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
         """Float32 logits of every position, dense and causal: for parity and training.
@@ -317,23 +329,22 @@ def _attend_block(
 
 
 def _linear(
-    module: Attention | Mlp,
-    x: Float[Array, "B S I"],
-    kernel: nnx.Param[Array],
-    bias: str,
-    *,
-    partial: bool = False,
+    module: Attention | Mlp, x: Float[Array, "B S I"], name: str, *, partial: bool = False
 ) -> Float[Array, "B S O"]:
     """A projection of `module` in float32, with the bias of that name if it has one.
 
     `partial`: where the model is split, `x` is some of the inputs, and the outputs are summed.
     """
-    out = matmul(x, kernel[...], module.out_first, module.target)
+    kernel: Array = getattr(module, f"{name}_kernel")[...]
+    scale = getattr(module, f"{name}_kernel_scale", None)
+    out = matmul(
+        x, kernel, module.out_first, module.target, scale=None if scale is None else scale[...]
+    )
     if partial:
         out = module.shardings.sum(out)
-    if not hasattr(module, bias):
+    if not hasattr(module, f"{name}_bias"):
         return out
-    wide: Array = getattr(module, bias)[...].astype(jnp.float32)
+    wide: Array = getattr(module, f"{name}_bias")[...].astype(jnp.float32)
     return out + wide[None, None, :]
 
 

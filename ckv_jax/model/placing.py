@@ -16,13 +16,15 @@ from ckv_jax.model.tensor_map import Slot
 __all__ = ["check_whole_model", "placed"]
 
 
-def placed(model: Transformer, slot: Slot, parts: Sequence[np.ndarray]) -> jax.Array:
-    """The parameter of `slot`, of the HF tensors `parts` (see `Slot`), in the model's dtype.
+def placed(
+    model: Transformer, slot: Slot, parts: Sequence[np.ndarray], dtype: str | None = None
+) -> jax.Array:
+    """The parameter of `slot`, of the HF tensors `parts` (see `Slot`), in `dtype` or the model's.
 
     Where the model is split, a device gets its rows or columns of every part end to end: of a
     kernel for keys and values its own keys, then its own values.
     """
-    dtype, shardings = model.dtype.name, model.shardings
+    dtype, shardings = dtype or model.dtype.name, model.shardings
     transpose = slot.kernel and not model.out_first
     rows, columns = sum(len(part) for part in parts), parts[0].shape[1:]
     if transpose:
@@ -45,7 +47,10 @@ def placed(model: Transformer, slot: Slot, parts: Sequence[np.ndarray]) -> jax.A
 
 
 def check_whole_model(model: Transformer) -> None:
-    """Raises `ValueError` for a model that is split: its fused kernels are in another order."""
+    """Raises `ValueError` for a model that is split, whose fused kernels are in another order, or
+    of int8, which no format here has."""
+    if model.int8:
+        raise ValueError("got a model of int8 weights, expected one that was loaded without them")
     if model.shardings.size > 1:
         raise ValueError(
             f"got a model split over {model.shardings.size} devices, expected one on one device: "

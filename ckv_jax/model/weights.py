@@ -17,6 +17,7 @@ from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.model.checkpoint import INDEX, SINGLE, is_orbax
 from ckv_jax.model.config import ModelConfig
 from ckv_jax.model.decoder import Transformer
+from ckv_jax.model.int8 import as_int8, is_int8, rounded, scale_path
 from ckv_jax.model.orbax_store import restore_orbax, save_orbax
 from ckv_jax.model.placing import check_whole_model, placed
 from ckv_jax.model.safetensors_file import write_safetensors
@@ -24,6 +25,7 @@ from ckv_jax.model.shardings import ONE_DEVICE, Shardings
 from ckv_jax.model.tensor_map import Slot, open_tensors, tensor_slots
 
 __all__ = [
+    "int8_model",
     "load_pretrained",
     "random_model",
     "restore_orbax",
@@ -39,10 +41,12 @@ def load_pretrained(
     folder: str | Path,
     *,
     dtype: str = "bfloat16",
+    weights: str | None = None,
     target: Target | None = None,
     shardings: Shardings = ONE_DEVICE,
 ) -> Transformer:
-    """The model of a checkpoint, its weights converted to `dtype` on the device.
+    """The model of a checkpoint, its weights converted to `dtype` on the device, or with
+    `weights="int8"` to that (`int8.py`; `dtype` is then of the rest, and not float32).
 
     A folder that `save_orbax` wrote is restored; any other is in HF's format, and a file is GGUF,
     whose tensors are dequantised. Of these, every tensor is checked before any is read: one that
@@ -57,12 +61,23 @@ def load_pretrained(
     folder = Path(folder)
     if is_orbax(folder):
         whole = _ordered(restore_orbax(folder, dtype=dtype, target=target))
-        return split_model(whole, shardings)
+        return int8_model(whole) if weights == "int8" else split_model(whole, shardings)
     config, sources = open_tensors(folder)
     model = Transformer.abstract(
         config, dtype=dtype, out_first=_out_first(dtype), target=target, shardings=shardings
     )
+    if weights == "int8":
+        model = as_int8(model)
     return _filled(model, lambda name: sources[name].read(name))
+
+
+def int8_model(model: Transformer) -> Transformer:
+    """A model on one device with its weights of int8, from their values in its dtype."""
+    slots = {name: slot for slot in tensor_slots(model.config) for name, _ in slot.tensors}
+    parts = Transformer.abstract(
+        model.config, dtype=model.dtype.name, out_first=True, target=model.target
+    )
+    return _filled(as_int8(parts), lambda name: _tensor(model, slots[name], name))
 
 
 def split_model(model: Transformer, shardings: Shardings) -> Transformer:
@@ -149,7 +164,12 @@ def _filled(model: Transformer, read: Callable[[str], np.ndarray]) -> Transforme
     values: dict[str | int, Any] = {}
     for slot in tensor_slots(model.config):
         parts = [read(name) for name, _ in slot.tensors]
-        _put(values, slot.path, placed(model, slot, parts))
+        if model.int8 and is_int8(slot):
+            codes, scale = rounded(placed(model, slot, parts, dtype="float32"))
+            _put(values, slot.path, codes)
+            _put(values, scale_path(slot), scale)
+        else:
+            _put(values, slot.path, placed(model, slot, parts))
     nnx.update(model, values)
     return model
 

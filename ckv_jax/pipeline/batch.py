@@ -10,7 +10,7 @@ import numpy as np
 from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
 from ckv_jax.pipeline.probes import Probes
 from ckv_jax.reads.resident import Resident
-from ckv_jax.selection.base import Share
+from ckv_jax.selection.base import Selection, Share
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +132,19 @@ class Batch:
             by_row = np.stack(mine).reshape(len(found), len(member.rows), -1).mean(axis=2)
             mass[:, member.real] = by_row[:, member.lengths > 0]
         return mass
+
+    def attention(self, picks: Sequence[Sequence[Selection]], row: int) -> np.ndarray:
+        """The share of its attention that a row gives each chunk, float32 [M], the mean over
+        `picks`, each period's selections of each member."""
+        which = int(self.owners()[row])
+        member = self.members[which]
+        at = int(np.flatnonzero((member.rows == row) & (member.lengths > 0))[0])
+        scores = np.stack([np.asarray(mine[which].scores) for mine in picks])  # [P, b * J, M]
+        mine = scores.reshape(len(picks), len(member.rows), -1, scores.shape[2])[:, at]
+        mine = np.where(np.isfinite(mine), mine, 0.0)[:, :, : member.resident.num_chunks]
+        shares = mine / np.maximum(mine.sum(axis=2, keepdims=True), np.finfo(np.float32).tiny)
+        mean: np.ndarray = shares.mean(axis=(0, 1)).astype(np.float32)
+        return mean
 
     def owners(self) -> np.ndarray:
         """Which member each row asks about, int32 [B]; -1 for padding."""

@@ -8,8 +8,9 @@ with what the next period will probably need. The only host syncs are the select
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -52,6 +53,9 @@ class FirstToken:
     none."""
     kv: list[LayerKv]
     """Each step's suffix (K, V) [B, S, K, D] of its layers; empty where nobody decodes."""
+    attention: Callable[[int], np.ndarray] | None = None
+    """Of a row: the share of the probe's attention on each chunk, float32 [M], averaged over
+    selections; None: the executor does not score chunks."""
 
 
 class _Asker(NamedTuple):
@@ -251,6 +255,7 @@ class Executor(ReprefillExecutor):
             attention_mass=attention_mass,
             selections=selections,
             kv=kv,
+            attention=partial(batch.attention, picks),
         )
 
     def _asker(self, batch: Batch, member: Member, suffix: int) -> _Asker:

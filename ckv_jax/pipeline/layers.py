@@ -53,6 +53,7 @@ class Layers:
     def __init__(self, model: Transformer) -> None:
         self.config = model.config
         self.dtype = jnp.dtype(model.dtype)
+        self.int8 = model.int8
         self.target = model.target
         self.shardings = model.shardings
         self._out_first = model.out_first

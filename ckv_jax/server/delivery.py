@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -30,7 +30,9 @@ async def send_whole(
             event.generation.raise_for_error()
             ended[event.index] = event.generation
     generations = [ended[choice] for choice in range(request.num_generations)]
-    await client.whole(form.whole(generations))
+    covered = min(generation.trace.attention_mass for generation in generations)
+    headers = [(b"x-ckv-attention-covered", b"%.4f" % covered)]
+    await client.whole(form.whole(generations), headers=headers)
     return generations
 
 
@@ -83,14 +85,17 @@ class Client:
         self._send_s = send_s
         self._started = False  # a status has been sent: an error can only go into the body
 
-    async def whole(self, value: Mapping[str, Any], status: int = 200) -> None:
+    async def whole(
+        self,
+        value: Mapping[str, Any],
+        status: int = 200,
+        *,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         """Sends one JSON object, and nothing else."""
         body = encode(value)
-        headers = [
-            (b"content-type", b"application/json; charset=utf-8"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        await self._start(status, headers)
+        kind = (b"content-type", b"application/json; charset=utf-8")
+        await self._start(status, [kind, (b"content-length", b"%d" % len(body)), *headers])
         await self._body(body, more=False)
 
     async def event(self, value: Mapping[str, Any]) -> None:

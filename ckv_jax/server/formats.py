@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckv_jax.answer import LOW_COVERAGE
 from ckv_jax.engine import Engine
 from ckv_jax.model.detokenizer import LAST_TOKENS
 from ckv_jax.model.sampling import Logprobs
@@ -366,9 +367,11 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
     """
     trace = generation.trace
     answer = generation.completion()
+    cited = {"citations": request.cited[choice]} if choice in request.cited else {}
     return {
         "budget": request.budget,
         "attention_covered": trace.attention_mass,
+        "low_coverage": trace.attention_mass < LOW_COVERAGE,
         "prefix_tokens": answer.prefix.num_tokens,
         "ssd_bytes": trace.of(answer.prefix.id, "ssd"),
         "chunks_recomputed": trace.of(answer.prefix.id, "recomputed_chunks"),
@@ -376,4 +379,4 @@ def cost(request: ParsedRequest, choice: int, generation: Generation) -> dict[st
         "queued_ms": generation.queued_ms,
         "waited_ms": request.waited_ms,
         "ended_by": answer.finish_reason,
-    }
+    } | cited

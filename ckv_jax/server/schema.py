@@ -107,6 +107,9 @@ class CkvOptions(Strict):
         None
     )
     """Ids, or names, of stored prefixes that are read before the prompt, in this order."""
+    citations: Annotated[int, Field(ge=0, le=20)] = 0
+    """Passages of the stored part of the prompt that the answer attended to most, at most so many,
+    see `Engine.citations`."""
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -342,6 +345,10 @@ class ParsedRequest:
     """For others that were computing or writing what its prompts begin with."""
     silent: bool = False
     """Whether nothing is generated: the one token that is computed is not shown."""
+    citations: int = 0
+    """Passages wanted of each generation."""
+    cited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Those found, by the place of the generation."""
     arrived: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
@@ -472,6 +479,7 @@ class RequestParser:
             echo=bool(body.echo),
             documents=documents,
             silent=new_tokens == 0,
+            citations=body.ckv.citations,
         )
 
     def document(self, name: str, tenant: Tenant) -> Prefix:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckv_jax import request as engine_request
+from ckv_jax.answer import citations_json
 from ckv_jax.engine import Engine
 from ckv_jax.errors import CkvError, DeadlineExceeded
 from ckv_jax.model.sampling import Logprobs, SamplingParams
@@ -241,9 +242,22 @@ class Service:
             try:
                 for index, prompt in prompts.items():
                     prompt.can_share(partial(stream.share, index, partial(share, prompt)))
-                yield marked(observer.observe(stream))
+                events = marked(observer.observe(stream))
+                yield self._cited(request, events) if request.citations else events
             finally:
                 self._streams.remove(stream)
+
+    async def _cited(
+        self, request: ParsedRequest, events: AsyncIterator[TokenEvent]
+    ) -> AsyncIterator[TokenEvent]:
+        """The same events; the citations of a generation are found before its last one."""
+        async for event in events:
+            ended = event.generation
+            if ended is not None and ended.error is None:
+                cite = partial(self.engine.citations, ended, most=request.citations)
+                found = await run_in_threadpool(cite)
+                request.cited[event.index] = citations_json(found)
+            yield event
 
     def request_ended(self, record: RequestRecord) -> None:
         """Counts a request of any kind, which is over."""

@@ -164,10 +164,19 @@ class Sequence:
                 return DeadlineExceeded(f"got no answer within {deadline:g} s")
         return None
 
-    def answer(self, token_id: int, text: str, logits: np.ndarray, trace: Trace) -> None:
+    def answer(
+        self,
+        token_id: int,
+        text: str,
+        logits: np.ndarray,
+        trace: Trace,
+        attention: np.ndarray | None = None,
+    ) -> None:
         """Ends with a first token."""
         codec = self.prefix.layout.codec if self.parts or self.prefix.num_tokens else PLAIN
-        first = FirstAnswer(token_id=token_id, text=text, logits=logits, codec=codec)
+        first = FirstAnswer(
+            token_id=token_id, text=text, logits=logits, codec=codec, attention=attention
+        )
         self.finish(
             Result(request=self.request, trace=trace, queued_ms=self.queued_ms, answer=first)
         )

@@ -252,13 +252,24 @@ class Worker:
             if lapsed is not None:
                 sequence.fail(lapsed)
                 continue
-            self._finish(sequence, int(first.token_ids[row]), logits[row].copy(), shares[row])
+            attention = None
+            if sequence.request.attention and first.attention is not None:
+                attention = first.attention(row)
+            token = int(first.token_ids[row])
+            self._finish(sequence, token, logits[row].copy(), shares[row], attention)
 
-    def _finish(self, sequence: Sequence, token: int, logits: np.ndarray, trace: Trace) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        token: int,
+        logits: np.ndarray,
+        trace: Trace,
+        attention: np.ndarray | None = None,
+    ) -> None:
         text = ""
         if self._tokenizer is not None:
             text = self._tokenizer.decode_next(token, after=sequence.last_tokens)
-        sequence.answer(token, text, logits, trace)
+        sequence.answer(token, text, logits, trace, attention)
 
     # -- tokens -----------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 // Native kernels of a CPU, called by XLA (jax.ffi) with its own thread pool.
 //
-// `level.h` holds what computes, and is compiled once for each set of instructions: portable, AVX2
-// and AVX-512 with VNNI. The processor decides which one runs. Every sum has one order, whatever
-// the batch and the number of threads.
+// `level.h` computes, and is compiled for each set of instructions; the processor decides which one
+// runs. Every sum has one order, whatever the batch and the number of threads.
 
 #include <algorithm>
 #include <atomic>
@@ -69,7 +68,7 @@ struct Score {
   bool q_bfloat16, int4, peaks, heads_first;
   int64_t batch, queries, kv_heads, group, dim;
   const uint8_t* codes;  // [T, K, W], or heads first: [K, T, W]
-  const float* scale;    // [T, K], or heads first: [K, T]
+  const float* scale;  // [T, K], or heads first: [K, T]
   const int32_t* lengths;
   int64_t tokens, num_tokens, chunk, chunks, most_rows, blocks, most_blocks, lanes;
   float factor;  // of logits, log2(e) included
@@ -186,7 +185,11 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::AnyBuffe
   p.rows = x.element_count() / p.inputs;
   for (int64_t row = 0; row < p.rows; ++row) AT(level, spread)(p, row);
   in_parallel(pool, (p.outputs + kOutputs - 1) / kOutputs, [&](int64_t i) {
-    AT(level, product<>)(p, i * kOutputs, std::min(p.outputs, (i + 1) * kOutputs));
+    Product part = p;
+    for (; part.rows > 0; part.rows -= kMostRows) {
+      AT(level, product<>)(part, i * kOutputs, std::min(p.outputs, (i + 1) * kOutputs));
+      part.spread += kMostRows * p.inputs, part.out += kMostRows * p.outputs;
+    }
   });
   return ffi::Error::Success();
 }

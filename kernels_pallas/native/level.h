@@ -1,5 +1,4 @@
-// One level of instructions: vectors of LANES 32-bit numbers. Included by `kernels.cc`, in a
-// namespace of its own and under the level's target.
+// One level of instructions: vectors of LANES 32-bit numbers. See `kernels.cc`.
 
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
@@ -126,8 +125,7 @@ inline void whole_numbers(const Score& s, int64_t head) {
   }
 }
 
-// The keys of a block of LANES chunks as bytes: vector j of a block has token j of every chunk.
-// keys [tiles, D / 4, kTile], scale and bias [tiles * kTile].
+// The keys [tiles, D / 4, kTile] of a block of LANES chunks: vector j has token j of every chunk.
 inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scale, F* bias) {
   const int64_t bytes = s.key_bytes(), quarter = s.dim / 4;
   const int64_t tiles = (s.chunk + kTile - 1) / kTile, first = block * LANES * s.chunk;
@@ -160,8 +158,7 @@ inline void unpack(const Score& s, int64_t head, int64_t block, I* keys, F* scal
   }
 }
 
-// Of a block of LANES chunks and every row of a KV head: each chunk's sum of exponentials, less the
-// greatest logit of the block, and that logit.
+// Each chunk's sum of exponentials, for every row of a head, less the block's greatest logit.
 inline void score_block(const Score& s, int64_t head, int64_t block) {
   const int64_t quarter = s.dim / 4, tiles = (s.chunk + kTile - 1) / kTile;
   const int64_t tokens = tiles * kTile;
@@ -253,7 +250,7 @@ inline F widened(const char* from) {
 #endif
 }
 
-// A row of x as float32: of each two vectors' numbers those at even places first, for bfloat16.
+// A row of x as float32; of two vectors' numbers those at even places first, for bfloat16.
 inline void spread(const Product& p, int64_t row) {
   for (int64_t i = 0; i < p.inputs; ++i) {
     const int64_t at = i % (2 * LANES), l = p.int8 ? at : at / 2 + at % 2 * LANES;
@@ -264,15 +261,16 @@ inline void spread(const Product& p, int64_t row) {
 template <int R, bool kInt8>
 inline void few_rows(const Product& p, int64_t first, int64_t last) {
   const int64_t steps = p.inputs / (2 * LANES), bytes = kInt8 ? 2 * LANES : 4 * LANES;
-  for (int64_t o = first; o < last; o += kTogether) {
+  for (int64_t at = first; at < last; at += kTogether) {
+    const int64_t o = std::min(at, p.outputs - kTogether);  // the last ones once more, to be whole
     const char* from = p.weight + o * steps * bytes;
     F sums[R][kTogether] = {}, a, b;
     I pairs;
     for (int64_t i = 0; i < steps; ++i, from += bytes)
       for (int k = 0; k < kTogether; ++k) {
-        const char* at = from + k * steps * bytes;
-        if constexpr (kInt8) a = widened(at), b = widened(at + LANES);
-        else std::memcpy(&pairs, at, sizeof(I)), a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
+        const char* row = from + k * steps * bytes;
+        if constexpr (kInt8) a = widened(row), b = widened(row + LANES);
+        else std::memcpy(&pairs, row, sizeof(I)), a = (F)(pairs << 16), b = (F)(pairs & ~0xffff);
         for (int r = 0; r < R; ++r) {
           auto x = reinterpret_cast<const F*>(p.spread) + 2 * (r * steps + i);
           sums[r][k] += x[0] * a, sums[r][k] += x[1] * b;
@@ -293,4 +291,3 @@ inline void product(const Product& p, int64_t first, int64_t last) {
 
 #undef LANES
 #undef AVX2
-#undef AVX512

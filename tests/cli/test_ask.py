@@ -46,6 +46,19 @@ def test_asking_for_people_shows_the_answer_and_a_line_of_figures(
         assert word in " ".join(out.split())
 
 
+def test_sources_are_shown_and_low_coverage_is_said(home: Path, prefix: dict, here: Here) -> None:
+    """Random weights attend to everything alike: a quarter covers about a quarter."""
+    question = ("ask", home / "checkpoint", "What is it?", "--store", home / "kv")
+    some = ("--prefix", "handbook", "--max-tokens", 9, "--sources")
+    code, out, err = here(*question, *some, "--budget", 0.25)
+    assert code == 0 and "%  “" in out
+    assert "of the question's attention; ask with --budget 0.5 for more" in err
+    code, out, err = here(*question, *some, "--budget", 1, "--json")
+    answer = json.loads(out)
+    assert (code, err, answer["low_coverage"]) == (0, "", False)
+    assert answer["citations"] and set(answer["citations"][0]) == {"text", "share", "tokens"}
+
+
 def test_an_answer_has_256_tokens_at_most(home: Path, prefix: dict, here: Here) -> None:
     """The weights are random: no answer ends by itself."""
     question = ("ask", home / "checkpoint", "What is it?", "--store", home / "kv", "--json")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_sharp import MODEL, Sharp
 from engine_support import TIGHT, scale_error, tokens
+from kernel_targets import without_native
 from numpy_qwen import LayerKv, NumpyQwen, softmax
 
 from ckv_jax import Engine, Request, SamplingParams
@@ -21,6 +22,8 @@ CHUNK, WINDOW = 16, 4
 PERIODS = {0: (range(0, 5), [0, 1, 3]), 1: (range(5, 6), [5])}
 """Layers that share a selection, and those of them that score: at most three, spread evenly."""
 LENGTH = 250
+MASS = 1e-4 if without_native("cpu") else 5e-3
+"""Of a share of attention mass: native kernels round queries to int8."""
 
 
 @dataclass
@@ -136,7 +139,7 @@ def test_one_row_selects_by_its_last_queries(
     (result,) = engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=0.2)])
     got = engine.last_selection(prefix)
     assert [ids.tolist() for ids in got] == [row.ids[p].tolist() for p in PERIODS]
-    np.testing.assert_allclose(result.trace.period_attention_mass, row.mass, rtol=1e-4)
+    np.testing.assert_allclose(result.trace.period_attention_mass, row.mass, rtol=MASS)
     assert scale_error(result.logits, logits) < TIGHT
 
 
@@ -153,7 +156,7 @@ def test_rows_of_a_padded_batch_select_what_they_would_alone(
         union = np.unique(np.concatenate([row.ids[period] for row, _ in rows]))
         assert got.tolist() == union.tolist()
     for result, (row, logits) in zip(results, rows, strict=True):
-        np.testing.assert_allclose(result.trace.period_attention_mass, row.mass, rtol=1e-4)
+        np.testing.assert_allclose(result.trace.period_attention_mass, row.mass, rtol=MASS)
         assert result.trace.chunks == {
             "selected": len(PERIODS) * row.limit,
             "total": len(PERIODS) * oracle.chunks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import shutil
 import socket
 import time
@@ -226,6 +227,29 @@ def test_a_chat_reads_back_a_document_that_was_put(fresh: Engine) -> None:
             assert post(url, "prefixes", bad).status_code == 400
 
 
+def test_an_answer_says_what_it_read(fresh: Engine) -> None:
+    messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "How many?"}]
+    with serving(fresh) as url:
+        prefix = post(url, "prefixes", {"document": TEXT}).json()
+        body = WAY | {"messages": messages, "ckv": {"citations": 2, "budget": 0.25}}
+        asked = post(url, "chat/completions", body)
+        found = asked.json()["ckv"]
+        assert 1 <= len(found["citations"]) <= 2
+        for passage in found["citations"]:
+            assert passage["text"] and 0 < passage["share"] <= 1
+            assert 0 <= passage["tokens"][0] < passage["tokens"][1] <= prefix["tokens"]
+        covered = found["attention_covered"]
+        assert found["low_coverage"] == (covered < 0.7)
+        assert float(asked.headers["x-ckv-attention-covered"]) == pytest.approx(covered, abs=1e-4)
+        lines = post(url, "chat/completions", body | {"stream": True}).text.splitlines()
+        last = json.loads([line for line in lines if '"ckv"' in line][-1].removeprefix("data: "))
+        assert last["ckv"]["citations"] == found["citations"]
+        plain = post(url, "chat/completions", WAY | {"messages": messages}).json()
+        assert "citations" not in plain["ckv"]
+        wrong = {"messages": messages, "ckv": {"citations": 21}}
+        assert post(url, "chat/completions", WAY | wrong).status_code == 400
+
+
 def test_storing_a_text_has_a_time(fresh: Engine) -> None:
     with serving(fresh, request_s=1e-6) as url:
         late = post(url, "prefixes", {"text": TEXT * 6})
@@ -254,8 +278,7 @@ def test_what_cannot_be_deleted_is_wanted_as_before(fresh: Engine) -> None:
         kept = web.delete(path)
         assert kept.status_code == 409
         assert kept.json()["error"]["code"] == "in_use"
-        used = {"last_used": web.get(path).json()["last_used"]}
-        assert web.get(path).json() == prefix | used
+        assert web.get(path).json() | {"last_used": 0} == prefix | {"last_used": 0}
         assert wanted.items() <= prefix.items()
         web.patch(f"/prefixes/{later['id']}", json={"pinned": False})
         assert web.delete(path).json()["deleted"]

@@ -1,0 +1,191 @@
+"""`ckv chat`: a conversation about documents in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckv_jax.cli.options import (
+    Budget,
+    Checkpoint,
+    Dtype,
+    Salt,
+    Store,
+    System,
+    parse_budget,
+    read_text,
+)
+from ckv_jax.cli.output import Terminal, one_line
+from ckv_jax.cli.stores import (
+    figures,
+    generates,
+    low_coverage_message,
+    show_citations,
+)
+from ckv_jax.errors import CkvError
+
+if TYPE_CHECKING:
+    from ckv_jax.conversation import Conversation
+    from ckv_jax.engine import Engine
+
+__all__ = ["chat"]
+
+_HELP = """/budget SHARE   how much of the document takes part from now on; alone: show it
+/sources        the passages that the last answer attended to most
+/new            begin again, about the same document
+/quit           leave; so does Ctrl-D. Ctrl-C ends an answer."""
+
+
+def chat(
+    checkpoint: Checkpoint,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="The documents, UTF-8. Several are read one after the other."
+        ),
+    ],
+    store: Store,
+    budget: Budget = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", metavar="N", min=1, help="Tokens of an answer, at most. Default: 256."
+        ),
+    ] = None,
+    system: System = "ckv",
+    dtype: Dtype = "bfloat16",
+    salt: Salt = "",
+) -> None:
+    """Talk about one document or several.
+
+    The documents are stored as by `ckv ingest`, and each turn is stored behind its answer. Answers
+    come as they are made; Ctrl-C ends an answer and not the session. /help lists what else there
+    is. Questions may come from a pipe, one a line.
+    """
+    terminal = Terminal(as_json=False)
+    share = None if budget is None else parse_budget(budget)
+    texts = [read_text(file).strip() for file in files]
+    if len(texts) > 1:
+        names = [Path(file).name for file in files]
+        texts = [f"{name}\n\n{text}" for name, text in zip(names, texts, strict=True)]
+    with terminal.loading():
+        from ckv_jax import compilation_cache
+        from ckv_jax.config import EngineConfig
+        from ckv_jax.conversation import Conversation
+        from ckv_jax.engine import Engine
+        from ckv_jax.systems import preset
+
+        compilation_cache.enable()
+        chosen = preset(system)
+        if not generates(chosen):
+            raise ValueError(f"system {system!r} gives first tokens only: nothing to talk with")
+        default = EngineConfig().budget
+        config = EngineConfig(
+            system=chosen, dtype=dtype, salt=salt, budget=default if share is None else share
+        )
+        engine = Engine.from_pretrained(checkpoint, store=store, config=config)
+    with engine:
+        with terminal.progress() as bar:
+            talk = Conversation(engine, "\n\n".join(texts), progress=bar("tokens"))
+        with talk:
+            if sys.stdin.isatty():
+                terminal.say(f"{talk.prefix.num_tokens:,} tokens are stored; /help, Ctrl-D ends")
+            for line in _lines():
+                if line.startswith("/"):
+                    if not _command(terminal, engine, talk, line):
+                        break
+                    continue
+                _answer(terminal, engine, talk, line, max_tokens, model=checkpoint.name)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or comes from a pipe, without empty lines; Ctrl-C begins the line again."""
+    typed = sys.stdin.isatty()
+    if typed:
+        import readline  # noqa: F401 - gives `input` a history
+    while True:
+        try:
+            line = input("> ") if typed else sys.stdin.readline()
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        if not typed and not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _command(terminal: Terminal, engine: Engine, talk: Conversation, line: str) -> bool:
+    """Does what a line with a slash says; whether the session goes on."""
+    name, _, value = line.partition(" ")
+    if name in ("/quit", "/exit"):
+        return False
+    if name == "/budget":
+        try:
+            if value:
+                talk.budget = parse_budget(value)
+            budget = engine.config.budget if talk.budget is None else talk.budget
+            terminal.say(f"budget {budget}")
+        except ValueError as error:
+            terminal.warn(one_line(error))
+    elif name == "/sources":
+        if talk.latest is None:
+            terminal.warn("there is no answer yet")
+        else:
+            from ckv_jax.answer import citations_json
+
+            with terminal.status("looking for sources"):
+                found = citations_json(engine.citations(talk.latest))
+            show_citations(terminal, found)
+            if not found:
+                terminal.say("no passage stands out")
+    elif name == "/new":
+        talk.forget()
+    else:
+        terminal.say(_HELP)
+    return True
+
+
+def _answer(
+    terminal: Terminal,
+    engine: Engine,
+    talk: Conversation,
+    question: str,
+    max_tokens: int | None,
+    *,
+    model: str,
+) -> None:
+    """Streams one answer, and a line of figures under it."""
+    from ckv_jax.answer import answer_json
+
+    began, before = time.perf_counter(), talk.latest
+    pieces = talk.ask(question, max_tokens=max_tokens)
+    try:
+        with terminal.status("reading") as waiting:
+            show = terminal.stream(waiting)
+            for piece in pieces:
+                show(piece)
+    except KeyboardInterrupt:
+        pieces.close()  # what there is of the answer stays
+    except (CkvError, ValueError) as error:
+        terminal.warn(one_line(error))
+        return
+    terminal.out.print()
+    if talk.latest is None or talk.latest is before:
+        return
+    completion = talk.latest.completion()
+    answer = answer_json(talk.latest, engine, completion.prefix, model=model)
+    answer["whole_s"] = time.perf_counter() - began
+    terminal.figures(figures(answer, direct=engine.store.reads_past_cache))
+    if answer["low_coverage"]:
+        terminal.warn(
+            low_coverage_message(answer["attention_mass"], completion.budget, option="/budget")
+        )

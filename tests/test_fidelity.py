@@ -1,0 +1,148 @@
+"""Budgets that follow the question: the threshold's promise, and the engine that keeps it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_tiny import tiny_engine
+
+from ckv_jax import Engine, Request, fidelity
+from ckv_jax.fidelity import BUDGETS, Calibration, NotCalibrated, fidelity_of, gap
+
+
+def drawn(rng: np.random.Generator, count: int, scale: float) -> Calibration:
+    """Questions whose gap at a budget is the exact one with an error that falls with the budget."""
+    exact = rng.exponential(2.0, count)[:, None]
+    errors = rng.normal(size=(count, len(BUDGETS))) * scale * np.array([1.0, 0.7, 0.4, 0.2])
+    moved = exact + errors
+    return Calibration(
+        budgets=BUDGETS,
+        gaps=fidelity._tuples(np.abs(moved)),
+        errors=fidelity._tuples(np.abs(moved) - exact),
+        same=fidelity._tuples(moved > 0),
+    )
+
+
+def settled(known: Calibration, threshold: float) -> tuple[float, float]:
+    """(share of equal first tokens, mean budget) of questions under a threshold."""
+    same, spent = [], []
+    for gaps, right in zip(known.gaps, known.same, strict=True):
+        ready = np.asarray(gaps) >= threshold * known.spread
+        first = int(ready.argmax()) if ready.any() else len(BUDGETS)
+        same.append(first == len(BUDGETS) or right[first])
+        spent.append((*BUDGETS, 1.0)[first])
+    return float(np.mean(same)), float(np.mean(spent))
+
+
+@pytest.mark.parametrize("wanted", [0.9, 0.95, 0.98])
+def test_new_questions_agree_as_often_as_promised(wanted: float) -> None:
+    """On average over calibrations, which is what conformal risk control promises."""
+    rng = np.random.default_rng(0)
+    outcomes = []
+    for _ in range(60):
+        threshold = drawn(rng, 150, 0.8).threshold(wanted)
+        assert math.isfinite(threshold)
+        outcomes.append(settled(drawn(rng, 300, 0.8), threshold))
+    agree, spent = np.mean(outcomes, axis=0)
+    assert agree >= wanted - 0.004
+    assert spent < 0.6  # and is no promise by reading everything
+
+
+def test_a_higher_fidelity_asks_for_a_larger_gap() -> None:
+    known = drawn(np.random.default_rng(1), 400, 0.8)
+    found = [known.threshold(p) for p in (0.8, 0.9, 0.95, 0.98, 0.99)]
+    assert found == sorted(found)
+
+
+def test_too_few_questions_promise_nothing() -> None:
+    known = drawn(np.random.default_rng(2), 48, 0.0)
+    assert known.threshold(0.97) < math.inf
+    assert known.threshold(0.98) == math.inf  # 49 are needed
+
+
+def test_one_wrong_answer_that_a_larger_threshold_brings_back_counts() -> None:
+    """The risk must not rise with the threshold: a question is right at 5%, wrong at 10%."""
+    rows = 100
+    gaps, same = np.full((rows, 4), 9.0), np.ones((rows, 4), bool)
+    gaps[0], same[0] = (5.0, 6.0, 9.0, 9.0), (True, False, True, True)
+    known = Calibration(
+        budgets=BUDGETS,
+        gaps=fidelity._tuples(gaps),
+        errors=fidelity._tuples(np.ones((rows, 4))),
+        same=fidelity._tuples(same),
+    )
+    assert known.threshold(0.985) > 6.0  # (0 + 1) / 101 fits, (1 + 1) / 101 does not
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -0.5, 1.5, math.nan])
+def test_a_fidelity_is_a_probability(wrong: float) -> None:
+    with pytest.raises(ValueError, match="probability"):
+        drawn(np.random.default_rng(3), 10, 0.1).threshold(wrong)
+
+
+@pytest.mark.parametrize(
+    ("budget", "wanted"),
+    [("auto", 0.98), ("fidelity:0.95", 0.95), ("fidelity:.9", 0.9), (0.25, None), (None, None),
+     ("mass:0.95", None)],
+)  # fmt: skip
+def test_budgets_that_name_a_fidelity(budget: Any, wanted: float | None) -> None:
+    assert fidelity_of(budget) == wanted
+
+
+@pytest.mark.parametrize("wrong", ["fidelity:1", "fidelity:0.0", "fidelity:0.9x", "fidelity"])
+def test_budgets_that_name_none(wrong: str) -> None:
+    with pytest.raises(ValueError, match="expected fidelity:P"):
+        fidelity_of(wrong)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with tiny_engine(tmp_path / "store") as made:
+        yield made
+
+
+def test_an_engine_learns_once_and_asks_by_it(engine: Engine, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(3, 120, 700)
+    prefix = engine.ingest(tokens)
+    with pytest.raises(NotCalibrated, match="ckv calibrate"):
+        fidelity.budget_for(engine, prefix, [5, 6, 7], 0.9)
+    done: list[tuple[int, int]] = []
+    known = engine.calibrate(prefix, questions=60, progress=lambda *at: done.append(at))
+    assert done[-1] == (300, 300) and len(known.gaps) == 60
+    assert fidelity.load(engine) == known
+    suffix = tokens[300:324].tolist()
+    budget = fidelity.budget_for(engine, prefix, suffix, 0.9)
+    one, whole = engine.reprefill(
+        [Request(prefix=prefix, suffix=suffix, budget=share) for share in (budget, 1.0)]
+    )
+    threshold = known.threshold(0.9)
+    assert budget == 1.0 or gap(one.logits) >= threshold * known.spread[BUDGETS.index(budget)]
+    for smaller in BUDGETS[: BUDGETS.index(budget) if budget < 1 else None]:
+        [result] = engine.reprefill([Request(prefix=prefix, suffix=suffix, budget=smaller)])
+        assert not known.settles(result.logits, smaller, threshold)
+    assert whole.error is None
+    assert fidelity.budget_for(engine, prefix, suffix, 0.999) == 1.0  # 60 questions are too few
+
+
+def test_a_spoilt_calibration_counts_as_none(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = fidelity._path(engine)
+    path.parent.mkdir(parents=True)
+    for spoilt in ("", "[]", '{"budgets": [0.05]}', json.dumps({"budgets": [2], "gaps": [[1]],
+                   "errors": [[1]], "same": [[True]]})):  # fmt: skip
+        path.write_text(spoilt)
+        assert fidelity.load(engine) is None
+    assert "cannot use the calibration" in caplog.text
+
+
+def test_a_short_prefix_makes_no_questions(engine: Engine) -> None:
+    prefix = engine.ingest(np.arange(300) % 100)
+    with pytest.raises(ValueError, match="at least 512"):
+        engine.calibrate(prefix)
