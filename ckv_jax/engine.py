@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ckv_jax.answer import Answer, room
-from ckv_jax.cache.widths import Widths
 from ckv_jax.citations import Citation
 from ckv_jax.config import check_budget
+from ckv_jax.decode.widths import Widths
 from ckv_jax.errors import ContextOverflow
 from ckv_jax.fidelity import Calibration, budget_for, calibrate, fidelity_of
 from ckv_jax.ingest import Progress

@@ -14,13 +14,13 @@ from engine_support import tokens
 from engine_tiny import tiny_engine
 
 from ckv_jax import EngineConfig, Request, SystemConfig
-from ckv_jax.cache.policy import Policy
 from ckv_jax.errors import CkvError
 from ckv_jax.kernels_pallas.score.probe import Probe
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.policy import Policy
 from ckv_jax.selection.select import Select
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage import Layout, verify_store

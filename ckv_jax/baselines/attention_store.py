@@ -28,12 +28,12 @@ from ckv_jax.baselines.layerwise import (
 )
 from ckv_jax.kernels_pallas.attend.api import attend
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, PAGES, WHOLE
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers, LayerState
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.pools import as_rows, positions
 from ckv_jax.serving.worker import Worker
 from ckv_jax.trace import Trace
 

@@ -41,13 +41,13 @@ from ckv_jax.baselines.layerwise import (
     layer_by_layer,
 )
 from ckv_jax.baselines.reordering import Reorderer, carried
-from ckv_jax.cache.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.kernels_pallas.score.probe import Keys
 from ckv_jax.kernels_pallas.target import Target
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.probes import KeyProbes
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.policy import Frequency, Importance, LastUsed, Policy, Scores
 from ckv_jax.selection.base import choose, chunk_counts, share_held, top_mask
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix

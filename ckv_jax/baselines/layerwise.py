@@ -23,13 +23,13 @@ from ckv_jax.config import SystemConfig
 from ckv_jax.kernels_pallas.attend.api import attend_rows
 from ckv_jax.kernels_pallas.gather.api import gather
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.pages import as_bits, as_rows, positions
 from ckv_jax.model.decoder import Layer
 from ckv_jax.model.shardings import BY_NAME, HEADS, PAGES, WHOLE
 from ckv_jax.pipeline.batch import Batch
 from ckv_jax.pipeline.executor import FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers, LayerState, insert_rows
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.pools import as_bits, as_rows, positions
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace

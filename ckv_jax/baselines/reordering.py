@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.recovery import RecoveryNeeded
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.worker import Worker
 from ckv_jax.storage.codec import Codec
 from ckv_jax.storage.errors import StoreError

@@ -20,22 +20,21 @@ from jax import Array
 from jaxtyping import Int32
 
 from ckv_jax.buckets import batch_bucket, choice_bucket
-from ckv_jax.cache.profile import Recorded
-from ckv_jax.cache.tiers import counted
-from ckv_jax.cache.widths import Widths
 from ckv_jax.config import SystemConfig
 from ckv_jax.decode.eviction import KEEP
 from ckv_jax.decode.eviction import Window as WindowArrays
 from ckv_jax.decode.scoring import Found, Record, Scoring, SelectCall
+from ckv_jax.decode.widths import Recorded, Widths
 from ckv_jax.decode.window import BatchWindows, Window, WindowPacks
 from ckv_jax.kernels_pallas.score.probe import Probe
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.layers import probe_key
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.reads.digest import Digest
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.two_stages import Rule

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckv_jax.cache.tiers import counted
 from ckv_jax.decode.eviction import CLOSED, FREE
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.tiers import counted
 
 
 class Kept(NamedTuple):

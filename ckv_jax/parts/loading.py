@@ -8,17 +8,17 @@ from typing import Literal
 
 import numpy as np
 
-from ckv_jax.memory.memory import Memory
 from ckv_jax.parts.calls import PartsCalls
 from ckv_jax.parts.joined import Joined, Rows
 from ckv_jax.parts.rotation import rotations
 from ckv_jax.pipeline.layers import LayerKv, Layers
 from ckv_jax.pipeline.plan import Plan, Step
 from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
-from ckv_jax.reads.digest import Digest
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.read_job import PackReader
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.prefetcher import PackReader
 from ckv_jax.storage.prefix import Prefix
 from ckv_jax.trace import Trace
 

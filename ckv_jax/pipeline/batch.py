@@ -9,8 +9,8 @@ import numpy as np
 
 from ckv_jax.buckets import batch_bucket, chunk_bucket, suffix_bucket
 from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
-from ckv_jax.reads.digest import Digest
 from ckv_jax.selection.base import Selection, Share
 
 

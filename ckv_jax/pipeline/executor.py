@@ -21,18 +21,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Int32
 
 from ckv_jax.buckets import choice_bucket, suffix_bucket
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.config import SystemConfig
-from ckv_jax.memory.memory import Memory
 from ckv_jax.pipeline.batch import Batch, Member
 from ckv_jax.pipeline.layers import LayerKv, Layers, Scorer
 from ckv_jax.pipeline.piecewise import Piecewise
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.read_ahead import ReadAhead, guessed_chunks
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.prefix import Prefix

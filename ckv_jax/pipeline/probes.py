@@ -8,12 +8,12 @@ import numpy as np
 from jax import Array
 
 from ckv_jax.buckets import probe_bucket
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.kernels_pallas.score.probe import Keys, Probe
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeSource, Source
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.trace import Trace
 
 

@@ -12,13 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from ckv_jax.buckets import pad_rows
-from ckv_jax.cache.tiers import Tiers
 from ckv_jax.kernels_pallas.score.probe import Keys, Landmarks, Probe, TokenProbe
 from ckv_jax.model.shardings import ONE_DEVICE, PROBE, Shardings
 from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import Order
+from ckv_jax.prefix.digest import Digest, device_digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, ProbeView, Recomputed
-from ckv_jax.reads.digest import Digest, device_digest
+from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.selection.base import Selection
 from ckv_jax.storage.digest import landmarks
 from ckv_jax.storage.digest.data import DigestData, as_float32

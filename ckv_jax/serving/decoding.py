@@ -10,19 +10,19 @@ from ckv_jax.decode.decoder import Decoder, KvRows, Row
 from ckv_jax.decode.scoring import Scoring
 from ckv_jax.decode.selection import DecodeSelection, RowSelector
 from ckv_jax.decode.streaming import Streaming
+from ckv_jax.decode.widths import Profile
 from ckv_jax.decode.window import Window
-from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.pipeline.executor import FirstToken
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.prefix.digest import Digest
+from ckv_jax.prefix.memory import Memory
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.reads.digest import Digest
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.serving.going import Going
-from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.text import Text

@@ -11,9 +11,9 @@ from ckv_jax.parts.joined import Joined
 from ckv_jax.parts.loading import Opened
 from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import RecoveryNeeded, recover
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.reads.digest import Digest
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.sequence_job import given_up, sequence_job

@@ -22,10 +22,10 @@ from ckv_jax.decode.selection import RowSelector
 from ckv_jax.decode.window import Window
 from ckv_jax.errors import CkvError
 from ckv_jax.pipeline.plan import Plan
+from ckv_jax.prefix.digest import Digest
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.reads.digest import Digest
-from ckv_jax.reads.packs import Packs
+from ckv_jax.prefix.packs import Packs
 from ckv_jax.serving.going import Going, Tail, Written
 from ckv_jax.serving.leftovers import Leftovers, remove_line
 from ckv_jax.serving.sequence import Sequence

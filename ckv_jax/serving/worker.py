@@ -13,10 +13,8 @@ import numpy as np
 
 from ckv_jax.budget import Budget
 from ckv_jax.config import EngineConfig, SystemConfig
+from ckv_jax.decode.widths import Profile
 from ckv_jax.errors import CkvError
-from ckv_jax.memory.device_room import device_room
-from ckv_jax.memory.landing import Landing, landings_for
-from ckv_jax.memory.memory import Memory
 from ckv_jax.model.tokenizer import Tokenizer
 from ckv_jax.parts.blending import Blending
 from ckv_jax.parts.loading import Loading
@@ -28,16 +26,17 @@ from ckv_jax.pipeline.prefill import Prefills
 from ckv_jax.pipeline.probe_keys import ProbeKeys
 from ckv_jax.pipeline.probes import KeyProbes
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
+from ckv_jax.prefix.landing import Landing, landings_for
+from ckv_jax.prefix.memory import Memory, device_room
 from ckv_jax.prefix.open_prefix import OpenPrefix, Source
 from ckv_jax.prefix.open_prefixes import OpenPrefixes
-from ckv_jax.reads.packs import Packs
-from ckv_jax.reads.prefetcher import Prefetcher
+from ckv_jax.prefix.packs import Packs
+from ckv_jax.prefix.prefetcher import Prefetcher
 from ckv_jax.serving.alone import Alone
 from ckv_jax.serving.decoding import Decoding
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.placement import Placement
 from ckv_jax.serving.prefill_jobs import recovery_job, score_job
-from ckv_jax.serving.profiling import Profile
 from ckv_jax.serving.running import Running
 from ckv_jax.serving.sequence import Sequence
 from ckv_jax.serving.shares import share_of, shares_of

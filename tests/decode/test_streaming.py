@@ -14,8 +14,7 @@ from engine_tiny import TINY, tiny_engine
 from ckv_jax import Request, SamplingParams
 from ckv_jax.decode.streaming import Streaming
 from ckv_jax.decode.window import Window
-from ckv_jax.reads.prefetcher import Prefetcher
-from ckv_jax.reads.read_job import ReadJob
+from ckv_jax.prefix.prefetcher import Prefetcher, ReadJob
 from ckv_jax.trace import Trace
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.cache.policy import POLICIES
-from ckv_jax.cache.tiers import Tiers
 from ckv_jax.decode.eviction import CLOSED, FREE
 from ckv_jax.decode.window import BatchWindows, Kept, Window
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.policy import POLICIES
+from ckv_jax.prefix.tiers import Tiers
 from ckv_jax.systems import SYSTEMS
 
 PLAN = Plan.of(3, dataclasses.replace(SYSTEMS["ckv"], period=2, subperiod=1, pack_layers=1))

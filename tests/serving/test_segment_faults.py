@@ -16,9 +16,9 @@ from engine_sharp import COLD, Sharp
 from engine_support import tokens
 
 from ckv_jax import Engine, Request, SamplingParams
-from ckv_jax.cache.tiers import PoolExhausted
 from ckv_jax.decode.window import Window
 from ckv_jax.prefix.open_prefix import OpenPrefix
+from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.serving.segments import Segments
 from ckv_jax.serving.sequence import generation_of
 from ckv_jax.storage.prefix import Prefix

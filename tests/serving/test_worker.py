@@ -23,8 +23,8 @@ from ckv_jax.decode.decoder import Decoder, rows_bucket
 from ckv_jax.decode.selection import DecodeSelection
 from ckv_jax.errors import Cancelled
 from ckv_jax.kernels_pallas.target import Target
-from ckv_jax.memory.mapped import MappedPool
 from ckv_jax.pipeline.recovery import Recovered, Recoveries, RecoveryNeeded
+from ckv_jax.prefix.pools import MappedPool
 from ckv_jax.serving.job import Job
 from ckv_jax.serving.segments import most_buffered
 from ckv_jax.serving.sequence import Sequence
