@@ -251,6 +251,7 @@ def test_heads_apart_add_up_to_all_of_them() -> None:
     q, lengths = make_queries(rng, case), jnp.asarray(case.lengths, jnp.int32)
     rest: dict[str, Any] = {
         "target": CPU, "num_tokens": jnp.int32(199), "q_lengths": lengths, "chunk_tokens": 16,
+        "implementation": "reference",
     }  # fmt: skip
     each = score(q, probe, heads="each", **rest)
     wanted = expected(np.asarray(q, np.float64), keys, case)
