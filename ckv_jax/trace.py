@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -47,7 +48,9 @@ class Span(NamedTuple):
     args: Mapping[str, Any]
 
 
-_RawSpan = tuple[str, str, int, int, dict[str, Any]]  # cheaper to make than a Span
+RawSpan = tuple[str, str, int, int, dict[str, Any]]
+"""A `Span`, cheaper to make."""
+_END = attrgetter("end_ns")
 
 
 class Trace:
@@ -75,7 +78,7 @@ class Trace:
     def __init__(self) -> None:
         self.start_ns = perf_counter_ns()
         self.end_ns: int | None = None
-        self._spans: list[_RawSpan] = []
+        self._spans: list[RawSpan] = []
         self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "unused": 0}
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
@@ -93,6 +96,10 @@ class Trace:
     def add(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Records a span that is over; times are those of `time.perf_counter_ns`."""
         self._spans.append((name, lane, start_ns, end_ns, args))
+
+    def extend(self, spans: Iterable[RawSpan]) -> None:
+        """Records several spans that are over, in one call."""
+        self._spans.extend(spans)
 
     def count(self, name: str, n: int, *, prefix: str | None = None) -> None:
         """Adds to a counter, and to that of the prefix with the id that it was for."""
@@ -140,7 +147,7 @@ class Trace:
     @property
     def spans(self) -> list[Span]:
         """All spans so far, in the order in which they ended."""
-        return [Span(*raw) for raw in self._spans]
+        return sorted([Span(*raw) for raw in self._spans], key=_END)
 
     @property
     def ttft_ms(self) -> float:
@@ -292,7 +299,7 @@ class _OpenSpan:
 
     __slots__ = ("_args", "_lane", "_name", "_spans", "_start")
 
-    def __init__(self, spans: list[_RawSpan], name: str, lane: str, args: dict[str, Any]) -> None:
+    def __init__(self, spans: list[RawSpan], name: str, lane: str, args: dict[str, Any]) -> None:
         self._spans = spans
         self._name = name
         self._lane = lane

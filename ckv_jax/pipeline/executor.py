@@ -36,7 +36,7 @@ from ckv_jax.prefix.tiers import PoolExhausted
 from ckv_jax.selection.base import Selection, Share
 from ckv_jax.selection.two_stages import Rule
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.trace import Trace
+from ckv_jax.trace import RawSpan, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,7 @@ class Executor(ReprefillExecutor):
         picks: list[list[Selection]] = []
         booked: list[int] = []
         packs.book = lambda: self._book(batch, picks, booked)
+        spans: list[RawSpan] = []
         began = clock()
         for which, member in enumerate(members):
             opening = self.ahead.opening(member.opened, int(member.limits.sum()))
@@ -148,7 +149,7 @@ class Executor(ReprefillExecutor):
             if isinstance(member.probes, KeyProbes):
                 member.probes.ahead(0)
         asked = clock()
-        trace.add("submit", "host", began, asked)
+        spans.append(("submit", "host", began, asked, {}))
         hidden = self._layers.embed(batch.tokens)
         start = self._layers.put(batch.start)
         askers = [self._asker(batch, member, hidden.shape[1]) for member in members]
@@ -156,7 +157,7 @@ class Executor(ReprefillExecutor):
         kv: list[LayerKv] = []
         selections: list[np.ndarray] = []
         choosing = 0
-        trace.add("dispatch", "host", asked, clock())
+        spans.append(("dispatch", "host", asked, clock(), {}))
         for number, period in enumerate(plan.by_period):
             began = clock()
             mine, given = [], []
@@ -203,10 +204,10 @@ class Executor(ReprefillExecutor):
                     member.probes.ahead(number + 1)  # behind the packs, which are needed sooner
             lengths = batch.valid(chosen)
             submitted = clock()
-            trace.add("dispatch", "host", began, called, period=number)
-            trace.add("compute", "compute", called, ready, period=number - 1)
-            trace.add("select", "host", ready, selected, period=number)
-            trace.add("submit", "host", selected, submitted, period=number)
+            spans.append(("dispatch", "host", began, called, {"period": number}))
+            spans.append(("compute", "compute", called, ready, {"period": number - 1}))
+            spans.append(("select", "host", ready, selected, {"period": number}))
+            spans.append(("submit", "host", selected, submitted, {"period": number}))
             for step, wanted in zip(period.steps, steps, strict=True):
                 began = clock()
                 tables = None
@@ -230,11 +231,11 @@ class Executor(ReprefillExecutor):
                             packs.done(which, group, hidden)
                 kv.append(suffix)
                 called = clock()
-                trace.add("dispatch", "host", began, called, period=number)
+                spans.append(("dispatch", "host", began, called, {"period": number}))
                 if step.selects and guesses:
                     for which, likely in guesses:
                         self._read_ahead(packs, which, number + 1, np.asarray(likely))
-                    trace.add("submit", "host", called, clock(), period=number + 1)
+                    spans.append(("submit", "host", called, clock(), {"period": number + 1}))
             picks.append(mine)
         began = clock()
         logits, token = self._layers.head(hidden, np.maximum(batch.lengths - 1, 0))
@@ -242,7 +243,7 @@ class Executor(ReprefillExecutor):
         if trace.bytes["ssd"]:
             self.ahead.pace.read(trace.spans)  # while the device computes
         token_ids = np.asarray(token)
-        trace.add("compute", "compute", began, clock(), period=last + 1)
+        spans.append(("compute", "compute", began, clock(), {"period": last + 1}))
         attention_mass = batch.masses(jax.device_get([[pick.mass for pick in m] for m in picks]))
         trace.period_attention_mass += attention_mass[:, batch.lengths > 0].mean(axis=1).tolist()
         total = sum([len(member.real) * member.opened.num_chunks for member in members])
