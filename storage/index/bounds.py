@@ -19,6 +19,7 @@ from ckv_jax.storage.place.files import Claim, Files
 from ckv_jax.storage.prefix import Prefix
 
 _TOUCH_S = 5.0  # times of use reach the catalog at most this often
+_AHEAD_S = 60.0  # by which clocks of machines that share a store may differ
 _TRIES = 5  # to get room that others want, too
 _SPARE = 1 << 20  # bytes of the disk that stay free: for the index, and for blocks of files
 
@@ -172,13 +173,16 @@ class Bounds:
     def _plan(self) -> Plan:
         self.flush()
         keep, wishes = self._wanted(self._index.unknown())
+        now, entries = time.time(), self._index.catalog.entries()
+        if ahead := {entry.id: now for entry in entries if entry.used > now + _AHEAD_S}:
+            self._index.catalog.touch(ahead)  # the clock has been ahead: their time begins now
         return Plan(
-            self._index.catalog.entries(),
+            entries,
             policy=self._config.eviction,
             keep=keep,
             wishes=wishes,
             claim=self._claim,
-            now=time.time(),
+            now=now,
         )
 
     def _claim(self, segment_id: str) -> Claim | None:

@@ -167,6 +167,8 @@ class Database:
         """A connection to the file, and which file that is."""
         assert self._path is not None
         before = _identity(self._path)
+        if before != _ABSENT and not os.path.isfile(self._path):
+            raise sqlite3.DatabaseError(f"{self._path}: is no plain file")
         db = sqlite3.connect(
             self._path, timeout=wait_s, isolation_level=None, check_same_thread=False
         )
@@ -236,7 +238,7 @@ class Database:
 
     def _take_over(self, db: sqlite3.Connection) -> bool:
         """Copy the file into `db` without changing anything on the disk; whether that worked."""
-        if self._path is None:
+        if self._path is None or not os.path.isfile(self._path):
             return False
         with contextlib.suppress(sqlite3.Error, OSError):
             # Without a log, nobody has the file open, and SQLite need not make files beside it.

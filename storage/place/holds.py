@@ -18,6 +18,7 @@ _NAME = "holds"
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
 _MENDING = 1 << 61  # where the bytes of those who mend begin
 _BUSY = (errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NOWHERE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -36,6 +37,21 @@ class Holds:
         self._lock = threading.Lock()
         self._file: _File | None = None
         self._claims: _File | None = None
+
+    @property
+    def lockable(self) -> bool:
+        """Whether the file system has the locks; False is proof that it has none."""
+        try:
+            fd = os.open(self._path, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return True  # nothing is known
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+        except OSError as e:
+            return e.errno not in _NO_LOCKS
+        finally:
+            let_go(fd)
+        return True
 
     def hold(self, segment_id: str) -> Hold | None:
         """Keep a segment from being removed; None where it is being removed right now.

@@ -39,6 +39,8 @@ from ckv_jax.storage.segment import manifest as manifests
 
 _MADE_HERE = re.compile(r"[0-9a-f]{32}")
 _LARGEST_PIN = 65536
+_NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR)
+"""Of what is there, and no plain file."""
 
 
 class LocalFiles:
@@ -61,6 +63,11 @@ class LocalFiles:
         self.readonly = readonly
         self.make()
         self._holds = Holds(self.root, readonly=readonly)
+        if not self._holds.lockable:
+            raise StoreError(
+                f"{self.root}: the file system has no locks of open files (F_OFD_SETLK), so that "
+                "nothing stored there could be served"
+            )
         self._pins: dict[str, tuple[object, bytes]] = {}
 
     def make(self) -> None:
@@ -329,6 +336,8 @@ class LocalFiles:
         except FileNotFoundError:
             return None
         except OSError as e:
+            if e.errno in _NO_FILE:  # says nothing, which is a pin: nothing else stays for it
+                return None, b""
             raise as_unavailable(path, e) from e
 
     def _pin_stamp(self, prefix_id: str) -> object:
@@ -345,6 +354,8 @@ class LocalFiles:
             path = self.root / "pins" / prefix_id
             try:
                 path.unlink(missing_ok=True)
+            except IsADirectoryError:
+                continue  # nothing of ours
             except OSError as e:
                 raise as_unavailable(path, e) from e
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckv_jax.storage.descriptors import let_go
 from ckv_jax.storage.errors import StoreError
 from ckv_jax.storage.layout_versions import VERSION
+from ckv_jax.storage.place.plain import open_plain
 from ckv_jax.storage.segment import manifest as manifests
 
 FILE = "store.json"
@@ -97,7 +98,7 @@ def write(root: Path) -> None:
 
 
 def _plain(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open_plain(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _torn(data: bytes) -> bool:

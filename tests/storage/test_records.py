@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import time
@@ -14,6 +16,7 @@ from ckv_jax.storage import (
     ChunkStore,
     PrefixNotFound,
     StoreConfig,
+    StoreError,
     StoreFull,
     Wish,
     prune_store,
@@ -130,6 +133,58 @@ def test_records_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         store.set_wish(prefixes[0].id, Wish(priority=2))
         assert store.wishes()[prefixes[0].id].priority == 2
         assert reads[prefixes[0].id] == 2
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "loop"])
+def test_what_is_no_file_where_one_should_be_blocks_nothing(folder: Path, kind: str) -> None:
+    """A record that cannot be one keeps its own prefix, and no other; an index is made anew."""
+    make = {"fifo": os.mkfifo, "folder": os.mkdir, "loop": lambda path: os.symlink(path, path)}
+    with ChunkStore.open(folder) as store:
+        kept, other = ingest(store, some_tokens(64)), ingest(store, some_tokens(64, 1))
+    for file in folder.glob("catalog.sqlite*"):
+        file.unlink()
+    make[kind](folder / "catalog.sqlite")
+    make[kind](folder / "pins" / kept.id)
+    make[kind](folder / "pins" / ("ab" * 16))  # of nothing that is stored
+    began = time.monotonic()
+    with ChunkStore.open(folder) as store:
+        assert {prefix.id for prefix in store.prefixes()} == {kept.id, other.id}
+        assert store.wish_of(kept).pinned
+        assert prune_store(store, 0).removed == 1
+        assert [prefix.id for prefix in store.prefixes()] == [kept.id]
+    assert time.monotonic() - began < 10
+
+
+def test_a_clock_that_was_ahead_makes_nothing_endless(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with ChunkStore.open(folder) as store:
+        prefix = ingest(store, some_tokens(64))
+        store.set_wish(prefix.id, Wish(retain_s=100.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: now + 1e6)
+            store.touch(prefix)
+            store.bounds.flush()
+        monkeypatch.setattr(time, "time", lambda: now)
+        assert prune_store(store, expired=True).removed == 0  # its time begins now
+        monkeypatch.setattr(time, "time", lambda: now + 99)
+        assert prune_store(store, expired=True).removed == 0
+        monkeypatch.setattr(time, "time", lambda: now + 101)
+        assert prune_store(store, expired=True).removed == 1
+
+
+def test_a_file_system_without_locks_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", refuses)
+        with pytest.raises(StoreError, match="no locks of open files"):
+            ChunkStore.open(folder)
+    ChunkStore.open(folder).close()
 
 
 # -- tenants ---------------------------------------------------------------------------------------
