@@ -8,12 +8,11 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-from ckv_jax.token_trace import TokenTrace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -377,3 +376,34 @@ def _rows(spans: list[Span]) -> dict[str, list[Span]]:
         for lane, rows in lanes.items()
         for index, row in enumerate(rows)
     }
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenTrace:
+    """One token of a text that chose what it attends to: where that was, and what it waited for.
+
+    Packs are those that the text's own windows need; times are common to the batch.
+    """
+
+    device_hits: int = 0
+    """Packs that were in device slots: of the window, or cached."""
+    host_hits: int = 0
+    """Packs that came from host memory."""
+    ssd_reads: int = 0
+    """Packs that came from SSD, read ahead or now."""
+    recomputed: int = 0
+    """Packs of the batch that the store could not give."""
+    ahead: int = 0
+    """Packs of the batch that a read ahead had, or was bringing, when they were chosen."""
+    unused: int = 0
+    """Packs of the batch that were read ahead and given up, since nobody chose them."""
+    pack_bytes: int = 0
+    """Bytes of one pack."""
+    attention_mass: float = 1.0
+    """Share of the probe's attention that the chosen chunks hold, averaged over periods."""
+    select_ms: float = 0.0
+    """Waiting for choices once what they depend on was computed."""
+    fetch_ms: float = 0.0
+    """Waiting for packs."""
+    ms: float = 0.0
+    """The token as a whole."""
