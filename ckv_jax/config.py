@@ -102,7 +102,7 @@ class SystemConfig:
     excess. In decode, what a token nearly chose is read ahead for the next one."""
     speculate_always: bool = True
     """False: only after periods whose packs took longer to read than to choose
-    (`read_ahead.Pace`)."""
+    (`executor.Pace`)."""
     policy: PolicyName | Policy = "attention"
     """A name from `cache.policy.POLICIES`, or a policy of one's own."""
     choose: Select = WHOLE_QUESTION

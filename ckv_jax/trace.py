@@ -8,11 +8,11 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-from ckv_jax.token_trace import TokenTrace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,9 @@ class Span(NamedTuple):
     args: Mapping[str, Any]
 
 
-_RawSpan = tuple[str, str, int, int, dict[str, Any]]  # cheaper to make than a Span
+RawSpan = tuple[str, str, int, int, dict[str, Any]]
+"""A `Span`, cheaper to make."""
+_END = attrgetter("end_ns")
 
 
 class Trace:
@@ -75,7 +77,7 @@ class Trace:
     def __init__(self) -> None:
         self.start_ns = perf_counter_ns()
         self.end_ns: int | None = None
-        self._spans: list[_RawSpan] = []
+        self._spans: list[RawSpan] = []
         self.bytes: dict[str, int] = {"ssd": 0, "host": 0, "device": 0, "unused": 0}
         self.chunks: dict[str, int] = {"selected": 0, "total": 0}
         self.counters: dict[str, int] = {}
@@ -93,6 +95,10 @@ class Trace:
     def add(self, name: str, lane: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Records a span that is over; times are those of `time.perf_counter_ns`."""
         self._spans.append((name, lane, start_ns, end_ns, args))
+
+    def extend(self, spans: Iterable[RawSpan]) -> None:
+        """Records several spans that are over, in one call."""
+        self._spans.extend(spans)
 
     def count(self, name: str, n: int, *, prefix: str | None = None) -> None:
         """Adds to a counter, and to that of the prefix with the id that it was for."""
@@ -140,7 +146,7 @@ class Trace:
     @property
     def spans(self) -> list[Span]:
         """All spans so far, in the order in which they ended."""
-        return [Span(*raw) for raw in self._spans]
+        return sorted([Span(*raw) for raw in self._spans], key=_END)
 
     @property
     def ttft_ms(self) -> float:
@@ -292,7 +298,7 @@ class _OpenSpan:
 
     __slots__ = ("_args", "_lane", "_name", "_spans", "_start")
 
-    def __init__(self, spans: list[_RawSpan], name: str, lane: str, args: dict[str, Any]) -> None:
+    def __init__(self, spans: list[RawSpan], name: str, lane: str, args: dict[str, Any]) -> None:
         self._spans = spans
         self._name = name
         self._lane = lane
@@ -370,3 +376,34 @@ def _rows(spans: list[Span]) -> dict[str, list[Span]]:
         for lane, rows in lanes.items()
         for index, row in enumerate(rows)
     }
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenTrace:
+    """One token of a text that chose what it attends to: where that was, and what it waited for.
+
+    Packs are those that the text's own windows need; times are common to the batch.
+    """
+
+    device_hits: int = 0
+    """Packs that were in device slots: of the window, or cached."""
+    host_hits: int = 0
+    """Packs that came from host memory."""
+    ssd_reads: int = 0
+    """Packs that came from SSD, read ahead or now."""
+    recomputed: int = 0
+    """Packs of the batch that the store could not give."""
+    ahead: int = 0
+    """Packs of the batch that a read ahead had, or was bringing, when they were chosen."""
+    unused: int = 0
+    """Packs of the batch that were read ahead and given up, since nobody chose them."""
+    pack_bytes: int = 0
+    """Bytes of one pack."""
+    attention_mass: float = 1.0
+    """Share of the probe's attention that the chosen chunks hold, averaged over periods."""
+    select_ms: float = 0.0
+    """Waiting for choices once what they depend on was computed."""
+    fetch_ms: float = 0.0
+    """Waiting for packs."""
+    ms: float = 0.0
+    """The token as a whole."""

@@ -111,7 +111,7 @@ def token_calls(folder: Path) -> float:
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each", "classes", "files"),
-    [({}, 250, 60, 45, 50), (COLD, 400, 250, 60, 65)],
+    [({}, 200, 48, 38, 41), (COLD, 400, 245, 59, 62)],
     ids=["all in memory", "nothing cached"],
 )
 def test_a_request_passes_few_calls_classes_and_files(

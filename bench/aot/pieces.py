@@ -12,8 +12,8 @@ from bench.aot.program import Program, of
 from bench.aot.shapes import BLOCK, CALL_LAYERS, SUFFIX, WINDOW_ROWS, Sizes, ints
 from ckv_jax.decode.decoder import KvRows
 from ckv_jax.model.shardings import HEADS
-from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.pieces import Part, Pieces
+from ckv_jax.pipeline.prefill import PIECE_BLOCKS
 
 ROWS = np.arange(4, dtype=np.int32)
 

@@ -38,8 +38,7 @@ from ckv_jax.prefix.tiers import counted
 from ckv_jax.selection.base import Selection
 from ckv_jax.selection.coarse import Stages
 from ckv_jax.selection.two_stages import Rule
-from ckv_jax.token_trace import TokenTrace
-from ckv_jax.trace import Trace
+from ckv_jax.trace import TokenTrace, Trace
 
 _MOST = 16
 """Prefixes in one call."""

@@ -127,14 +127,11 @@ class OpenPrefix:
     """Chunks that the probe is to have room for at least."""
     order: np.ndarray | None = None
     """int [L, T]: the position of each token as stored, of a reordered prefix once it is used."""
+    kind: Literal["pack", "probe"] = "pack"
+    """See `Source`."""
     users: int = 0
     _readers: list[PrefixReader] = field(default_factory=list)
     """Those of its users; the last one reads."""
-
-    @property
-    def kind(self) -> Literal["pack", "probe"]:
-        """See `Source`."""
-        return "pack"
 
     @property
     def num_chunks(self) -> int:

@@ -203,7 +203,8 @@ class Prefetcher:
                 self._stats.bad_packs += int((~job.ok).sum())
                 self._stats.errors += job.error is not None
                 self._end(job)
-                self._work.notify()
+                if self._speculated:  # of which there may be one more under way now
+                    self._work.notify()
 
     def _read(
         self, job: ReadJob

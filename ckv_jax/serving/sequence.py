@@ -25,8 +25,7 @@ from ckv_jax.request import (
 from ckv_jax.serving.text import Text
 from ckv_jax.storage.layout_versions import PLAIN
 from ckv_jax.storage.prefix import Prefix
-from ckv_jax.token_trace import TokenTrace
-from ckv_jax.trace import Trace
+from ckv_jax.trace import TokenTrace, Trace
 
 Outcome = Result | Generation
 

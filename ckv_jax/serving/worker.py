@@ -23,8 +23,7 @@ from ckv_jax.pipeline.executor import Executor, FirstToken, ReprefillExecutor
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.plan import Plan
 from ckv_jax.pipeline.prefill import Prefills
-from ckv_jax.pipeline.probe_keys import ProbeKeys
-from ckv_jax.pipeline.probes import KeyProbes
+from ckv_jax.pipeline.probes import KeyProbes, ProbeKeys
 from ckv_jax.pipeline.recovery import Recoveries, RecoveryNeeded
 from ckv_jax.prefix.landing import Landing, landings_for
 from ckv_jax.prefix.memory import Memory, device_room

@@ -16,10 +16,10 @@ from engine_tiny import TINY
 from flax import nnx
 
 from ckv_jax.model.weights import random_model
-from ckv_jax.pipeline.kept_window import PIECE_BLOCKS
 from ckv_jax.pipeline.layers import Layers
 from ckv_jax.pipeline.prefill import (
     LONGER_BLOCKS,
+    PIECE_BLOCKS,
     STEP_LAYERS,
     Block,
     Prefills,

@@ -13,7 +13,7 @@ from kernel_targets import CPU, V5E
 
 from ckv_jax.model.decoder import Transformer
 from ckv_jax.pipeline.layers import Layers
-from ckv_jax.pipeline.probe_keys import ProbeKeys
+from ckv_jax.pipeline.probes import ProbeKeys
 from ckv_jax.prefix.pools import slot_shape
 from ckv_jax.storage import ChunkStore, Layout
 from ckv_jax.storage.probe_pages import ProbePages

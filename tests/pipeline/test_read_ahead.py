@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckv_jax.pipeline.read_ahead import READ, Pace, ReadAhead
+from ckv_jax.pipeline.executor import READ, Pace, ReadAhead
 from ckv_jax.systems import SYSTEMS
 from ckv_jax.trace import Span
 

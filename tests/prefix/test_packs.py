@@ -12,7 +12,7 @@ from pipeline_support import UnsteadyStore
 
 from ckv_jax import Engine, Request
 from ckv_jax.buckets import bucket
-from ckv_jax.pipeline.read_ahead import READ
+from ckv_jax.pipeline.executor import READ
 from ckv_jax.prefix.landing import HostBlocks, Landing, landing_for
 from ckv_jax.prefix.memory import job_packs
 from ckv_jax.prefix.tiers import PoolExhausted
